@@ -1,0 +1,159 @@
+"""The skew artifact: what calibration learns of a model's queries and keys, as one safetensors file (DESIGN section 5).
+
+The file carries its format version, the method, the model's fingerprint, a description of the calibration and a digest
+of its tensors; it holds no date and no path, so that the same calibration writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..config import SkewMethod
+from ..errors import ArtifactError
+
+VERSION: Final = 1
+"""Format of the file; a file of another version is refused."""
+
+_FORMAT: Final = "offload-rt skew"
+_TENSORS: Final = ("query", "key", "key_mean", "key_std")
+
+
+@dataclass(frozen=True, eq=False)
+class SkewArtifact:
+    """Per layer and KV head, the bases in which queries and keys are scored.
+
+    method: "svd" (paper §4.2, equations 2-3: one orthogonal `A`, `query == key`) or "balanced" (both sides).
+    query: float32 `[L, Hkv, d, d]`, B_q: skewed query q~ = q @ query[l, h]; columns by falling importance, so that
+        keeping r columns is `[..., :r]`.
+    key: float32 `[L, Hkv, d, d]`, B_k: k~ = k @ key[l, h]. B_q B_k^T = I: with all columns q~ k~^T == q k^T.
+    key_mean, key_std: float32 `[L, Hkv, d]`, of the skewed keys per column over the calibration text: what static
+        int4 and int2 scoring keys are scaled with.
+    fingerprint: of the model it was calibrated on.
+    calibration: what it was calibrated with, for people.
+
+    Queries and keys are those that the attention multiplies: after bias, QK-norm and RoPE, without the scale.
+    """
+
+    method: SkewMethod
+    query: torch.Tensor
+    key: torch.Tensor
+    key_mean: torch.Tensor
+    key_std: torch.Tensor
+    fingerprint: str
+    calibration: str
+
+    def __post_init__(self) -> None:
+        wrong = _inconsistency({name: getattr(self, name) for name in _TENSORS})
+        assert not wrong, wrong
+
+    def to(self, device: torch.device | str) -> SkewArtifact:
+        """The same artifact with its tensors on `device`."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
+
+    def save(self, path: Path | str) -> None:
+        """Writes the artifact to `path` atomically: the file is the whole artifact or what was there before. Missing
+        folders are made. Raises OSError where the file system refuses."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: getattr(self, name).detach().cpu().contiguous() for name in _TENSORS}
+        if self.query.data_ptr() == self.key.data_ptr():  # safetensors refuses two names for one storage
+            tensors["key"] = tensors["key"].clone()
+        header = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "method": self.method,
+            "fingerprint": self.fingerprint,
+            "calibration": self.calibration,
+            "sha256": _digest(tensors),
+        }
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            # One metadata entry, because safetensors writes several in random order.
+            save_file(tensors, temporary, metadata={"skew": json.dumps(header, sort_keys=True)})
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path | str, fingerprint: str | None) -> SkewArtifact:
+        """The artifact in `path`, on the CPU. With a `fingerprint` the artifact must be of that model.
+
+        Raises ArtifactError where the file is missing, not an artifact, damaged, of another format version, or of
+        another model (the message names both fingerprints).
+        """
+        path = Path(path)
+        header, tensors = _read(path)
+        if header.get("version") != VERSION:
+            raise ArtifactError(
+                f"{path} is a skew artifact of format version {header.get('version')}, this program reads version "
+                f"{VERSION}; make it again with 'offload-rt skew'"
+            )
+        if set(tensors) != set(_TENSORS) or header.get("sha256") != _digest(tensors):
+            raise ArtifactError(_damaged(path, "its contents do not match its digest"))
+        method, of_model = header.get("method"), str(header.get("fingerprint"))
+        if method not in get_args(SkewMethod):
+            raise ArtifactError(_damaged(path, f"unknown method {method!r}"))
+        if fingerprint is not None and of_model != fingerprint:
+            raise ArtifactError(
+                f"{path} was calibrated on another model: its fingerprint is {of_model}, this model's is "
+                f"{fingerprint}; make one for this model with 'offload-rt skew'"
+            )
+        if wrong := _inconsistency(tensors):
+            raise ArtifactError(_damaged(path, wrong))
+        return cls(method=method, fingerprint=of_model, calibration=str(header.get("calibration")), **tensors)
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"{path} is a damaged skew artifact ({why}); make it again with 'offload-rt skew'"
+
+
+def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """Header and tensors of the file. Raises ArtifactError where there is no readable skew artifact."""
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file; a skew artifact is made with 'offload-rt skew MODEL --out DIR'")
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get("skew", "null")
+            # Copies: the file may be replaced under a memory map.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        header = json.loads(text)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(_damaged(path, f"not a whole safetensors file: {error}")) from error
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise ArtifactError(f"{path} is a safetensors file but no skew artifact; give the skew.safetensors of a model")
+    return dict(header), tensors
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes of CPU tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _inconsistency(tensors: dict[str, torch.Tensor]) -> str:
+    """What is wrong with the artifact's tensors, or nothing."""
+    shape = tensors["query"].shape
+    if len(shape) != 4 or shape[-1] != shape[-2]:
+        return f"query has shape {tuple(shape)}, expected [L, Hkv, d, d]"
+    for name, expected in zip(_TENSORS, (shape, shape, shape[:3], shape[:3]), strict=True):
+        tensor = tensors[name]
+        if tensor.shape != expected or tensor.dtype != torch.float32:
+            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 {tuple(expected)}"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"{name} has values that are not finite"
+    return ""
