@@ -1,0 +1,150 @@
+"""What a reference model is worth: bits per byte by context length, and recall of facts by kind, number and distance.
+
+One copy of the evaluation for the training loop, the model card and the test that pins the shipped checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from reference_data import KINDS, Corpus, Encoder, make_facts, make_passage
+
+
+def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """ids `[B, N]` -> last hidden states `[B, N, hidden]`, full attention."""
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """Bytes of text behind each token id `[vocab]`: byte-level BPE writes one character a byte; special tokens are 0."""
+    special = set(tokenizer.get_added_tokens_decoder())
+    sizes = np.zeros(tokenizer.get_vocab_size(), np.int64)
+    for token, index in tokenizer.get_vocab().items():
+        sizes[index] = 0 if index in special else len(token)
+    return sizes
+
+
+@torch.no_grad()
+def nats_by_context(
+    model: PreTrainedModel, ids: NDArray[np.integer], contexts: Sequence[int], *, windows: int, scored: int, batch: int
+) -> dict[int, NDArray[np.float64]]:
+    """Summed nats of the same tokens under each context length: `{context: [windows]}`.
+
+    `windows` pieces of max(contexts) tokens are spread evenly over `ids`; of each the last `scored` tokens are scored,
+    once a context length c from the last c tokens of the piece (so a scored token has c - scored to c - 1 before it).
+    Raises ValueError where the text is shorter than a piece or a context is not longer than `scored`.
+    """
+    longest = max(contexts)
+    if len(ids) < longest or min(contexts) <= scored:
+        raise ValueError(f"{len(ids)} tokens, contexts {list(contexts)}: need text >= longest context > {scored} scored")
+    begins = np.linspace(0, len(ids) - longest, windows).astype(int)
+    pieces = torch.from_numpy(np.stack([ids[b : b + longest] for b in begins]).astype(np.int64)).to(model.device)
+    head = model.get_output_embeddings()
+    out: dict[int, NDArray[np.float64]] = {}
+    for context in contexts:
+        sums = []
+        rows = max(1, batch * 512 // context)
+        for part in pieces[:, -context:].split(rows):
+            logits = head(_hidden(model, part[:, :-1])[:, -scored:]).float()
+            losses = F.cross_entropy(logits.flatten(0, 1), part[:, -scored:].flatten(), reduction="none")
+            sums.append(losses.view(len(part), scored).double().sum(1))
+        out[context] = torch.cat(sums).cpu().numpy()
+    return out
+
+
+def scored_bytes(
+    tokenizer: Tokenizer, ids: NDArray[np.integer], longest: int, *, windows: int, scored: int
+) -> NDArray[np.int64]:
+    """Bytes of the tokens that `nats_by_context` scores: `[windows]`."""
+    begins = np.linspace(0, len(ids) - longest, windows).astype(int)
+    sizes = token_bytes(tokenizer)
+    return np.array([sizes[ids[b + longest - scored : b + longest]].sum() for b in begins])
+
+
+def bits_per_byte(nats: NDArray[np.float64], sizes: NDArray[np.int64]) -> float:
+    return float(nats.sum() / sizes.sum() / math.log(2))
+
+
+def paired_bootstrap(
+    nats: NDArray[np.float64], base: NDArray[np.float64], sizes: NDArray[np.int64], *, draws: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """95 % percentile interval of bits per byte minus that of `base`, windows drawn anew with both scores kept together."""
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(nats), size=(draws, len(nats)))
+    differences = (nats - base)[picks].sum(1) / sizes[picks].sum(1) / math.log(2)
+    low, high = np.quantile(differences, (0.025, 0.975))
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question's outcome. `right`: every token of every answer of it is the model's first choice (teacher forced,
+    which for greedy decoding from the prompt is the same event)."""
+
+    kind: str
+    distance: int
+    right: bool
+
+
+@torch.no_grad()
+def recall(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    encoder: Encoder,
+    *,
+    length: int,
+    facts: int,
+    passages: int,
+    seed: int,
+    held_out: bool = True,
+    kinds: Sequence[str] = tuple(KINDS),
+    batch: int = 8,
+) -> list[Answer]:
+    """Ask `passages` recall passages of `length` tokens with `facts` facts each; all questions stand at the end."""
+    rng = np.random.default_rng([seed, length, facts, passages])
+    made = []
+    while len(made) < passages:
+        chosen = make_facts(rng, facts, held_out=held_out, kinds=kinds)
+        passage = make_passage(rng, length, chosen, corpus, encoder)
+        if passage is not None:
+            made.append(passage)
+    head = model.get_output_embeddings()
+    answers = []
+    for i in range(0, passages, rows := max(1, batch * 512 // length)):
+        part = made[i : i + rows]
+        ids = torch.from_numpy(np.stack([passage.ids for passage in part]).astype(np.int64)).to(model.device)
+        hidden = _hidden(model, ids)
+        for row, passage in enumerate(part):
+            for kind, positions, distance in passage.questions:
+                at = torch.tensor(positions, device=ids.device)
+                right = head(hidden[row, at - 1]).argmax(-1).eq(ids[row, at]).all()
+                answers.append(Answer(kind, distance, bool(right)))
+    return answers
+
+
+def share_right(answers: Sequence[Answer]) -> float:
+    return sum(answer.right for answer in answers) / len(answers)
+
+
+def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
+    present = dict.fromkeys(answer.kind for answer in answers)
+    return {kind: share_right([a for a in answers if a.kind == kind]) for kind in KINDS if kind in present}
+
+
+def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tuple[float, int]]:
+    """Share right and number of questions in each band of distance `[edges[i], edges[i + 1])`, empty bands left out."""
+    table = {}
+    for low, high in zip(edges, edges[1:], strict=False):
+        band = [answer for answer in answers if low <= answer.distance < high]
+        if band:
+            table[f"{low}-{high - 1}"] = (share_right(band), len(band))
+    return table
