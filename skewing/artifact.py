@@ -12,11 +12,11 @@ import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, cast, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ..config import SkewMethod
 from ..errors import ArtifactError
@@ -79,9 +79,11 @@ class SkewArtifact:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             # One metadata entry, because safetensors writes several in random order.
-            save_file(tensors, temporary, metadata={"skew": json.dumps(header, sort_keys=True)})
-            with temporary.open("rb") as written:
-                os.fsync(written.fileno())
+            data = save(tensors, metadata={"skew": json.dumps(header, sort_keys=True)})
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -112,7 +114,8 @@ class SkewArtifact:
             )
         if wrong := _inconsistency(tensors):
             raise ArtifactError(_damaged(path, wrong))
-        return cls(method=method, fingerprint=of_model, calibration=str(header.get("calibration")), **tensors)
+        calibration = str(header.get("calibration"))
+        return cls(method=cast(SkewMethod, method), fingerprint=of_model, calibration=calibration, **tensors)
 
 
 def _damaged(path: Path, why: str) -> str:
