@@ -1,0 +1,46 @@
+# Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
+#   make demo    continue a real book with the model that ships in the package
+#   make test    lint, types and tests (needs no GPU, no network once installed)
+#   make gpu     the tests that need a CUDA device
+#   make bench   the speed measurements, written to out/
+#   make lint    ruff and mypy alone
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
+BIN := .venv/bin
+READY := .venv/.installed
+OUT := out
+
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test gpu bench lint venv clean
+
+venv: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev,eval]'
+	touch $@
+
+demo: $(READY)
+	mkdir -p $(OUT)
+	$(BIN)/offload-rt generate reference --prompt-file offload_rt/data/black_arrow.txt --max-new-tokens 200 \
+		--temperature 0.8 --top-p 0.95 --seed 1 --plot $(OUT)/demo.png --stats-json $(OUT)/demo.json
+
+# pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
+# to `import kernels`, the name of another project's package.
+test: lint
+	$(BIN)/pytest
+
+gpu: $(READY)
+	$(BIN)/pytest -m gpu
+
+bench: $(READY)
+	mkdir -p $(OUT)
+	$(BIN)/python -P -m offload_rt.eval.speed --out $(OUT)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv $(OUT) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,22 @@
+"""What every test file shares: `gpu` tests skip where there is no CUDA device, `device` runs a test on each device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+NO_CUDA = pytest.mark.skip(reason="no CUDA device on this machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(NO_CUDA)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device a test runs on; with `-m gpu` CUDA alone."""
+    return torch.device(request.param)

@@ -1,0 +1,99 @@
+"""The order of the rooms (DESIGN section 2): left never imports right, rooms of one rank never import each other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "offload_rt"
+ORDER = (
+    "errors", "core config", "kernels models pool", "skewing", "select transfer", "runtime", "llm", "__init__",
+    "eval server", "cli",
+)  # fmt: skip
+RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}
+LINKED = {"kernels", "skewing", "eval"}  # folders at the top that are never imported by that name
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every module that `tree`, code of the package `package`, imports anywhere, as the parts of its absolute name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            yield from ((*base, *(node.module or "").split("."), alias.name) for alias in node.names)
+
+
+def violations(source: str, path: Path) -> list[str]:
+    """What `source`, the text of the file `path` (relative to the repository), may not import."""
+    room = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
+    found = []
+    for name in imported(ast.parse(source), path.parent.parts):
+        name = tuple(part for part in name if part)
+        if name[0] in LINKED:
+            found.append(f"{path}: bare import of {name[0]}; it is offload_rt.{name[0]}")
+        if room is None or name[0] != "offload_rt":
+            continue
+        other = name[1] if len(name) > 1 and name[1] in RANK else "__init__"
+        if other != room and RANK[other] >= RANK[room]:
+            found.append(f"{path}: {room} may not import {other}")
+    return found
+
+
+def files() -> list[Path]:
+    """Python files of the package (through its links), the scripts and the tests, relative to the repository."""
+    folders = [entry for entry in PACKAGE.iterdir() if entry.is_dir()] + [ROOT / "scripts", ROOT / "tests"]
+    paths = [*PACKAGE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    return sorted(path.relative_to(ROOT) for path in paths)
+
+
+def test_no_import_against_the_order() -> None:
+    found = [line for path in files() for line in violations((ROOT / path).read_text(encoding="utf-8"), path)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_file_is_in_a_known_room() -> None:
+    rooms = {path.with_suffix("").parts[1] for path in files() if path.parts[0] == "offload_rt"}
+    assert rooms <= RANK.keys(), f"rooms without a rank: {sorted(rooms - RANK.keys())}"
+    assert {"errors", "core", "config", "models", "select", "transfer"} <= rooms
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("offload_rt/models/llama.py", "from ..pool.pool import HostPool"),
+        ("offload_rt/models/llama.py", "def f():\n    from ..select import base"),
+        ("offload_rt/core.py", "from . import config"),
+        ("offload_rt/pool/layout.py", "import offload_rt.runtime.engine"),
+        ("offload_rt/runtime/report.py", "from offload_rt import LLM"),
+        ("offload_rt/skewing/fold.py", "from ..llm import LLM"),
+        ("offload_rt/transfer/cpu.py", "from kernels import reference"),
+        ("scripts/x.py", "import eval.speed"),
+    ],
+)
+def test_a_violation_is_seen(path: str, source: str) -> None:
+    assert len(violations(source, Path(path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("offload_rt/models/llama.py", "from .adapter import ModelAdapter\nfrom ..core import Lease\nimport torch"),
+        ("offload_rt/cli.py", "from offload_rt import LLM\nfrom . import errors\nfrom .eval import speed"),
+        ("offload_rt/__init__.py", "from .llm import LLM\nfrom .errors import OffloadError"),
+        ("scripts/x.py", "from offload_rt.eval import speed"),
+    ],
+)
+def test_what_is_allowed(path: str, source: str) -> None:
+    assert violations(source, Path(path)) == []
+
+
+def test_linked_folders_are_no_packages() -> None:
+    for name in sorted(LINKED):
+        assert not (ROOT / name / "__init__.py").exists()
+        assert (PACKAGE / name).is_symlink()
+        assert (PACKAGE / name).readlink() == Path("..", name)
