@@ -1,0 +1,77 @@
+"""Attention over scattered rows, in torch: the definition that every faster kernel is tested against.
+
+LSE is the natural logarithm everywhere. Scores, softmax and LSE are float32 (float64 for float64 inputs); the two
+products run in the dtype of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+
+def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unnormalised softmax of one part. q `[Hkv, G, d]`, k `[Hkv, n, d]`, n >= 1.
+
+    Returns exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` of the scaled scores s = scale * q k^T.
+    """
+    scores = torch.bmm(q * scale, k.transpose(1, 2))
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return weights.div_(total), (peak + total.log()).squeeze(-1)
+
+
+def attend_part(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention of one query per head over rows that lie together.
+
+    q `[Hkv, G, d]`, k and v `[Hkv, n, d]`, n >= 1. Returns out `[Hkv, G, d]` and lse `[Hkv, G]`, both float32
+    (float64 for float64).
+    """
+    weights, lse = attention_weights(q, k, scale)
+    out = torch.bmm(weights.to(v.dtype), v)
+    return out.to(lse.dtype), lse
+
+
+def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of disjoint parts from the attention over each (Hydragen §3.1, ChunkAttention eq. 2).
+
+    outs `[..., d]` and lses `[...]` of each part. Returns out `[..., d]` and lse `[...]` of the union.
+    """
+    stacked = torch.stack(list(lses))
+    lse = torch.logsumexp(stacked, 0)
+    shares = (stacked - lse).exp_().unsqueeze(-1)
+    out = outs[0] * shares[0]
+    for part, share in zip(outs[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part, share)
+    return out, lse
+
+
+def attend_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Exact prefill attention of the last m tokens over all n >= m tokens so far.
+
+    q `[H, m, d]`, k and v `[Hkv, n, d]`; query i sees the keys up to n - m + i, and of these the last `window`.
+    Returns `[H, m, d]`. One group member at a time, so that K and V are never repeated.
+    """
+    heads, m, d = q.shape
+    n = k.shape[1]
+    mask: torch.Tensor = causal_lower_right(m, n)
+    if window is not None:
+        first = max(0, n - m - window + 1)
+        k, v = k[:, first:], v[:, first:]
+        at = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(first, n, device=q.device)
+        mask = (at >= 0) & (at < window)
+    grouped = q.view(k.shape[0], heads // k.shape[0], m, d)
+    outs = [
+        F.scaled_dot_product_attention(grouped[None, :, g], k[None], v[None], attn_mask=mask, scale=scale)[0]
+        for g in range(grouped.shape[1])
+    ]
+    return torch.stack(outs, dim=1).view(heads, m, d)

@@ -1,0 +1,190 @@
+"""Configuration: frozen dataclasses, validated when they are made; unknown keys raise `ConfigError`."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, TypeVar, get_args
+
+from .errors import ConfigError
+
+Source = Literal["attention_input", "normed_input", "residual"]
+Scorer = Literal["partial", "int4", "int2"]
+Columns = Literal["calibration", "prompt"]
+SkewMethod = Literal["svd", "balanced"]
+DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
+}
+
+T = TypeVar("T")
+
+
+def parse_size(size: int | str, name: str = "size") -> int:
+    """Bytes from an int or from a string such as "200GiB", "1.5GB", "512M" (bare K, M, G, T are binary).
+
+    Raises ConfigError where it is no size or not positive.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?(?:i?B)?|B)\s*", size, re.IGNORECASE)
+        unit = next((u for u in _UNITS if match and u.lower() == match[2].lower()), None)
+        if match is None or unit is None:
+            raise ConfigError(f"{name}={size!r} is no size; write bytes or a number with a unit, such as '200GiB'")
+        size = int(float(match[1]) * _UNITS[unit])
+    if size <= 0:
+        raise ConfigError(f"{name}={size} must be positive")
+    return size
+
+
+def format_size(size: float) -> str:
+    """`size` bytes in the largest binary unit that keeps it at 1 or above, three significant digits: "1.46 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB" if size < 1000 else f"{size:.0f} TiB"
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raises ConfigError, with the nearest spelling, where `value` is none of `choices`."""
+    known = list(choices)
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        raise ConfigError(
+            f"{name}={value!r} is unknown{f'; did you mean {near[0]!r}?' if near else ''} (one of: {', '.join(known)})"
+        )
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
+    """An instance of the configuration dataclass `cls`; a key it does not have raises ConfigError."""
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for key in options:
+        check_choice(f"option of {cls.__name__}", key, known)
+    return cls(**options)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How new tokens are chosen. `temperature=0` is greedy; the filters apply in transformers' order: repetition
+    penalty, temperature, top-k, top-p, min-p. The same seed gives the same text."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        _check(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        _check(
+            0 <= self.temperature < math.inf,
+            f"temperature={self.temperature} must be finite and not negative; 0 is greedy",
+        )
+        _check(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
+        _check(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
+        _check(self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]")
+        _check(
+            0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty={self.repetition_penalty} must be positive; 1 is none",
+        )
+        _check(all(self.stop), "a stop string must not be empty")
+
+
+@dataclass(frozen=True)
+class InfiniGenOptions:
+    """InfiniGen's token selection (paper §4.3, DESIGN section 6) and what we add to it.
+
+    alpha: a token is a candidate if its score is within alpha of its head's maximum; None takes the family's value
+        (4 for OPT and GPT-2, 5 for Llama). `inf` makes everything a candidate.
+    partial_ratio: share of the head dimension that scoring keys keep (scorer "partial").
+    max_fraction: the count of a layer never exceeds this share of its candidates.
+    source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
+        input, or of layer i-1's residual after its attention.
+    scorer: "partial" columns in the model's dtype, or all columns as int4 / int2.
+    columns: kept columns fixed at calibration, or chosen from each prompt (paper).
+    skew: rotation fitted to queries alone (paper) or to queries and keys.
+    sinks, recent: tokens at the start and the end of the context that stay on the device and are always attended.
+    dense_layers: layers that attend to everything.
+    max_missed_mass: with a number, layer i's true query scores again and rows are fetched until the estimated
+        attention mass outside the attended set is at most this (mean over query heads); None never repairs.
+    """
+
+    alpha: float | None = None
+    partial_ratio: float = 0.3
+    max_fraction: float = 0.2
+    source: Source = "residual"
+    scorer: Scorer = "partial"
+    columns: Columns = "calibration"
+    skew: SkewMethod = "svd"
+    sinks: int = 4
+    recent: int = 64
+    dense_layers: tuple[int, ...] = (0,)
+    max_missed_mass: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        _check(self.alpha is None or self.alpha >= 0, f"alpha={self.alpha} must not be negative")
+        _check(0 < self.partial_ratio <= 1, f"partial_ratio={self.partial_ratio} must be in (0, 1]")
+        _check(0 < self.max_fraction <= 1, f"max_fraction={self.max_fraction} must be in (0, 1]")
+        check_choice("source", self.source, get_args(Source))
+        check_choice("scorer", self.scorer, get_args(Scorer))
+        check_choice("columns", self.columns, get_args(Columns))
+        check_choice("skew", self.skew, get_args(SkewMethod))
+        _check(self.sinks >= 0, f"sinks={self.sinks} must not be negative")
+        _check(self.recent >= 1, f"recent={self.recent} must be at least 1: the newest token is always resident")
+        _check(all(i >= 0 for i in self.dense_layers), f"dense_layers={self.dense_layers} must not be negative")
+        _check(
+            self.max_missed_mass is None or 0 < self.max_missed_mass < 1,
+            f"max_missed_mass={self.max_missed_mass} must be in (0, 1)",
+        )
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """Preset "default" (what measures best here) or "paper" (DESIGN section 6 as published: no window, partial
+        scorer, attention input, columns by prompt, layer 0 dense), with `overrides` on top."""
+        check_choice("preset", name, ("default", "paper"))
+        base = cls()
+        if name == "paper":
+            base = replace(
+                base, source="attention_input", scorer="partial", columns="prompt", skew="svd", sinks=0, recent=1
+            )
+        return from_mapping(cls, {f.name: getattr(base, f.name) for f in fields(cls)} | overrides)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a runtime is built from, besides the model and the policy's own options.
+
+    host_memory: bytes of KV the host pool may hold (a hard limit); None takes half of the memory that is free.
+    prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
+    missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
+    progress: show a progress bar for prefills that take more than two seconds.
+    """
+
+    host_memory: int | None = None
+    prefill_slice: int = 512
+    missed_mass_every: int = 16
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.host_memory is None or self.host_memory > 0, f"host_memory={self.host_memory} must be positive")
+        _check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
+        _check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")

@@ -1,0 +1,140 @@
+"""The words every room shares: shapes, chunks, what a token may see, and what a policy chose.
+
+Shape glossary (named axes in every docstring)
+
+    B    sequences of a batch          T    tokens of one call, of one or of many sequences
+    D    hidden size                   V    vocabulary
+    L    layers                        H    query heads      Hkv  key/value heads      G = H / Hkv
+    d    head dimension                r    columns of the scoring keys, r <= d
+    N    tokens in a sequence's context, the newest included
+    n    tokens of one selection, the same for every KV head
+
+A *token index* counts the slots of one sequence from 0; without eviction it is also the token's position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+CHUNK = 64
+"""Token slots of a chunk: the unit of sharing, reference counts and spill to disk."""
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """Everything the runtime knows about a model's shape. `scales[l]` multiplies q·k of layer l (once: queries arrive
+    unscaled from every adapter); `windows[l]` is the sliding window of layer l in tokens, the newest included, or
+    None."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    scales: tuple[float, ...]
+    windows: tuple[int | None, ...]
+    max_positions: int
+    """Positions the model was trained or built for."""
+    absolute_positions: bool
+    """True where positions are a learned table (OPT, GPT-2): beyond `max_positions` there is nothing to look up."""
+    default_alpha: float
+    """The threshold that InfiniGen §5.1 uses for this family: 4 for OPT, 5 for Llama."""
+
+    def __post_init__(self) -> None:
+        assert self.heads % self.kv_heads == 0, "query heads must be a multiple of KV heads"
+        assert len(self.scales) == self.layers == len(self.windows)
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of K and V of `tokens` tokens in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * tokens * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the newest token of a sequence may attend to in one layer, as three neighbouring ranges of token indices.
+    `sinks` and `recent` are resident (on the device anyway, always attended); `candidates` between them are what a
+    policy selects from. The newest token is always the last of `recent`."""
+
+    sinks: range
+    candidates: range
+    recent: range
+
+    @classmethod
+    def of(cls, length: int, *, sinks: int, recent: int, window: int | None) -> Visible:
+        """Ranges for a context of `length` tokens (N, the newest included). A sliding window of `window` tokens hides
+        everything before its start, sinks included, as the model itself does."""
+        assert length >= 1 and sinks >= 0 and recent >= 1
+        first = 0 if window is None else max(0, length - window)
+        sinks_stop = max(first, min(sinks, length - 1))
+        recent_start = max(sinks_stop, length - recent)
+        return cls(range(first, sinks_stop), range(sinks_stop, recent_start), range(recent_start, length))
+
+    @property
+    def all(self) -> range:
+        """Every visible token."""
+        return range(self.sinks.start, self.recent.stop)
+
+    @property
+    def resident(self) -> int:
+        """How many visible tokens are resident."""
+        return len(self.sinks) + len(self.recent)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Tokens of one sequence that one layer attends to in one step besides the resident ones.
+
+    tokens: int64 `[Hkv, n]`, token indices within `Visible.candidates`, no duplicates in a row, in any order.
+    """
+
+    tokens: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        """n, tokens per KV head."""
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class KVPart:
+    """Rows of one layer of one sequence that lie together on the compute device: k, v `[Hkv, n, d]` (views allowed)."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass
+class Lease:
+    """A sequence's hold on chunks of the host pool: ids and two numbers, no tensors.
+
+    chunks: chunk ids in token order; chunk i holds the tokens [64 i, 64 (i + 1)).
+    length: tokens whose K and V are complete in every layer.
+    Only `HostPool` changes a lease.
+    """
+
+    chunks: list[int] = field(default_factory=list)
+    length: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Token slots held."""
+        return len(self.chunks) * CHUNK
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt on its way through the engine. `prompt` is a non-empty tuple of token ids."""
+
+    id: int
+    prompt: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.prompt, "the facade refuses empty prompts"

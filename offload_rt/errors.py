@@ -1,0 +1,45 @@
+"""What can go wrong, as one tree. Every message says what was wrong, what was expected and what to do.
+
+    OffloadError
+    ├── ConfigError          (ValueError)   an option's value or name; unknown keys
+    ├── InputError           (ValueError)   a prompt, a file, a text, a request
+    ├── ModelError           (ValueError)   unsupported architecture, missing weights, positions a model cannot have
+    ├── ArtifactError        (ValueError)   a skew artifact: damaged, of another version, of another model
+    ├── MemoryLimitError     (MemoryError)  more memory asked than there is, or than the limit allows
+    │   └── PoolFullError                   the host pool has no chunk left for a sequence
+    └── StoreError           (OSError)      the session store: lock, path, limit
+
+`assert` is for invariants of our own code; nothing a user does may trip one.
+"""
+
+
+class OffloadError(Exception):
+    """Base of every error that a user of `offload_rt` can cause and can mend."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """An option has a value outside its domain, or no such option exists."""
+
+
+class InputError(OffloadError, ValueError):
+    """A prompt, file or request cannot be used as it is."""
+
+
+class ModelError(OffloadError, ValueError):
+    """A model cannot be loaded or cannot do what was asked of it."""
+
+
+class ArtifactError(OffloadError, ValueError):
+    """A skew artifact is damaged, of another format version, or of another model."""
+
+
+class MemoryLimitError(OffloadError, MemoryError):
+    """More memory is needed than the machine has or the limit allows."""
+
+
+class PoolFullError(MemoryLimitError):
+    """The host pool cannot give the chunks a sequence needs."""
+
+
+class StoreError(OffloadError, OSError):
+    """The session store cannot be opened or written."""

@@ -1,0 +1,41 @@
+"""Decode attention of one sequence over the parts its rows came in."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core import KVPart
+from ..kernels.reference import attend_part, attention_weights, merge_lse
+
+
+def attend(q: torch.Tensor, parts: list[KVPart], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over the union of `parts` (disjoint, each with at least one row).
+
+    q `[H, d]`; returns out `[H, d]` in q's dtype and lse `[H]` (natural log, float32 or float64).
+    """
+    heads, d = q.shape
+    grouped = q.view(parts[0].k.shape[0], -1, d)
+    done = [attend_part(grouped, part.k, part.v, scale) for part in parts if part.k.shape[1]]
+    out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
+    return out.to(q.dtype).reshape(heads, d), lse.reshape(heads)
+
+
+def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Natural log of the sum of exp(scale * q·k) over all keys: `[H]` from q `[H, d]` and k `[Hkv, n, d]`, computed
+    where the keys lie. With the lse of the attended rows it gives the attention mass that a selection misses."""
+    grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
+    return attention_weights(grouped, k, scale)[1].flatten()
+
+
+def group_weights(q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor) -> torch.Tensor:
+    """Softmax weights `[Hkv, n]` of all rows of `parts` in order, summed over the query heads of each KV head.
+
+    q `[H, d]`; lse `[H]` of the whole union, from `attend`.
+    """
+    kv_heads, _, d = parts[0].k.shape
+    grouped, whole = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)
+    weights = []
+    for part in parts:
+        inner, part_lse = attention_weights(grouped, part.k, scale)
+        weights.append((inner * (part_lse - whole).exp().unsqueeze(-1)).sum(1))
+    return torch.cat(weights, dim=1)

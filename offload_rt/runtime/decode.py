@@ -1,0 +1,146 @@
+"""One decode step of a batch: the layer loop of DESIGN section 3, top to bottom.
+
+While layer l computes, the rows of layer l + 1 are on the link. What they are is speculated from what layer l knows
+(InfiniGen §4.3): its attention input, or the residual after its attention. A dense layer needs no speculation and is
+requested first of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from ..core import KVPart, Selection, Visible
+from ..models.adapter import ModelAdapter
+from ..select.base import Policy
+from ..transfer.link import Link, Ticket
+from ..transfer.plan import attended_tokens
+from .attention import attend, group_weights, scores_lse
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """What one sequence attends to in one layer, on its way. `selection` None is everything visible."""
+
+    visible: Visible
+    selection: Selection | None
+    ticket: Ticket
+
+
+class DecodeStep:
+    """Computes the next token of each sequence of a batch: token `tokens[position]` of each goes in, logits come out.
+    Room for one token must be reserved in every lease; the caller commits `position + 1` afterwards. Sequences never
+    see each other: each gets what it would get alone."""
+
+    def __init__(self, batch: Seq[Sequence], adapter: ModelAdapter, policy: Policy, link: Link) -> None:
+        self.batch, self.adapter, self.policy, self.link = batch, adapter, policy, link
+        self.geometry = adapter.geometry
+        self.positions = torch.tensor([s.position for s in batch], device=adapter.device)
+        self._visible: dict[int | None, list[Visible]] = {}
+
+    def run(self) -> torch.Tensor:
+        """float32 logits `[B, V]`."""
+        adapter = self.adapter
+        for sequence in self.batch:
+            sequence.trace.begin_step()
+        tokens = torch.tensor([s.tokens[s.position] for s in self.batch], device=adapter.device)
+        x = adapter.embed(tokens, self.positions)
+        fetched = self._fetch_dense(0)
+        for layer in range(self.geometry.layers):
+            attention_input = adapter.attention_input(layer, x)
+            q, k, v = adapter.qkv(layer, attention_input, self.positions)
+            self._append(layer, k, v)
+            fetched = fetched or self._fetch_selected(layer, q)
+
+            upcoming = self._fetch_dense(layer + 1)
+            if self._speculates(layer + 1, "attention_input"):
+                upcoming = self._fetch_speculated(layer + 1, attention_input)
+            if self._speculates(layer + 1, "normed_input"):
+                upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, x))
+
+            attended = self._attend(layer, q, fetched)
+            residual = adapter.after_attention(layer, x, attended)
+            if self._speculates(layer + 1, "residual"):
+                upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
+            x = adapter.mlp(layer, residual)
+            fetched = upcoming
+        return adapter.logits(x)
+
+    def _speculates(self, layer: int, moment: str) -> bool:
+        selecting = layer < self.geometry.layers and layer not in self.policy.dense_layers
+        return selecting and self.policy.moment == moment
+
+    def _see(self, layer: int) -> list[Visible]:
+        """What each sequence's newest token may see in `layer`; the same for all layers of one window."""
+        window = self.geometry.windows[layer]
+        if window not in self._visible:
+            sinks, recent = self.policy.sinks, self.policy.recent
+            self._visible[window] = [
+                Visible.of(s.position + 1, sinks=sinks, recent=recent, window=window) for s in self.batch
+            ]
+        return self._visible[window]
+
+    def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v `[Hkv, B, d]`: the newest token becomes resident, is written back, and is made known to the policy."""
+        for b, sequence in enumerate(self.batch):
+            key, value, at = k[:, b : b + 1], v[:, b : b + 1], sequence.position
+            sequence.trace.bytes_to_host += self.link.append(sequence.lease, layer, at, key, value)
+            if layer not in self.policy.dense_layers:
+                sequence.state.on_keys(layer, key, at)
+
+    def _fetch_dense(self, layer: int) -> list[Fetch] | None:
+        """Requests everything, if `layer` exists and is dense."""
+        if layer == self.geometry.layers or layer not in self.policy.dense_layers:
+            return None
+        return self._fetch(layer, [None] * len(self.batch))
+
+    def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> list[Fetch]:
+        """`attention_input` `[B, D]`: the guess of what layer `layer` will project."""
+        return self._fetch_selected(layer, self.adapter.query(layer, attention_input, self.positions))
+
+    def _fetch_selected(self, layer: int, q: torch.Tensor) -> list[Fetch]:
+        """q `[H, B, d]`: layer `layer`'s query, guessed or true."""
+        seen = self._see(layer)
+        return self._fetch(layer, [s.state.select(layer, q[:, b], seen[b]) for b, s in enumerate(self.batch)])
+
+    def _fetch(self, layer: int, selections: Seq[Selection | None]) -> list[Fetch]:
+        fetches = []
+        for sequence, visible, selection in zip(self.batch, self._see(layer), selections, strict=True):
+            ticket = self.link.fetch(sequence.lease, layer, visible, selection)
+            sequence.trace.bytes_to_device += ticket.bytes
+            sequence.trace.rows(layer, visible, len(visible.candidates) if selection is None else selection.count)
+            fetches.append(Fetch(visible, selection, ticket))
+        return fetches
+
+    def _attend(self, layer: int, q: torch.Tensor, fetched: Seq[Fetch]) -> torch.Tensor:
+        """q `[H, B, d]`, true queries. Returns `[B, H * d]`."""
+        outs = [
+            self._attend_one(layer, sequence, q[:, b], fetched[b]) for b, sequence in enumerate(self.batch)
+        ]
+        return torch.stack(outs).flatten(1)
+
+    def _attend_one(self, layer: int, sequence: Sequence, q: torch.Tensor, fetch: Fetch) -> torch.Tensor:
+        """q `[H, d]`. Returns `[H, d]`."""
+        scale, parts = self.geometry.scales[layer], fetch.ticket.wait()
+        if fetch.selection is None:
+            return attend(q, parts, scale)[0]
+        tokens = attended_tokens(fetch.visible, fetch.selection.tokens)
+        extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
+        if extra is not None:
+            parts = parts + self._fetch_repair(layer, sequence, fetch.visible, extra)
+            tokens = torch.cat((tokens, extra.tokens), dim=1)
+        out, lse = attend(q, parts, scale)
+        if self.policy.wants_weights:
+            sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
+        if sequence.trace.probing:
+            sequence.trace.miss(layer, lse, scores_lse(q, sequence.keys(layer, fetch.visible.all), scale))
+        return out
+
+    def _fetch_repair(self, layer: int, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
+        ticket = self.link.fetch_more(sequence.lease, layer, extra)
+        sequence.trace.bytes_to_device += ticket.bytes
+        sequence.trace.rows(layer, visible, extra.count)
+        return ticket.wait()

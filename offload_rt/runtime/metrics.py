@@ -1,0 +1,125 @@
+"""What a run did, counted where it happens: a `Trace` per sequence, summed up as `Stats`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..core import Visible
+
+
+@dataclass
+class Trace:
+    """Counts of one sequence. Fractions are over the token rows that the model itself would attend to in the layer
+    (a sliding window's rows where there is one), the newest token included.
+
+    attended, fetched: `[steps][layers]` fractions of each decode step.
+    missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
+    """
+
+    layers: int
+    missed_every: int
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    attended: list[list[float]] = field(default_factory=list)
+    fetched: list[list[float]] = field(default_factory=list)
+    missed: list[tuple[int, list[float]]] = field(default_factory=list)
+
+    @property
+    def probing(self) -> bool:
+        """Whether the current step measures the missed mass."""
+        return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
+
+    def begin_step(self) -> None:
+        """A decode step starts."""
+        self.attended.append([0.0] * self.layers)
+        self.fetched.append([0.0] * self.layers)
+        if self.probing:
+            self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
+
+    def rows(self, layer: int, visible: Visible, fetched: int) -> None:
+        """`fetched` rows per KV head, besides the resident ones, are attended in `layer`; adds up over repairs."""
+        context = len(visible.all)
+        self.fetched[-1][layer] += fetched / context
+        self.attended[-1][layer] = visible.resident / context + self.fetched[-1][layer]
+
+    def miss(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
+        """Records 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""
+        mass = 1.0 - (attended_lse.to(full_lse) - full_lse).exp()
+        self.missed[-1][1][layer] = max(0.0, float(mass.mean()))
+
+
+def _mean(rows: list[list[float]]) -> float:
+    values = [value for row in rows for value in row]
+    return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one request cost and how much of the context it used. Times are wall-clock seconds, sizes bytes.
+
+    link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device.
+    kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
+    scoring_bytes_device: scoring keys of this sequence.
+    link_fraction, attended_fraction: mean over layers and decode steps, dense layers included.
+    sparse_attended_fraction: the same over the layers that select.
+    missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
+        `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured.
+    peak_device_bytes: on CUDA the allocator's peak; on the CPU weights + kv_bytes_device + scoring keys, as counted.
+    """
+
+    model: str
+    policy: str
+    device: str
+    dtype: str
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    link_bytes_to_device: int
+    link_bytes_to_host: int
+    kv_bytes_host: int
+    kv_bytes_device: int
+    scoring_bytes_device: int
+    weight_bytes: int
+    peak_device_bytes: int
+    link_fraction: float
+    attended_fraction: float
+    sparse_attended_fraction: float
+    dense_layers: tuple[int, ...]
+    layers: int
+    missed_mass: float | None
+    missed_mass_worst_layer: float | None
+    attended_by_step: list[list[float]]
+    missed_by_step: list[tuple[int, list[float]]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, ready for JSON."""
+        return asdict(self)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens per second of decoding; the first new token comes from the prefill."""
+        return len(self.attended_by_step) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
+    """(mean, worst layer's mean) of the sampled missed mass over the layers that select; None where none was."""
+    selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
+    if not trace.missed or not selecting:
+        return None, None
+    means = [sum(masses[layer] for _, masses in trace.missed) / len(trace.missed) for layer in selecting]
+    return sum(means) / len(means), max(means)
+
+
+def fractions(trace: Trace, dense_layers: frozenset[int]) -> tuple[float, float, float]:
+    """(link fraction, attended fraction, attended fraction of the selecting layers) of a trace."""
+    sparse = [[row[layer] for layer in range(trace.layers) if layer not in dense_layers] for row in trace.attended]
+    return _mean(trace.fetched), _mean(trace.attended), _mean(sparse)

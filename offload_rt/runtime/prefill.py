@@ -1,0 +1,80 @@
+"""Exact prefill, layer-major: one layer at a time over all new tokens, its K and V leaving for the host as they come.
+
+Device memory beside the weights: one hidden state `[T, D]`, changed in place slice by slice; one layer's K and V; and
+one slice's queries, attention and MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..kernels.reference import attend_causal
+from ..models.adapter import ModelAdapter
+from ..transfer.link import Link
+from .sequence import Sequence
+
+
+class Prefill:
+    """The prefill of tokens [lease.length, stop) of one sequence, one layer a call, so that running decodes need not
+    wait for all of it. The pool must have room reserved. When the last layer is done, `logits` holds what follows
+    token stop - 1, if it was asked for, and the caller commits the lease."""
+
+    def __init__(
+        self, sequence: Sequence, stop: int, adapter: ModelAdapter, link: Link, *, slice_tokens: int, want_logits: bool
+    ) -> None:
+        assert sequence.lease.length < stop <= len(sequence.tokens)
+        self.sequence, self.stop = sequence, stop
+        self.layer = 0
+        self.logits: torch.Tensor | None = None
+        self._adapter, self._link = adapter, link
+        self._slice_tokens, self._want_logits = slice_tokens, want_logits
+        self._start = sequence.lease.length
+        self._positions = torch.arange(self._start, stop, device=adapter.device)
+        tokens = torch.tensor(sequence.tokens[self._start : stop], device=adapter.device)
+        self._hidden = adapter.embed(tokens, self._positions)
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer has run."""
+        return self.layer == self._adapter.geometry.layers
+
+    def _slices(self) -> Iterator[slice]:
+        tokens = self.stop - self._start
+        return (slice(a, min(a + self._slice_tokens, tokens)) for a in range(0, tokens, self._slice_tokens))
+
+    def run_layer(self) -> None:
+        """Computes one layer for all tokens."""
+        assert not self.done
+        self._keys_and_values()
+        self._attention_and_mlp(last=self.layer == self._adapter.geometry.layers - 1)
+        self.layer += 1
+        if self.done and self._want_logits:
+            self.logits = self._adapter.logits(self._hidden[-1:])[0]
+
+    def _keys_and_values(self) -> None:
+        adapter, lease = self._adapter, self.sequence.lease
+        for s in self._slices():
+            attention_input = adapter.attention_input(self.layer, self._hidden[s])
+            k, v = adapter.key_value(self.layer, attention_input, self._positions[s])
+            self._link.append(lease, self.layer, self._start + s.start, k, v)
+
+    def _attention_and_mlp(self, *, last: bool) -> None:
+        """The layer's second half. Of the last layer only the last token's output is ever read."""
+        adapter, geometry, layer = self._adapter, self._adapter.geometry, self.layer
+        kv = self._link.prefix(self.sequence.lease, layer, self.stop)
+        for s in self._slices():
+            attention_input = adapter.attention_input(layer, self._hidden[s])
+            q = adapter.query(layer, attention_input, self._positions[s])
+            self.sequence.state.on_queries(layer, q, kv.k, self._start + s.start)
+            if last:
+                if not self._want_logits or s.stop < self.stop - self._start:
+                    continue
+                q, s = q[:, -1:], slice(s.stop - 1, s.stop)
+            seen = self._start + s.stop
+            attended = attend_causal(q, kv.k[:, :seen], kv.v[:, :seen], geometry.scales[layer], geometry.windows[layer])
+            attended = attended.transpose(0, 1).reshape(s.stop - s.start, -1)
+            residual = adapter.after_attention(layer, self._hidden[s], attended)
+            self._hidden[s] = adapter.mlp(layer, residual)
+        self.sequence.state.on_keys(layer, kv.k[:, self._start :], self._start)

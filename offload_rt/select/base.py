@@ -1,0 +1,115 @@
+"""The contract between the decode loop and a policy.
+
+A `Policy` is immutable and shared; a `PolicyState` belongs to one sequence, holds whatever the policy remembers of it
+(scoring keys, accumulated attention, chunk bounds), and forks with it. The loop calls, for each sequence:
+
+    prefill, layer l      state.on_queries(l, q, k, start) for each slice of queries, then state.on_keys(l, k, 0)
+    decode, layer l       state.on_keys(l, k, N - 1)            one key, before layer l attends
+                          state.select(l, q, visible)           once, at the moment `Policy.source` names
+                          state.repair(l, q, visible, sel)      with layer l's true query, before it attends
+                          state.on_attended(l, ...)             only if `wants_weights`
+
+A layer in `dense_layers` is never asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+
+from ..core import Selection, Visible
+
+Moment = Literal["attention_input", "normed_input", "residual", "query"]
+"""What the query given to `select` for layer l is made from: speculated one layer ahead (the first three), or layer
+l's true query ("query"), which leaves no time to prefetch. Layer 0 always gets its true query: it is known from the
+embedding alone."""
+
+KeyReader = Callable[[int, range], torch.Tensor]
+"""(layer, token range) -> that sequence's keys `[Hkv, n, d]`, read from the host pool where they lie. For policies
+that define themselves by the full keys (oracle), and for measurement; reading them is not counted as link traffic."""
+
+
+class PolicyState(Protocol):
+    """What a policy knows of one sequence."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of scoring keys and other selection data held on the compute device."""
+        ...
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
+        """Prefill: the true queries `[H, m, d]` of tokens [start, start + m), and all keys `[Hkv, n, d]`, n >= start +
+        m, that exist of the layer. Causality is the policy's: query i may see keys up to start + i."""
+        ...
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Keys `[Hkv, m, d]` (post-RoPE) of tokens [start, start + m) entered the cache of the layer; `start` is
+        where the last call for this layer ended."""
+        ...
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        """Which of `visible.candidates` layer `layer` fetches, from the (speculated) query `[H, d]`. Only tokens whose
+        keys were given by `on_keys` may be candidates."""
+        ...
+
+    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+        """Candidates to fetch in addition, now that the true query `[H, d]` is known; disjoint from `selection`."""
+        ...
+
+    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+        """The attention just computed in a selecting layer: token indices `[Hkv, n]` and softmax weights `[Hkv, n]`
+        summed over the G query heads of each KV head, resident and newest tokens included."""
+        ...
+
+    def fork(self, keys: KeyReader) -> PolicyState:
+        """An independent copy for a sequence that continues from the same tokens; `keys` reads that one's keys."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Asserts that the state is consistent with itself."""
+        ...
+
+
+class Policy(Protocol):
+    """A way of selecting tokens, with its options fixed."""
+
+    @property
+    def name(self) -> str:
+        """As in `LLM(policy=...)`."""
+        ...
+
+    @property
+    def moment(self) -> Moment:
+        """Which query `select` is given."""
+        ...
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of the sequence that are always resident."""
+        ...
+
+    @property
+    def recent(self) -> int:
+        """Last tokens of the sequence that are always resident, the newest included; at least 1."""
+        ...
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        """Layers that attend to everything visible."""
+        ...
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether `on_attended` is called."""
+        ...
+
+    @property
+    def lineage(self) -> str:
+        """Digest of name and options: KV decoded under one lineage is never reused under another. "exact" for full."""
+        ...
+
+    def new_state(self, keys: KeyReader) -> PolicyState:
+        """The state of a sequence that has no tokens yet; `keys` reads its keys from the pool."""
+        ...

@@ -1,0 +1,121 @@
+"""The link of a machine whose compute device is the host itself: rows are attended where they lie.
+
+Bytes to move per sparse layer and step: 2 * Hkv * (resident + n) * d numbers into one scratch buffer (a gather of
+scattered rows is 3x faster to attend to than `torch.gather` over the cache); a dense layer moves nothing. Counted is
+what would cross a link: the candidates fetched, and every new row written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
+from ..pool.pool import HostPool
+from .link import Ticket
+from .plan import attended_tokens, row_ids
+
+
+@dataclass(frozen=True)
+class _DenseTicket:
+    """All visible rows, as views of the pool."""
+
+    pool: HostPool
+    lease: Lease
+    layer: int
+    visible: Visible
+    bytes: int
+
+    def wait(self) -> list[KVPart]:
+        return self.pool.runs(self.lease, self.layer, self.visible.all)
+
+
+@dataclass(frozen=True)
+class _SparseTicket:
+    """Rows of `tokens` `[Hkv, n]`, gathered when they are needed: the newest is appended after the request."""
+
+    pool: HostPool
+    scratch: _Scratch
+    lease: Lease
+    layer: int
+    tokens: torch.Tensor
+    bytes: int
+
+    def wait(self) -> list[KVPart]:
+        base = self.pool.row_base(self.lease)
+        return [self.scratch.gather(self.pool.rows, row_ids(self.pool.layout, base, self.layer, self.tokens))]
+
+
+class _Scratch:
+    """One buffer that grows to the largest gather it has seen; each gather overwrites the last."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._buffer = rows.new_empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def gather(self, rows: torch.Tensor, ids: torch.Tensor) -> KVPart:
+        """rows `[R, d]`, ids int64 `[2, Hkv, n]`; k and v `[Hkv, n, d]`."""
+        needed = ids.numel() * rows.shape[1]
+        if self._buffer.numel() < needed:
+            self._buffer = rows.new_empty(needed + needed // 4)
+        out = self._buffer[:needed].view(-1, rows.shape[1])
+        torch.index_select(rows, 0, ids.view(-1), out=out)
+        k, v = out.view(*ids.shape, rows.shape[1])
+        return KVPart(k, v)
+
+
+class CpuLink:
+    """`Link` for the CPU. Gathers run at `wait`, in the caller's thread; a ticket's and a repair's rows are alive at
+    once and have a scratch buffer each."""
+
+    def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
+        self._pool = pool
+        self._layers = geometry.layers
+        self._token_bytes = geometry.kv_bytes(1, pool.dtype) // geometry.layers
+        self._row_bytes = self._token_bytes // geometry.kv_heads
+        self._resident: dict[int, int] = {}
+        self._fetched, self._repaired = _Scratch(pool.rows), _Scratch(pool.rows)
+
+    @property
+    def device_bytes(self) -> int:
+        """Resident rows of all open sequences and the scratch buffers."""
+        resident = sum(self._resident.values()) * self._token_bytes * self._layers
+        return resident + self._fetched.nbytes + self._repaired.nbytes
+
+    def open(self, lease: Lease, sinks: int, recent: int) -> None:
+        """See `Link.open`; rows stay where they are, only their count is noted."""
+        self._resident[id(lease)] = sinks + recent
+
+    def close(self, lease: Lease) -> None:
+        """See `Link.close`."""
+        del self._resident[id(lease)]
+
+    def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        """See `Link.append`: k, v `[Hkv, m, d]`."""
+        self._pool.write(lease, layer, start, k, v)
+        return k.shape[1] * self._token_bytes
+
+    def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+        """See `Link.fetch`."""
+        if selection is None:
+            return _DenseTicket(self._pool, lease, layer, visible, len(visible.candidates) * self._token_bytes)
+        tokens = attended_tokens(visible, selection.tokens)
+        return _SparseTicket(
+            self._pool, self._fetched, lease, layer, tokens, selection.tokens.numel() * self._row_bytes
+        )
+
+    def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
+        """See `Link.fetch_more`."""
+        crossing = extra.tokens.numel() * self._row_bytes
+        return _SparseTicket(self._pool, self._repaired, lease, layer, extra.tokens, crossing)
+
+    def prefix(self, lease: Lease, layer: int, stop: int) -> KVPart:
+        """See `Link.prefix`: a view where the chunks are one run, else a copy."""
+        parts = self._pool.runs(lease, layer, range(stop))
+        if len(parts) == 1:
+            return parts[0]
+        return KVPart(torch.cat([p.k for p in parts], 1), torch.cat([p.v for p in parts], 1))

@@ -1,0 +1,64 @@
+"""The contract of the link: one object moves rows between the host pool and the compute device and says how many bytes.
+
+What is counted is what must cross on a machine whose device memory is its own: on the CPU, where rows are attended in
+place, the same numbers appear as on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..core import KVPart, Lease, Selection, Visible
+
+
+class Ticket(Protocol):
+    """Rows on their way to the device."""
+
+    @property
+    def bytes(self) -> int:
+        """What crosses the link for this ticket."""
+        ...
+
+    def wait(self) -> list[KVPart]:
+        """The rows, on the device. Of `fetch`: everything the layer attends to for this sequence, each token once, in
+        the order sinks, recent, selected (dense: by token), the newest token included, so `append` of the layer must
+        come first. Of `fetch_more`: its rows only. Orders the compute stream behind the copies and never blocks the
+        host on CUDA. The parts are valid until the next `wait` of a ticket from the same method."""
+        ...
+
+
+class Link(Protocol):
+    """Moves rows for any number of sequences. Not thread-safe: one engine, one link."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of resident rows and staging buffers that a device of its own holds for all open sequences."""
+        ...
+
+    def open(self, lease: Lease, sinks: int, recent: int) -> None:
+        """A sequence starts; `sinks` and `recent` of its tokens stay resident."""
+        ...
+
+    def close(self, lease: Lease) -> None:
+        """A sequence ends; its resident rows are dropped."""
+        ...
+
+    def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        """New rows k, v `[Hkv, m, d]` of tokens [start, start + m): the resident ones stay, all are written back to
+        the pool asynchronously. Returns the bytes written back."""
+        ...
+
+    def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+        """Starts moving the selected candidates (None: all of them). Resident rows cost nothing."""
+        ...
+
+    def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
+        """Starts moving rows that a repair asks for, in addition to a ticket's."""
+        ...
+
+    def prefix(self, lease: Lease, layer: int, stop: int) -> KVPart:
+        """K and V of tokens [0, stop) of a layer, contiguous, for prefill attention. Does not count the rows that were
+        appended since `open` and are still on the device in prefill."""
+        ...
