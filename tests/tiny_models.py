@@ -1,0 +1,110 @@
+"""Tiny random models of every supported architecture, shared by all tests: `tiny_model("llama")`.
+
+Nothing in them is trivial: norm gains are not 1, biases are not 0, Qwen3's QK-norm is not uniform, attention is peaked
+(scores spread by about two nats) and greedy continuations wander. No token ends a text (no EOS) unless asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+VOCAB = 199
+
+_IDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+_ROPE: dict[str, Any] = _IDS | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_OPT: dict[str, Any] = _IDS | {
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
+
+CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
+    # GQA, untied head
+    "llama": (LlamaConfig, _ROPE),
+    # every layer slides
+    "mistral": (MistralConfig, _ROPE | {"sliding_window": 48}),
+    # biases on q, k, v; tied head; no sliding (use_sliding_window=True, max_window_layers=2 turns it on for layers 2, 3)
+    "qwen2": (Qwen2Config, _ROPE | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48}),
+    # QK-norm; head_dim 24, not hidden / heads = 16
+    "qwen3": (Qwen3Config, _ROPE | {"head_dim": 24, "sliding_window": 48}),
+    # learned positions with offset 2; norm before
+    "opt": (OPTConfig, _OPT),
+    # as OPT-350m: norm after, no final norm, embeddings projected from 40 to 64 and back
+    "opt_postnorm": (OPTConfig, _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40, "num_hidden_layers": 3}),
+    # fused Conv1D; scale_attn_by_inverse_layer_idx=True is its other variant
+    "gpt2": (GPT2Config, _IDS | {"n_embd": 64, "n_inner": 96, "n_layer": 4, "n_head": 4, "n_positions": 1024}),
+}
+NAMES = tuple(CONFIGS)
+
+
+def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model in eval mode, without gradients, on the CPU; `overrides` go to its configuration. The same
+    arguments give the same weights (drawn in float32, then cast), on every version of transformers."""
+    config_class, defaults = CONFIGS[name]
+    config = config_class(**(defaults | overrides))
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    fill(model.float(), seed)
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, seed: int) -> None:
+    """Overwrites every parameter of `model` with seeded random numbers: matrices so that unit-variance inputs give
+    outputs of variance `gain**2`, gains around 1, biases around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    done: set[int] = set()
+    for path, module in model.named_modules():
+        for kind, weight in module.named_parameters(recurse=False):
+            if id(weight) in done:  # a tied head
+                continue
+            done.add(id(weight))
+            noise = torch.randn(weight.shape, generator=generator)
+            if kind == "bias":
+                noise *= 0.15
+            elif weight.dim() == 1:
+                noise = (1.6 if path.endswith(("q_norm", "k_norm")) else 1.0) * (1 + 0.3 * noise)
+            elif isinstance(module, nn.Embedding):
+                noise *= 0.7
+            else:
+                inputs = 0 if isinstance(module, Conv1D) else 1
+                noise -= noise.mean(inputs, keepdim=True)  # or the mean of ReLU and GELU swamps what tokens say
+                noise *= _gain(path) / weight.shape[inputs] ** 0.5
+            weight.copy_(noise)
+
+
+def _gain(path: str) -> float:
+    """Queries and keys peaked; outputs large against the embedding, or a tied head would only repeat its input."""
+    leaf = path.rsplit(".", 1)[-1]
+    if leaf in ("q_proj", "k_proj", "c_attn"):
+        return 1.6
+    return 2.0 if leaf in ("o_proj", "out_proj", "down_proj", "fc2", "c_proj") else 1.2
+
+
+def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
+    """`length` token ids, uniform, reproducible."""
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
