@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,33 +26,39 @@ HELD_OUT_BOOKS = frozenset({TEST_BOOK, VALIDATION_BOOK})
 Ids = NDArray[np.uint16]
 Rng = np.random.Generator
 
-_REAL_NAMES = (
-    "Ada Agnes Alfred Alice Amos Anna Arthur Basil Beatrice Bertha Boris Caleb Carla Cecil Clara Conrad Cora Cyril Daisy "
-    "Daniel Dora Edgar Edith Edmund Elsa Emil Emma Ernest Esther Eva Felix Flora Frank Gilbert Gloria Grace Greta Gustav "
-    "Hannah Harold Hector Helga Hugo Ida Irene Isaac Ivan Ivy Jasper Joan Jonas Judith Julia Karl Katya Laura Leo Lewis "
-    "Lionel Lucy Luther Lydia Mabel Marcus Martha Martin Max Mildred Mina Miriam Nadia Nora Olaf Olga Oscar Otto Pavel "
-    "Pedro Petra Quentin Rachel Ralph Rebecca Rolf Rosa Rufus Ruth Sarah Selma Silas Simon Stella Sven Theo Thora Ulric "
-    "Ursula Vera Victor Viola Walter Wanda Wilma Winston Xenia Yvonne Zelda"
-).split()
-_FIRST = (
-    "Al Ar Bar Bel Bren Cal Cor Dal Dor El Er Fal Fen Gar Gor Hal Hes Il Jar Jen Kal Kor Lan Lor Mal Mar Mor Nal Nor Or "
-    "Pel Per Ral Ros Sal Sel Tal Tor Ul Van Ver Wal Wen Yar Zan Zor"
-).split()
-_LAST = (
-    "a an ba bo da den dis dra el en fa gan go ia in ka kin la len lo man mi mon na nor o pa ra ric ro sa son ta ten "
-    "tor us va vin wen ya zo"
-).split()
-CITIES = (
-    "Athens Berlin Boston Bristol Cairo Calais Chester Dover Dresden Dublin Durham Exeter Florence Geneva Genoa Glasgow "
-    "Hamburg Leeds Lisbon London Lyons Madrid Milan Moscow Munich Naples Oxford Paris Prague Rome Turin Venice Vienna "
-    "Warsaw York Zurich"
-).split()
-COLOURS = "black white red green blue brown grey yellow golden silver purple scarlet".split()
-THINGS = "dog horse coat hat house boat door ring chair carriage garden flag".split()
-OBJECTS = (
-    "lamp rope bell book knife sword candle basket bottle mirror key pipe drum stone shell hammer needle button letter "
-    "pistol clock violin spoon plate blanket ribbon pencil ladder barrel lantern"
-).split()
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_REAL_NAMES = _words(
+    "Ada Agnes Alfred Alice Amos Anna Arthur Basil Beatrice Bertha Boris Caleb Carla Cecil Clara Conrad Cora "
+    "Cyril Daisy Daniel Dora Edgar Edith Edmund Elsa Emil Emma Ernest Esther Eva Felix Flora Frank Gilbert Gloria "
+    "Grace Greta Gustav Hannah Harold Hector Helga Hugo Ida Irene Isaac Ivan Ivy Jasper Joan Jonas Judith Julia "
+    "Karl Katya Laura Leo Lewis Lionel Lucy Luther Lydia Mabel Marcus Martha Martin Max Mildred Mina Miriam Nadia "
+    "Nora Olaf Olga Oscar Otto Pavel Pedro Petra Quentin Rachel Ralph Rebecca Rolf Rosa Rufus Ruth Sarah Selma "
+    "Silas Simon Stella Sven Theo Thora Ulric Ursula Vera Victor Viola Walter Wanda Wilma Winston Xenia Yvonne "
+    "Zelda"
+)
+_FIRST = _words(
+    "Al Ar Bar Bel Bren Cal Cor Dal Dor El Er Fal Fen Gar Gor Hal Hes Il Jar Jen Kal Kor Lan Lor Mal Mar Mor Nal "
+    "Nor Or Pel Per Ral Ros Sal Sel Tal Tor Ul Van Ver Wal Wen Yar Zan Zor"
+)
+_LAST = _words(
+    "a an ba bo da den dis dra el en fa gan go ia in ka kin la len lo man mi mon na nor o pa ra ric ro sa son ta "
+    "ten tor us va vin wen ya zo"
+)
+CITIES = _words(
+    "Athens Berlin Boston Bristol Cairo Calais Chester Dover Dresden Dublin Durham Exeter Florence Geneva Genoa "
+    "Glasgow Hamburg Leeds Lisbon London Lyons Madrid Milan Moscow Munich Naples Oxford Paris Prague Rome Turin "
+    "Venice Vienna Warsaw York Zurich"
+)
+COLOURS = _words("black white red green blue brown grey yellow golden silver purple scarlet")
+THINGS = _words("dog horse coat hat house boat door ring chair carriage garden flag")
+OBJECTS = _words(
+    "lamp rope bell book knife sword candle basket bottle mirror key pipe drum stone shell hammer needle button "
+    "letter pistol clock violin spoon plate blanket ribbon pencil ladder barrel lantern"
+)
 ORDINALS = ("first", "second", "third")
 
 
@@ -110,7 +117,7 @@ def _values(rng: Rng, people: Sequence[str], others: Sequence[str]) -> Fact:
 def _chain(rng: Rng, people: Sequence[str], others: Sequence[str]) -> Fact:
     length = int(rng.integers(3, 5))
     links = [others[int(i)] for i in rng.choice(len(others), size=length, replace=False)]
-    parts = tuple((f" After {a} comes", f" {b}") for a, b in zip(links, links[1:], strict=False))
+    parts = tuple((f" After {a} comes", f" {b}") for a, b in pairwise(links))
     return Fact("chain", ("chain", *sorted(links)), tuple(f"{prompt}{answer}." for prompt, answer in parts), parts)
 
 
@@ -147,7 +154,7 @@ def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = t
 
 
 class Encoder:
-    """Token ids of short pieces of text, remembered. Pieces begin with a blank or a full stop: BPE never merges over it."""
+    """Token ids of short pieces of text, remembered. A piece begins with a blank or is a stop: BPE merges over none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -166,6 +173,7 @@ class Corpus:
 
     @classmethod
     def from_ids(cls, ids: Ids, tokenizer: Tokenizer) -> Corpus:
+        """Find the sentences of `ids` [N]."""
         stops = [i for i in (tokenizer.token_to_id(mark) for mark in (".", "!", "?")) if i is not None]
         starts = np.flatnonzero(np.isin(ids[:-1], stops)) + 1
         return cls(ids, starts[starts < len(ids) - 1])
@@ -188,7 +196,8 @@ class Corpus:
 @dataclass(frozen=True)
 class Passage:
     """ids `[length]`, answer `[length]` (True on answers' tokens), and for every question its kind, the positions of
-    its answers' tokens, and the distance in tokens from its earliest statement to its first answer."""
+    its answers' tokens, and the distance in tokens from its earliest statement to its first answer.
+    """
 
     ids: Ids
     answer: NDArray[np.bool_]
@@ -208,12 +217,20 @@ def _order(rng: Rng, facts: Sequence[Fact], interleave: bool) -> list[tuple[int,
 
 
 def make_passage(
-    rng: Rng, length: int, facts: Sequence[Fact], corpus: Corpus, encoder: Encoder, *, interleave: bool = False
+    rng: Rng,
+    length: int,
+    facts: Sequence[Fact],
+    corpus: Corpus,
+    encoder: Encoder,
+    *,
+    interleave: bool = False,
+    fills: Sequence[float] = (0.95,),
 ) -> Passage | None:
     """One recall passage of exactly `length` tokens, or None where the facts and questions alone are longer.
 
     Text fills what the facts leave: whole sentences in random gaps before the statements and, unless interleaved, one
-    gap of random size between the last statement and the first question.
+    gap of random size between the last statement and the first question. Of the room left, a share drawn from `fills`
+    goes to the gaps; the rest is text in front of it all.
     """
     events = _order(rng, facts, interleave)
     pieces = [_pieces(facts[i], j, encoder) for i, j in events]
@@ -221,31 +238,31 @@ def make_passage(
     if room < 0:
         return None
     gaps = sum(1 for _, j in events if j >= 0) + 1
-    sizes = (rng.dirichlet(np.full(gaps, 0.7)) * room * rng.choice((0.0, 0.5, 0.95, 0.95))).astype(int)
+    sizes = iter((rng.dirichlet(np.full(gaps, 0.7)) * room * rng.choice(fills)).astype(int))
+    stated = 0
     row: list[int] = []
     marks: list[bool] = []
     told: dict[int, int] = {}
     found: list[tuple[str, list[int], int]] = []
-    gap = 0
     for (fact, j), event in zip(events, pieces, strict=True):
-        if gap < gaps and (j >= 0 or gap == gaps - 1):
-            text = corpus.sentences(rng, int(sizes[gap])) if sizes[gap] > 4 else []
-            row.extend(int(token) for token in text)
-            marks.extend([False] * len(text))
-            gap += 1
+        if j >= 0 or stated == gaps - 1:  # a gap before every statement, one after the last
+            size = next(sizes, 0)
+            row.extend(map(int, corpus.sentences(rng, size)) if size > 4 else ())
         if j >= 0:
+            stated += 1
             told.setdefault(fact, len(row))
         else:
             found.append((facts[fact].kind, [], told[fact]))
         for ids, is_answer in event:
+            marks.extend([False] * (len(row) - len(marks)))
             if is_answer:
                 found[-1][1].extend(range(len(row), len(row) + len(ids)))
             row.extend(ids)
             marks.extend([is_answer] * len(ids))
     lead = length - len(row)
     questions = tuple((k, tuple(p + lead for p in positions), positions[0] - at) for k, positions, at in found)
-    ids = np.concatenate([corpus.window(rng, lead), np.array(row, dtype=np.uint16)])
-    return Passage(ids, np.concatenate([np.zeros(lead, bool), np.array(marks, bool)]), questions)
+    whole = np.concatenate([corpus.window(rng, lead), np.array(row, dtype=np.uint16)])
+    return Passage(whole, np.concatenate([np.zeros(lead, bool), np.array(marks, bool)]), questions)
 
 
 def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[int, ...], bool]]:
@@ -260,7 +277,7 @@ def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[in
 
 
 def copy_passage(rng: Rng, length: int, corpus: Corpus) -> Passage:
-    """Text, a stretch of shuffled tokens, text, the stretch again: plain looking back. All of the second copy is answer."""
+    """Text, a stretch of shuffled tokens, text, the stretch again: looking back and nothing else."""
     stretch = rng.permutation(corpus.window(rng, int(rng.integers(length // 8, length // 3 + 1))))
     rest = length - 2 * len(stretch)
     middle = int(rng.integers(rest + 1))
@@ -275,7 +292,8 @@ def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> P
     while True:
         most = min(48, max(3, length // 20))
         facts = make_facts(rng, int(rng.integers(2, most + 1)), held_out=False)
-        passage = make_passage(rng, length, facts, corpus, encoder, interleave=bool(rng.random() < 0.4))
+        interleave = bool(rng.random() < 0.4)
+        passage = make_passage(rng, length, facts, corpus, encoder, interleave=interleave, fills=(0.0, 0.5, 0.95, 0.95))
         if passage is not None:
             return passage
 
@@ -317,7 +335,7 @@ def make_batch(
 
 
 def training_books(data: Path) -> list[Path]:
-    """The .txt files to train on, sorted by name, without the held-out books. Raises FileNotFoundError if there is none."""
+    """The .txt files to train on, sorted, without the held-out books. Raises FileNotFoundError if there is none."""
     books = sorted(path for path in data.glob("*.txt") if path.name not in HELD_OUT_BOOKS)
     if not books:
         raise FileNotFoundError(f"{data} holds no .txt file to train on (held-out books do not count)")

@@ -8,24 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
+from reference_data import KINDS, Corpus, Encoder, Passage, make_facts, make_passage
 from tokenizers import Tokenizer
+from torch.nn import functional
 from transformers import PreTrainedModel
-
-from reference_data import KINDS, Corpus, Encoder, make_facts, make_passage
 
 
 def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """ids `[B, N]` -> last hidden states `[B, N, hidden]`, full attention."""
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden: torch.Tensor = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Bytes of text behind each token id `[vocab]`: byte-level BPE writes one character a byte; special tokens are 0."""
+    """Bytes of text behind each token id `[vocab]`: byte-level BPE writes a character a byte; special tokens are 0."""
     special = set(tokenizer.get_added_tokens_decoder())
     sizes = np.zeros(tokenizer.get_vocab_size(), np.int64)
     for token, index in tokenizer.get_vocab().items():
@@ -45,17 +47,19 @@ def nats_by_context(
     """
     longest = max(contexts)
     if len(ids) < longest or min(contexts) <= scored:
-        raise ValueError(f"{len(ids)} tokens, contexts {list(contexts)}: need text >= longest context > {scored} scored")
+        raise ValueError(
+            f"{len(ids)} tokens, contexts {list(contexts)}: need text >= longest context > {scored} scored"
+        )
     begins = np.linspace(0, len(ids) - longest, windows).astype(int)
     pieces = torch.from_numpy(np.stack([ids[b : b + longest] for b in begins]).astype(np.int64)).to(model.device)
-    head = model.get_output_embeddings()
+    head = cast(Any, model).lm_head
     out: dict[int, NDArray[np.float64]] = {}
     for context in contexts:
         sums = []
         rows = max(1, batch * 512 // context)
-        for part in pieces[:, -context:].split(rows):
+        for part in torch.split(pieces[:, -context:], rows):
             logits = head(_hidden(model, part[:, :-1])[:, -scored:]).float()
-            losses = F.cross_entropy(logits.flatten(0, 1), part[:, -scored:].flatten(), reduction="none")
+            losses = functional.cross_entropy(logits.flatten(0, 1), part[:, -scored:].flatten(), reduction="none")
             sums.append(losses.view(len(part), scored).double().sum(1))
         out[context] = torch.cat(sums).cpu().numpy()
     return out
@@ -71,13 +75,19 @@ def scored_bytes(
 
 
 def bits_per_byte(nats: NDArray[np.float64], sizes: NDArray[np.int64]) -> float:
+    """All windows together: `nats` and `sizes` (bytes) are `[windows]`."""
     return float(nats.sum() / sizes.sum() / math.log(2))
 
 
 def paired_bootstrap(
-    nats: NDArray[np.float64], base: NDArray[np.float64], sizes: NDArray[np.int64], *, draws: int = 10_000, seed: int = 0
+    nats: NDArray[np.float64],
+    base: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    *,
+    draws: int = 10_000,
+    seed: int = 0,
 ) -> tuple[float, float]:
-    """95 % percentile interval of bits per byte minus that of `base`, windows drawn anew with both scores kept together."""
+    """95 % percentile interval of bits per byte minus those of `base`; windows are drawn with both scores together."""
     rng = np.random.default_rng(seed)
     picks = rng.integers(len(nats), size=(draws, len(nats)))
     differences = (nats - base)[picks].sum(1) / sizes[picks].sum(1) / math.log(2)
@@ -88,7 +98,8 @@ def paired_bootstrap(
 @dataclass(frozen=True)
 class Answer:
     """One question's outcome. `right`: every token of every answer of it is the model's first choice (teacher forced,
-    which for greedy decoding from the prompt is the same event)."""
+    which for greedy decoding from the prompt is the same event).
+    """
 
     kind: str
     distance: int
@@ -111,15 +122,16 @@ def recall(
 ) -> list[Answer]:
     """Ask `passages` recall passages of `length` tokens with `facts` facts each; all questions stand at the end."""
     rng = np.random.default_rng([seed, length, facts, passages])
-    made = []
+    made: list[Passage] = []
     while len(made) < passages:
         chosen = make_facts(rng, facts, held_out=held_out, kinds=kinds)
         passage = make_passage(rng, length, chosen, corpus, encoder)
         if passage is not None:
             made.append(passage)
-    head = model.get_output_embeddings()
+    head = cast(Any, model).lm_head
+    rows = max(1, batch * 512 // length)
     answers = []
-    for i in range(0, passages, rows := max(1, batch * 512 // length)):
+    for i in range(0, passages, rows):
         part = made[i : i + rows]
         ids = torch.from_numpy(np.stack([passage.ids for passage in part]).astype(np.int64)).to(model.device)
         hidden = _hidden(model, ids)
@@ -132,10 +144,12 @@ def recall(
 
 
 def share_right(answers: Sequence[Answer]) -> float:
+    """The accuracy of at least one answer."""
     return sum(answer.right for answer in answers) / len(answers)
 
 
 def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
+    """The accuracy of every kind that was asked, in the order of KINDS."""
     present = dict.fromkeys(answer.kind for answer in answers)
     return {kind: share_right([a for a in answers if a.kind == kind]) for kind in KINDS if kind in present}
 
@@ -143,7 +157,7 @@ def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
 def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tuple[float, int]]:
     """Share right and number of questions in each band of distance `[edges[i], edges[i + 1])`, empty bands left out."""
     table = {}
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         band = [answer for answer in answers if low <= answer.distance < high]
         if band:
             table[f"{low}-{high - 1}"] = (share_right(band), len(band))
