@@ -1,0 +1,79 @@
+"""The memory of the host pool: reserved once, made ready slab by slab."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from typing import Any
+
+import torch
+
+from ..config import format_size
+from ..core import CHUNK
+from ..errors import MemoryLimitError
+from .layout import PAGE, ArenaLayout
+
+
+class Arena:
+    """One range of addresses for the whole limit; the kernel gives it pages only when they are first written, so an
+    unused pool costs nothing. It knows places, not owners.
+
+    Slabs are made ready one by one with `activate`: with `pin`, a slab's range is page-locked and registered with CUDA
+    (which also gives it all its pages), else this is a mere count. That takes a good part of a second for a
+    gigabyte: call it when a sequence is admitted, not between two tokens.
+
+    Huge pages are asked for: measured on a 1 GiB arena, first writes are 2.9x faster and gathers of random 256-byte
+    rows 1.3x. A started slab may therefore take its whole size from the machine, which the limit covers.
+
+    Mutated by `activate`, `copy` and by whoever writes through `planes` or `rows`. The ranges are unregistered and
+    unmapped when the arena and every view of it are gone.
+    """
+
+    def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
+        assert dtype.itemsize == layout.itemsize
+        self.layout = layout
+        self.pin = pin
+        self.active = 0
+        memory = mmap.mmap(-1, layout.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, a system without the call
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
+        """`[R, d]`: every row of the arena by its row id."""
+        shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
+        steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
+        self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
+        """`[slab, L, Hkv, 2, slab_chunks * 64, d]`: the same memory by place."""
+        assert self.rows.data_ptr() % PAGE == 0 == layout.slab_bytes % PAGE
+
+    def activate(self) -> None:
+        """Makes the next slab ready. MemoryLimitError where it cannot be pinned."""
+        assert self.active < self.layout.slabs
+        if self.pin:
+            slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
+            _register(slab)
+            weakref.finalize(self, _unregister, slab)
+        self.active += 1
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first `tokens` slots of chunk `source` to chunk `target`, all layers in one call."""
+        (a, i), (b, j) = (divmod(chunk, self.layout.slab_chunks) for chunk in (source, target))
+        old = self.planes[a, :, :, :, i * CHUNK : i * CHUNK + tokens]
+        self.planes[b, :, :, :, j * CHUNK : j * CHUNK + tokens].copy_(old)
+
+
+def _register(slab: torch.Tensor) -> None:
+    """Page-locks the memory of `slab` for asynchronous copies and for kernels that read it directly."""
+    size = slab.numel() * slab.itemsize
+    cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
+    code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
+    if code != 0:
+        raise MemoryLimitError(
+            f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
+            f"host_memory, or raise the limit on locked memory (ulimit -l)"
+        )
+
+
+def _unregister(slab: torch.Tensor) -> None:
+    cuda: Any = torch.cuda
+    cuda.cudart().cudaHostUnregister(slab.data_ptr())

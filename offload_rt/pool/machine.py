@@ -1,0 +1,57 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: what the machine has left, or what the control group of this process
+    and its parents (a container, a batch job) leave of their limits, whichever is least."""
+    return int(min([psutil.virtual_memory().available, *_cgroup_headroom(CGROUPS, MEMBERSHIP)]))
+
+
+def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
+    """Limit less use of every control group over this process that has a limit (version 2 and 1). Page cache that the
+    kernel would give back first counts as unused."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = root
+            limit, usage, cache = "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top = root / "memory"
+            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            headroom = _headroom(folder, limit, usage, cache)
+            if headroom is not None:
+                yield headroom
+            if folder == top:
+                break
+
+
+def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:
+    """Limit less use of one group; None where the group has no limit or cannot be read (a container sees only its own
+    group, at the root)."""
+    try:
+        most = (folder / limit).read_text().strip()
+        if most == "max":
+            return None
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return max(0, int(most) - max(0, used - int(stat.get(cache, 0))))

@@ -1,0 +1,239 @@
+"""The host pool's facade: leases of chunks, and the rows behind them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..config import format_size
+from ..core import CHUNK, KVPart, Lease, ModelGeometry
+from ..errors import MemoryLimitError, PoolFullError
+from .arena import Arena
+from .chunks import ChunkTable
+from .layout import SLAB_TOKENS, ArenaLayout
+from .machine import available_memory
+
+MOST_TOKENS = 1 << 24
+"""Token slots that a pool without a limit of its own stops at: 16 Mi, more than a batch of the longest contexts."""
+
+
+class Span(NamedTuple):
+    """Neighbouring token slots of one slab: `size` of them from slot `offset` on."""
+
+    slab: int
+    offset: int
+    size: int
+
+
+class HostPool:
+    """All KV of all sequences in host memory, in chunks of 64 tokens, within a hard limit of bytes.
+
+    A sequence holds a `Lease`: `reserve` gives it slots that it alone may write, `write` fills them layer by layer,
+    `commit` declares tokens complete in all layers, `runs` and `row_base` say where they lie. Chunks are shared by
+    counting references; the only shared chunk that a sequence would write into is its partly filled last one, and
+    `reserve` copies that one first. A full chunk is never written again.
+
+    Order. The pool never sees a stream and never waits: it is called from one thread, and its calls take effect in the
+    order they are made. What runs later than the call that started it (a copy to the device, a write-back) belongs to
+    the link, and the link's owner calls `release`, `truncate` and `reserve` only when every read of the chunks that
+    these calls may free or copy has been waited for, or is ordered (by an event on the write-back stream) before the
+    first write of the chunk's next holder. Nothing that is half written is visible: `runs` may show a token as soon as
+    a layer wrote it, but forks and the prefix tree only ever take tokens below `lease.length`.
+
+    limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
+    machine has, or below one chunk. With `pin`, slabs are pinned for CUDA when they are first needed.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        limit_bytes: int | None,
+        *,
+        pin: bool = False,
+        slab_tokens: int = SLAB_TOKENS,
+    ) -> None:
+        available = available_memory()
+        if limit_bytes is None:
+            limit_bytes = min(available // 2, geometry.kv_bytes(MOST_TOKENS, dtype))
+        elif limit_bytes > available:
+            raise MemoryLimitError(
+                f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) is more than the "
+                f"{format_size(available)} ({available} bytes) of memory available here; lower host_memory"
+            )
+        self.limit_bytes = limit_bytes
+        self.layout = ArenaLayout.fit(geometry, dtype, limit_bytes, slab_tokens)
+        self.bytes_peak = 0
+        self._arena = Arena(self.layout, dtype, pin=pin)
+        self._chunks = ChunkTable(self.layout.slab_chunks)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk."""
+        return self.layout.chunk_bytes
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks the pool can hold."""
+        return self.layout.chunks
+
+    @property
+    def free_chunks(self) -> int:
+        """Chunks that nobody holds."""
+        return self.chunk_count - self._chunks.used
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of all chunks that somebody holds, each once; at most `limit_bytes`."""
+        return self._chunks.used * self.chunk_bytes
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[R, d]`, the pool's memory by row id (`ArenaLayout`)."""
+        return self._arena.rows
+
+    def new_lease(self, tokens: int, *, expected: int = 0) -> Lease:
+        """A lease of length 0 with slots for `tokens` tokens, in one run if there is one. `expected`: tokens that it
+        may grow to; nothing is reserved for the growth, but the slabs it will need are made ready now. PoolFullError
+        where the slots cannot be had."""
+        count = _chunks_of(tokens)
+        self._provide(count)
+        self._activate(max(count, _chunks_of(expected)), run=min(count, self.layout.slab_chunks))
+        return self._noted(Lease(self._chunks.best_fit(count)))
+
+    def reserve(self, lease: Lease, tokens: int) -> None:
+        """Slots for `tokens` tokens in total, and nobody else's hold on any chunk from `lease.length` on: a shared,
+        partly filled last chunk is copied, its filled slots only. PoolFullError leaves the lease as it was."""
+        first = lease.length // CHUNK
+        shared = [i for i in range(first, len(lease.chunks)) if self._chunks.refs(lease.chunks[i]) > 1]
+        count = len(shared) + max(0, _chunks_of(tokens) - len(lease.chunks))
+        if count == 0:
+            return
+        self._provide(count)
+        self._activate(count, run=min(count, self.layout.slab_chunks))
+        fresh = self._chunks.extend(lease.chunks[-1], count) if lease.chunks and not shared else []
+        fresh += self._chunks.roomy(count - len(fresh))
+        for i, chunk in zip(shared, fresh, strict=False):
+            self._arena.copy(lease.chunks[i], chunk, max(0, lease.length - i * CHUNK))
+            self._chunks.decref([lease.chunks[i]])
+            lease.chunks[i] = chunk
+        lease.chunks += fresh[len(shared) :]
+        self._noted(lease)
+
+    def write(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """K and V of tokens [start, start + n) of one layer, k, v `[Hkv, n, d]` on any device; blocks until copied."""
+        tokens = range(start, start + k.shape[1])
+        held = lease.chunks[start // CHUNK : _chunks_of(tokens.stop)]
+        assert all(self._chunks.refs(chunk) == 1 for chunk in held), "write to a shared chunk: reserve first"
+        done = 0
+        for part in self.runs(lease, layer, tokens):
+            count = part.k.shape[1]
+            part.k.copy_(k[:, done : done + count])
+            part.v.copy_(v[:, done : done + count])
+            done += count
+
+    def commit(self, lease: Lease, length: int) -> None:
+        """Declares the tokens [lease.length, length) complete in all layers."""
+        assert lease.length <= length <= lease.capacity
+        lease.length = length
+
+    def spans(self, lease: Lease, tokens: range) -> list[Span]:
+        """Where the token slots `tokens` of a lease lie, in token order, in as few pieces as possible."""
+        assert tokens.step == 1 and tokens.start >= 0 and tokens.stop <= lease.capacity
+        spans = []
+        start = tokens.start
+        while start < tokens.stop:
+            index = start // CHUNK
+            chunk = lease.chunks[index]
+            slab, slot = divmod(chunk, self.layout.slab_chunks)
+            most = min(_chunks_of(tokens.stop) - index, self.layout.slab_chunks - slot)
+            run = _run_length(lease.chunks[index : index + most])
+            stop = min(tokens.stop, (index + run) * CHUNK)
+            spans.append(Span(slab, slot * CHUNK + start % CHUNK, stop - start))
+            start = stop
+        return spans
+
+    def view(self, layer: int, span: Span) -> KVPart:
+        """K and V `[Hkv, size, d]` of one layer and span, as views of the pool."""
+        planes = self._arena.planes[span.slab, layer].narrow(2, span.offset, span.size)
+        return KVPart(planes[:, 0], planes[:, 1])
+
+    def runs(self, lease: Lease, layer: int, tokens: range) -> list[KVPart]:
+        """K and V of the token slots `tokens` of one layer, as views `[Hkv, n, d]` of the pool in token order, one for
+        each contiguous run: each head's `[n, d]` is contiguous. For many layers: `spans` once, then `view` of each."""
+        return [self.view(layer, span) for span in self.spans(lease, tokens)]
+
+    def row_base(self, lease: Lease) -> torch.Tensor:
+        """int64 `[chunks]`: the row id of each chunk's first token in layer 0, head 0, K. Token t of layer l, head h
+        is row `row_base[t // 64] + t % 64 + layout.row(l, h, kv)`."""
+        chunks = torch.tensor(lease.chunks, dtype=torch.int64)
+        slabs = chunks // self.layout.slab_chunks
+        return slabs * self.layout.slab_rows + (chunks - slabs * self.layout.slab_chunks) * CHUNK
+
+    def fork(self, lease: Lease) -> Lease:
+        """A second lease on the same complete tokens; nothing is copied until one of the two writes."""
+        shared = lease.chunks[: _chunks_of(lease.length)]
+        self._chunks.incref(shared)
+        return Lease(list(shared), lease.length)
+
+    def truncate(self, lease: Lease, length: int) -> None:
+        """Forgets the tokens from `length` on and gives back the chunks that held only those."""
+        assert 0 <= length <= lease.length
+        lease.length = length
+        kept = _chunks_of(length)
+        self._drop(lease.chunks[kept:])
+        del lease.chunks[kept:]
+
+    def release(self, lease: Lease) -> None:
+        """Gives all chunks back and empties the lease; a second call does nothing."""
+        self.truncate(lease, 0)
+
+    def check_integrity(self) -> None:
+        """Asserts that ids, counts and bytes agree."""
+        self._chunks.check_integrity()
+        assert self._arena.active == self._chunks.slabs
+        assert self.bytes_used <= self.bytes_peak <= self.chunk_count * self.chunk_bytes <= self.limit_bytes
+
+    def _provide(self, count: int) -> None:
+        """Sees to it that `count` chunks are free, or raises PoolFullError."""
+        missing = count - self.free_chunks
+        if missing > 0:
+            raise PoolFullError(self._full(count))
+
+    def _activate(self, count: int, run: int) -> None:
+        """Makes slabs ready until `count` chunks are free in them, `run` of these side by side, or none is left."""
+        while self._arena.active < self.layout.slabs and (self._chunks.free < count or self._chunks.largest_run < run):
+            self._arena.activate()
+            self._chunks.add_slab()
+
+    def _drop(self, chunks: list[int]) -> None:
+        self._chunks.decref(chunks)
+
+    def _noted(self, lease: Lease) -> Lease:
+        self.bytes_peak = max(self.bytes_peak, self.bytes_used)
+        return lease
+
+    def _full(self, count: int) -> str:
+        missing = count - self.free_chunks
+        return (
+            f"the host pool is full: {count} chunks ({format_size(count * self.chunk_bytes)}) are needed and "
+            f"{self.free_chunks} of {self.chunk_count} are free, {missing} too few "
+            f"({format_size(missing * self.chunk_bytes)}); raise host_memory from {format_size(self.limit_bytes)} to "
+            f"{format_size(self.limit_bytes + missing * self.chunk_bytes)} or more, shorten the prompts, or run fewer "
+            f"sequences at once"
+        )
+
+
+def _chunks_of(tokens: int) -> int:
+    """Chunks that hold `tokens` tokens."""
+    return -(-tokens // CHUNK)
+
+
+def _run_length(chunks: list[int]) -> int:
+    """How many of `chunks`, from the first on, have successive ids. The whole list is compared first, which is much
+    the commonest case and runs at the speed of C."""
+    first = chunks[0]
+    if chunks == list(range(first, first + len(chunks))):
+        return len(chunks)
+    return next(i for i, chunk in enumerate(chunks) if chunk != first + i)

@@ -1,0 +1,268 @@
+"""The host pool's facade: leases, rows, contiguity, limits, copy-on-write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_rt.core import CHUNK, KVPart, Lease, ModelGeometry
+from offload_rt.errors import MemoryLimitError, PoolFullError
+from offload_rt.pool import machine
+from offload_rt.pool.layout import PAGE, ArenaLayout
+from offload_rt.pool.pool import HostPool
+
+
+def geometry(layers: int = 2, kv_heads: int = 2, head_dim: int = 4) -> ModelGeometry:
+    return ModelGeometry(
+        layers=layers,
+        hidden=16,
+        heads=2 * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=10,
+        scales=(1.0,) * layers,
+        windows=(None,) * layers,
+        max_positions=1 << 20,
+        absolute_positions=False,
+        default_alpha=5.0,
+    )
+
+
+CHUNK_BYTES = geometry().kv_bytes(CHUNK, torch.float32)
+
+
+def make_pool(chunks: int, slab_chunks: int = 4) -> HostPool:
+    return HostPool(geometry(), torch.float32, chunks * CHUNK_BYTES, slab_tokens=slab_chunks * CHUNK)
+
+
+def kv(tokens: range, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct K and V `[Hkv, n, d]` for every (sequence, layer, head, token, dimension)."""
+    k = torch.arange(8, dtype=torch.float32).view(2, 1, 4) / 8
+    k = k + torch.arange(tokens.start, tokens.stop).view(1, -1, 1) + 10_000 * layer + 100_000 * sequence
+    return k, -k - 0.5
+
+
+def append(pool: HostPool, lease: Lease, count: int, sequence: int = 0) -> None:
+    tokens = range(lease.length, lease.length + count)
+    pool.reserve(lease, tokens.stop)
+    for layer in range(2):
+        pool.write(lease, layer, tokens.start, *kv(tokens, layer, sequence))
+    pool.commit(lease, tokens.stop)
+
+
+def read(parts: list[KVPart]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([part.k for part in parts], 1), torch.cat([part.v for part in parts], 1)
+
+
+def addresses(pool: HostPool, lease: Lease, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[Hkv, length, d]` gathered by row id."""
+    tokens = torch.arange(lease.length)
+    base = pool.row_base(lease)[tokens // CHUNK] + tokens % CHUNK
+    rows = torch.tensor([[pool.layout.row(layer, head, side) for head in range(2)] for side in range(2)])
+    k, v = pool.rows[base + rows[..., None]]
+    return k, v
+
+
+def test_rows_and_runs_show_what_was_written() -> None:
+    pool = make_pool(12)
+    lease = pool.new_lease(600)
+    for layer in (0, 1):
+        for start, stop in ((0, 250), (250, 251), (251, 600)):  # slices of a prefill, over chunks and slabs
+            k, v = kv(range(600), layer)
+            pool.write(lease, layer, start, k[:, start:stop], v[:, start:stop])
+    pool.commit(lease, 600)
+    for layer in (0, 1):
+        k, v = kv(range(600), layer)
+        for first, last in ((0, 600), (63, 65), (255, 513), (599, 600), (10, 10)):
+            parts = pool.runs(lease, layer, range(first, last))
+            if first == last:
+                assert parts == []
+                continue
+            got = read(parts)
+            assert torch.equal(got[0], k[:, first:last])
+            assert torch.equal(got[1], v[:, first:last])
+        got = addresses(pool, lease, layer)
+        assert torch.equal(got[0], k)
+        assert torch.equal(got[1], v)
+    pool.check_integrity()
+
+
+def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
+    pool = make_pool(12)
+    at_once = pool.new_lease(9 * CHUNK)
+    assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
+    pool.release(at_once)
+    growing = pool.new_lease(1)
+    for _ in range(9):
+        append(pool, growing, CHUNK)
+    assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
+
+
+def test_views_are_contiguous_matrices_without_copies() -> None:
+    pool = make_pool(12)
+    lease = pool.new_lease(200)
+    (part,) = pool.runs(lease, 1, range(3, 200))
+    for rows in (*part.k, *part.v):
+        assert rows.is_contiguous()
+        assert rows.untyped_storage().data_ptr() == pool.rows.untyped_storage().data_ptr()
+    assert part.k.data_ptr() == pool.rows[int(pool.row_base(lease)[0]) + pool.layout.row(1, 0, 0, 3)].data_ptr()
+
+
+def test_sequences_that_grow_together_keep_long_runs() -> None:
+    pool = make_pool(64, slab_chunks=64)
+    leases = [pool.new_lease(CHUNK) for _ in range(4)]
+    for _ in range(15):
+        for lease in leases:
+            append(pool, lease, CHUNK)
+    pool.check_integrity()
+    assert pool.free_chunks == 4
+    pieces = [len(pool.spans(lease, range(lease.capacity))) for lease in leases]
+    assert max(pieces) <= 5, pieces  # 15 where each takes the next free chunk
+
+
+def test_waste_is_less_than_a_chunk_for_each_sequence() -> None:
+    pool = make_pool(32)
+    lease = pool.new_lease(1)
+    for length in range(1, 200):
+        append(pool, lease, 1)
+        assert pool.bytes_used == -(-length // CHUNK) * CHUNK_BYTES
+        assert lease.capacity - length <= 63
+    assert pool.bytes_peak == pool.bytes_used
+
+
+def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(32)
+    first = pool.new_lease(0)
+    append(pool, first, 100)
+    pool.reserve(first, 300)  # slots beyond the tokens are not shared
+    before = pool.bytes_used
+    second = pool.fork(first)
+    assert pool.bytes_used == before
+    copies: list[tuple[int, int, int]] = []
+    copy = pool._arena.copy
+    monkeypatch.setattr(pool._arena, "copy", lambda *where: (copies.append(where), copy(*where)))
+    append(pool, second, 5, sequence=1)
+    append(pool, first, 5)
+    append(pool, second, 5, sequence=1)
+    assert [where[2] for where in copies] == [36], "only the filled slots of the tail, once"
+    assert first.chunks[0] == second.chunks[0] and first.chunks[1] != second.chunks[1]
+    for lease, sequence in ((first, 0), (second, 1)):
+        for layer in range(2):
+            got, _ = read(pool.runs(lease, layer, range(105)))
+            assert torch.equal(got[:, :100], kv(range(100), layer)[0])
+            assert torch.equal(got[:, 100:], kv(range(100, 105), layer, sequence)[0])
+    pool.check_integrity()
+    pool.release(first)
+    pool.release(second)
+    pool.release(second)
+    assert pool.bytes_used == 0 and second == Lease()
+
+
+def test_writing_to_a_shared_chunk_is_caught() -> None:
+    pool = make_pool(4)
+    lease = pool.new_lease(0)
+    append(pool, lease, 10)
+    pool.fork(lease)
+    with pytest.raises(AssertionError, match="shared"):
+        pool.write(lease, 0, 10, *kv(range(10, 11), 0))
+
+
+def test_truncate_gives_chunks_back_and_the_rest_is_kept() -> None:
+    pool = make_pool(8)
+    lease = pool.new_lease(0)
+    append(pool, lease, 300)
+    pool.truncate(lease, 65)
+    assert (lease.length, lease.capacity, pool.free_chunks) == (65, 128, 6)
+    append(pool, lease, 100)
+    assert torch.equal(read(pool.runs(lease, 1, range(165)))[0], kv(range(165), 1)[0])
+    pool.check_integrity()
+
+
+def test_a_full_pool_says_what_is_missing() -> None:
+    pool = make_pool(6, slab_chunks=6)
+    lease = pool.new_lease(5 * CHUNK)
+    with pytest.raises(PoolFullError) as caught:
+        pool.new_lease(3 * CHUNK)
+    for text in ("3 chunks (24 KiB)", "1 of 6", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
+        assert text in str(caught.value)
+    pool.commit(lease, 5 * CHUNK - 1)
+    fork = pool.fork(lease)
+    with pytest.raises(PoolFullError):
+        pool.reserve(fork, 6 * CHUNK)  # the copy of the tail and one more
+    assert fork == lease
+    pool.check_integrity()
+
+
+def test_limits_that_cannot_be() -> None:
+    with pytest.raises(MemoryLimitError, match=r"cannot hold one chunk.*8192 bytes"):
+        HostPool(geometry(), torch.float32, CHUNK_BYTES - 1)
+    with pytest.raises(MemoryLimitError, match=r"more than the .* available here; lower host_memory"):
+        HostPool(geometry(), torch.float32, 1 << 60)
+    assert HostPool(geometry(), torch.float32, CHUNK_BYTES).chunk_count == 1
+
+
+def test_without_a_limit_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.pool.pool.available_memory", lambda: 100 * CHUNK_BYTES)
+    assert HostPool(geometry(), torch.float32, None).chunk_count == 50
+    monkeypatch.setattr("offload_rt.pool.pool.available_memory", lambda: 1 << 60)
+    pool = HostPool(geometry(1, 1, 1), torch.float16, None)
+    assert pool.chunk_count == (1 << 24) // CHUNK
+
+
+def test_control_groups_limit_what_is_available(tmp_path: machine.Path) -> None:
+    def group(folder: machine.Path, names: tuple[str, str], limit: str, used: int, cache: str) -> None:
+        folder.mkdir(parents=True)
+        (folder / names[0]).write_text(limit + "\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{cache} 10\n")
+
+    two, one = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group(tmp_path / "v2/a/b", two, "max", 50, "inactive_file")
+    (tmp_path / "v2/a").joinpath("memory.max").write_text("100\n")
+    (tmp_path / "v2/a").joinpath("memory.current").write_text("70\n")
+    (tmp_path / "v2/a").joinpath("memory.stat").write_text("inactive_file 10\n")
+    (tmp_path / "two").write_text("0::/a/b\n")
+    assert list(machine._cgroup_headroom(tmp_path / "v2", tmp_path / "two")) == [40]
+    group(tmp_path / "v1/memory/job", one, "200", 260, "total_inactive_file")
+    (tmp_path / "one").write_text("9:name=systemd:/\n4:cpu,memory:/job\n0::/nowhere\n")
+    assert list(machine._cgroup_headroom(tmp_path / "v1", tmp_path / "one")) == [0]
+    assert list(machine._cgroup_headroom(tmp_path, tmp_path / "absent")) == []
+    assert machine.available_memory() > 0
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 255, 256, 257, 1000, 1025])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float16), (80, torch.bfloat16), (64, torch.float32)])
+def test_layout_wastes_less_than_a_chunk_a_slab(chunks: int, head_dim: int, dtype: torch.dtype) -> None:
+    shape = geometry(3, 2, head_dim)
+    limit = chunks * shape.kv_bytes(CHUNK, dtype) + 17
+    layout = ArenaLayout.fit(shape, dtype, limit)
+    assert layout.chunk_bytes == shape.kv_bytes(CHUNK, dtype)
+    assert layout.chunks <= chunks < layout.chunks + layout.slabs
+    assert layout.slab_chunks * CHUNK <= 16_384
+    assert layout.slab_bytes % PAGE == 0
+    last = layout.chunk_row(layout.chunks - 1) + layout.row(2, 1, 1, CHUNK - 1)
+    assert layout.rows - layout.slab_rows < last < layout.rows
+    assert layout.bytes - layout.chunks * layout.chunk_bytes < layout.slabs * (PAGE * layout.row_bytes)
+
+
+def test_expected_growth_makes_slabs_ready_at_admission() -> None:
+    pool = make_pool(12)
+    lease = pool.new_lease(10, expected=9 * CHUNK)
+    ready = pool._arena.active
+    assert ready == 3 and pool.bytes_used == CHUNK_BYTES
+    for _ in range(8):
+        append(pool, lease, CHUNK)
+    assert pool._arena.active == ready
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_slabs_are_pinned_when_they_are_needed() -> None:
+    pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
+    lease = pool.new_lease(5 * CHUNK)
+    for part in pool.runs(lease, 0, range(5 * CHUNK)):
+        assert part.k.is_pinned()
+    assert not pool.rows[pool.layout.chunk_row(11)].is_pinned()
+    k, v = kv(range(5 * CHUNK), 0)
+    pool.write(lease, 0, 0, k.cuda(), v.cuda())
+    assert torch.equal(read(pool.runs(lease, 0, range(5 * CHUNK)))[0], k)
