@@ -125,6 +125,9 @@ class InfiniGenOptions:
     dense_layers: layers that attend to everything.
     max_missed_mass: with a number, layer i's true query scores again and rows are fetched until the estimated
         attention mass outside the attended set is at most this (mean over query heads); None never repairs.
+    budget: with a number, layers select as many tokens as make this share of the visible context with the resident
+        ones, instead of those above the threshold (to compare policies); `alpha` and `max_fraction` then only cap a
+        repair.
     """
 
     alpha: float | None = None
@@ -138,6 +141,7 @@ class InfiniGenOptions:
     recent: int = 64
     dense_layers: tuple[int, ...] = (0,)
     max_missed_mass: float | None = None
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -155,6 +159,7 @@ class InfiniGenOptions:
             self.max_missed_mass is None or 0 < self.max_missed_mass < 1,
             f"max_missed_mass={self.max_missed_mass} must be in (0, 1)",
         )
+        _check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:

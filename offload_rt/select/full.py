@@ -1,0 +1,62 @@
+"""Policy "full": every layer attends to everything. Exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core import Selection, Visible
+from .base import KeyReader, Moment
+
+
+class FullState:
+    """Remembers nothing; no layer ever asks it."""
+
+    device_bytes = 0
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
+        """Nothing to learn."""
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Nothing to learn."""
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        """Never asked: every layer is dense."""
+        raise AssertionError(f"layer {layer} of policy 'full' is dense")
+
+    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+        """Nothing is missing."""
+        return None
+
+    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+        """Nothing to learn."""
+
+    def fork(self, keys: KeyReader) -> FullState:
+        """There is nothing to copy."""
+        return self
+
+    def check_integrity(self) -> None:
+        """There is nothing to check."""
+
+
+@dataclass(frozen=True)
+class Full:
+    """Every one of `layers` layers is dense; no window, so that nothing is held twice."""
+
+    layers: int
+    name: str = "full"
+    moment: Moment = "query"
+    sinks: int = 0
+    recent: int = 1
+    wants_weights: bool = False
+    lineage: str = "exact"
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        """All of them."""
+        return frozenset(range(self.layers))
+
+    def new_state(self, keys: KeyReader) -> FullState:
+        """A state without memory."""
+        return FullState()

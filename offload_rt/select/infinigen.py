@@ -1,0 +1,175 @@
+"""Policy "infinigen": speculate the next layer's query, score every token with compressed skewed keys, fetch those near
+the maximum (InfiniGen §4.3; DESIGN section 6)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ..config import InfiniGenOptions
+from ..core import ModelGeometry, Selection, Visible
+from ..errors import ArtifactError, ConfigError
+from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, select_tokens, top_tokens
+from ..skewing.artifact import SkewArtifact
+from .base import KeyReader, Moment
+from .budget import budget_tokens
+from .scoring import (
+    Basis,
+    CalibratedColumns,
+    PartialKeys,
+    PromptColumns,
+    QuantisedKeys,
+    Quantiser,
+    ScoringKeys,
+    kept_columns,
+)
+
+
+class InfiniGenState:
+    """One sequence's scoring keys and the rule that reads them."""
+
+    def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
+        self._policy = policy
+        self._keys = keys
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of scoring keys, and of matrices chosen for this sequence alone."""
+        return self._keys.device_bytes
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
+        """Prompt queries q `[H, m, d]`: they only matter to columns chosen from the prompt."""
+        if layer not in self._policy.dense_layers:
+            self._keys.observe(layer, q)
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Keys k `[Hkv, m, d]` of tokens [start, start + m) enter the scoring keys, skewed once."""
+        if layer not in self._policy.dense_layers:
+            assert start == self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
+            self._keys.write(layer, k)
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        """DESIGN section 6, steps 1 to 4, with the (speculated) query q `[H, d]`; with a `budget`, that many tokens
+        instead of those above the threshold."""
+        options, candidates = self._policy.options, visible.candidates
+        if not candidates:
+            kv_heads = self._policy.geometry.kv_heads
+            return Selection(torch.empty(kv_heads, 0, dtype=torch.int64, device=q.device))
+        scores = self._keys.scores(layer, q, candidates)
+        if options.budget is None:
+            tokens = select_tokens(scores, self._policy.alpha, options.max_fraction)
+        else:
+            tokens = top_tokens(group_scores(scores, group_lse(scores)), budget_tokens(options.budget, visible))
+        return Selection(tokens + candidates.start if candidates.start else tokens)
+
+    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+        """With `max_missed_mass`: the candidates that bring the attention mass outside resident and selected tokens,
+        estimated with the true query q `[H, d]` and the scoring keys of all visible tokens, down to it (mean over
+        query heads), within `max_fraction`. None where nothing is to be added."""
+        options, candidates = self._policy.options, visible.candidates
+        limit = max(1, floor_share(options.max_fraction, len(candidates)))
+        most = min(limit, len(candidates)) - selection.count
+        if options.max_missed_mass is None or most <= 0:
+            return None
+        assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
+        scores = self._keys.scores(layer, q, visible.all)
+        first = visible.all.start
+        attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
+        attended[:, candidates.start - first : candidates.stop - first] = False
+        attended.scatter_(1, selection.tokens - first, True)
+        extra = extend_selection(scores, attended, options.max_missed_mass, most)
+        return Selection(extra + first) if extra.shape[1] else None
+
+    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+        """Never called: the policy does not want weights."""
+
+    def fork(self, keys: KeyReader) -> InfiniGenState:
+        """Shares the scoring keys until either side writes."""
+        return InfiniGenState(self._policy, self._keys.fork())
+
+    def check_integrity(self) -> None:
+        """Asserts that the scoring keys are consistent and belong to sparse layers."""
+        self._keys.check_integrity()
+        assert all(self._keys.length(layer) == 0 for layer in self._policy.dense_layers)
+
+
+class InfiniGen:
+    """The policy for one model: options, and the bases of its sparse layers on the compute device."""
+
+    name = "infinigen"
+    wants_weights = False
+
+    def __init__(
+        self,
+        options: InfiniGenOptions,
+        geometry: ModelGeometry,
+        artifact: SkewArtifact,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """dtype: the model's; scoring is float32 at least.
+
+        Raises ConfigError where an option does not fit the model, ArtifactError where the artifact has other shapes.
+        """
+        _check(options, geometry, artifact)
+        self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
+        self.options = replace(options, alpha=self.alpha)
+        self.geometry = geometry
+        self.moment: Moment = options.source
+        self.sinks, self.recent = options.sinks, options.recent
+        self.dense_layers = frozenset(options.dense_layers)
+        self.lineage = self._lineage(artifact)
+        self._new_keys = self._keys_factory(artifact.to(device), device, dtype)
+
+    def new_state(self, keys: KeyReader) -> InfiniGenState:
+        """An empty state; the full keys are never read."""
+        return InfiniGenState(self, self._new_keys())
+
+    def _lineage(self, artifact: SkewArtifact) -> str:
+        """The options and the bases decide what a sparse layer saw, hence its tokens' deeper KV."""
+        digest = hashlib.sha256(repr(self.options).encode())
+        for tensor in (artifact.query, artifact.key, artifact.key_mean, artifact.key_std):
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return f"infinigen-{digest.hexdigest()[:16]}"
+
+    def _keys_factory(
+        self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
+    ) -> Callable[[], ScoringKeys]:
+        """What makes a sequence's scoring keys, with the bases they share made once."""
+        options, geometry = self.options, self.geometry
+        compute = torch.promote_types(dtype, torch.float32)
+        kept = kept_columns(options.partial_ratio, geometry.head_dim)
+        fixed = options.scorer == "partial" and options.columns == "calibration"
+        cut = slice(0, kept if fixed else geometry.head_dim)
+        bases = {
+            layer: Basis(
+                artifact.query[layer, :, :, cut].to(compute).contiguous(),
+                artifact.key[layer, :, :, cut].to(compute).contiguous(),
+                geometry.scales[layer],
+            )
+            for layer in range(geometry.layers)
+            if layer not in self.dense_layers
+        }
+        if options.scorer == "partial":
+            if fixed:
+                return lambda: PartialKeys(CalibratedColumns(bases), dtype, device)
+            return lambda: PartialKeys(PromptColumns(bases, kept), dtype, device)
+        bits = {"int4": 4, "int2": 2}[options.scorer]
+        mean, std = artifact.key_mean.to(compute), artifact.key_std.to(compute)
+        quantisers = {layer: Quantiser.fit(basis, mean[layer], std[layer], bits) for layer, basis in bases.items()}
+        return lambda: QuantisedKeys(quantisers, bits, device)
+
+
+def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:
+    beyond = [layer for layer in options.dense_layers if layer >= geometry.layers]
+    if beyond:
+        raise ConfigError(f"dense_layers names layer {beyond[0]}, but the model has layers 0 to {geometry.layers - 1}")
+    expected = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
+    if tuple(artifact.query.shape) != expected:
+        raise ArtifactError(
+            f"the skew artifact is for a model of shape {tuple(artifact.query.shape)} (layers, KV heads, head "
+            f"dimension twice), this model's is {expected}; make one for this model with 'offload-rt skew'"
+        )

@@ -1,0 +1,59 @@
+"""Geometries, artifacts and token streams for the tests of policies."""
+
+from __future__ import annotations
+
+import torch
+
+from offload_rt.core import ModelGeometry
+from offload_rt.skewing.artifact import SkewArtifact
+
+CPU = torch.device("cpu")
+
+
+def geometry(
+    *, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: int = 16, window: int | None = None
+) -> ModelGeometry:
+    """A model's shape; every layer has its own scale, so that a forgotten or doubled one shows."""
+    return ModelGeometry(
+        layers=layers,
+        hidden=kv_heads * group * head_dim,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=64,
+        scales=tuple(head_dim**-0.5 * (1 + 0.25 * layer) for layer in range(layers)),
+        windows=(window,) * layers,
+        max_positions=4096,
+        absolute_positions=False,
+        default_alpha=5.0,
+    )
+
+
+def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
+    """Random orthogonal bases (query == key), and scales for keys of unit variance."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
+    basis = torch.linalg.qr(torch.randn(size, generator=generator, dtype=torch.float64))[0].float()
+    mean = torch.randn(size[:3], generator=generator) * 0.1
+    return SkewArtifact("svd", basis, basis, mean, torch.ones(size[:3]), "0" * 16, "random")
+
+
+def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `[L, H, count, d]` and keys `[L, Hkv, count, d]` (float64): wide enough for a threshold to divide."""
+    generator = torch.Generator().manual_seed(seed)
+    d = shape.head_dim
+    q = torch.randn(shape.layers, shape.heads, count, d, generator=generator, dtype=torch.float64) * 2
+    k = torch.randn(shape.layers, shape.kv_heads, count, d, generator=generator, dtype=torch.float64)
+    return q, k
+
+
+def no_keys(layer: int, wanted: range) -> torch.Tensor:
+    """A KeyReader for policies that must not read full keys."""
+    raise AssertionError("this policy reads no full keys")
+
+
+def as_sets(selected: torch.Tensor) -> list[set[int]]:
+    """The token set of each KV head; fails where a row repeats a token."""
+    rows = [set(row) for row in selected.tolist()]
+    assert all(len(row) == selected.shape[1] for row in rows), "a token was selected twice"
+    return rows

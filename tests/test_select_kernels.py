@@ -1,0 +1,105 @@
+"""The CPU's fast selection and integer scores against their torch definitions: equal as sets, ties included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from select_models import as_sets
+
+from offload_rt.kernels.selection import (
+    _code_sums_cpu,
+    code_sums,
+    extend_selection,
+    floor_share,
+    pack,
+    select_tokens,
+    select_tokens_reference,
+    token_count,
+    top_tokens,
+    top_tokens_reference,
+)
+
+
+@st.composite
+def score_tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Scores `[Hkv, G, N]`: continuous, of few distinct values (ties), all equal, or with -inf among them."""
+    shape = (draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 200)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    scores = torch.randn(shape, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64]))) * 4
+    kind = draw(st.sampled_from(["continuous", "ties", "equal", "minus infinity"]))
+    if kind == "ties":
+        scores = (scores / 3).round()
+    elif kind == "equal":
+        scores = torch.zeros_like(scores)
+    elif kind == "minus infinity":
+        scores = scores.masked_fill(torch.rand(shape, generator=generator) < 0.5, -math.inf)
+    return scores
+
+
+alphas = st.one_of(st.just(0.0), st.just(math.inf), st.floats(0, 12))
+
+
+@given(score_tensors(), alphas, st.floats(0.01, 1))
+@settings(max_examples=300, deadline=None)
+def test_fast_selection_is_the_reference(scores: torch.Tensor, alpha: float, max_fraction: float) -> None:
+    fast = select_tokens(scores, alpha, max_fraction)
+    assert fast.dtype == torch.int64
+    assert as_sets(fast) == as_sets(select_tokens_reference(scores, alpha, max_fraction))
+
+
+@given(score_tensors(), st.floats(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -> None:
+    values = scores[:, 0]
+    n = floor_share(share, values.shape[1])
+    assert as_sets(top_tokens(values, n)) == as_sets(top_tokens_reference(values, n))
+
+
+def test_of_equal_scores_the_lower_index_wins() -> None:
+    scores = torch.tensor([[[1.0, 5.0, 5.0, 5.0, 0.0]], [[7.0, 7.0, 0.0, 0.0, 0.0]]])
+    # 3 and 2 tokens pass: n = 3; head 1 takes its third among the tokens that pass anywhere.
+    assert as_sets(select_tokens(scores, 0.0, 1.0)) == [{1, 2, 3}, {0, 1, 2}]
+    assert as_sets(select_tokens(scores, 0.0, 0.4)) == [{1, 2}, {0, 1}]
+
+
+def test_a_head_with_large_scores_does_not_decide_for_its_group() -> None:
+    scores = torch.full((1, 2, 50), 0.0)
+    scores[0, 0, :10] = torch.arange(100.0, 110.0)  # a loud head, sure of token 9
+    scores[0, 1, 40] = 20.0  # a quiet head, sure of token 40
+    assert as_sets(select_tokens(scores, 0.5, 1.0)) == [{9}], "count 1: both are certain, the lower index wins"
+    assert as_sets(select_tokens(scores, 1.5, 1.0)) == [{9, 40}], "count ceil((2 + 1) / 2)"
+
+
+@pytest.mark.parametrize(
+    ("passing", "heads", "candidates", "fraction", "expected"),
+    [(10, 4, 100, 1.0, 3), (12, 4, 100, 1.0, 3), (4, 4, 3, 0.2, 1), (400, 4, 100, 0.2, 20), (40, 4, 10, 0.3, 3),
+     (0, 4, 0, 0.2, 0)],
+)  # fmt: skip
+def test_token_count(passing: int, heads: int, candidates: int, fraction: float, expected: int) -> None:
+    assert token_count(passing, heads, candidates, fraction) == expected
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 5), st.integers(1, 70), st.sampled_from([8, 20, 64, 256]), st.sampled_from([2, 4])
+)
+@settings(max_examples=60, deadline=None)
+def test_integer_code_sums_are_exact(heads: int, group: int, rows: int, d: int, bits: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 1 << bits, (heads, rows * (8 // bits), d), generator=generator, dtype=torch.uint8)
+    weights = torch.randint(-127, 128, (heads, group, d), generator=generator, dtype=torch.int8)
+    expected = weights.double() @ codes.double().transpose(1, 2)
+    packed = pack(codes, bits)
+    for sums in (code_sums, _code_sums_cpu):
+        assert torch.equal(sums(weights, packed, bits, torch.float32).double(), expected)
+
+
+def test_extension_takes_nothing_when_nothing_is_missed() -> None:
+    scores = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
+    assert extend_selection(scores, torch.ones(2, 20, dtype=torch.bool), 0.01, 0).shape == (2, 0)
+    half = torch.arange(20).expand(2, 20) < 10
+    assert extend_selection(scores, half, 0.999, 10).shape == (2, 0)
+    assert as_sets(extend_selection(scores, half, 0.0, 10)) == [set(range(10, 20))] * 2
