@@ -26,9 +26,7 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> tuple[t
     return weights.div_(total), (peak + total.log()).squeeze(-1)
 
 
-def attend_part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention of one query per head over rows that lie together.
 
     q `[Hkv, G, d]`, k and v `[Hkv, n, d]`, n >= 1. Returns out `[Hkv, G, d]` and lse `[Hkv, G]`, both float32
@@ -53,9 +51,7 @@ def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tup
     return out, lse
 
 
-def attend_causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> torch.Tensor:
+def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
     """Exact prefill attention of the last m tokens over all n >= m tokens so far.
 
     q `[H, m, d]`, k and v `[Hkv, n, d]`; query i sees the keys up to n - m + i, and of these the last `window`.

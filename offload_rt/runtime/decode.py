@@ -117,9 +117,7 @@ class DecodeStep:
 
     def _attend(self, layer: int, q: torch.Tensor, fetched: Seq[Fetch]) -> torch.Tensor:
         """q `[H, B, d]`, true queries. Returns `[B, H * d]`."""
-        outs = [
-            self._attend_one(layer, sequence, q[:, b], fetched[b]) for b, sequence in enumerate(self.batch)
-        ]
+        outs = [self._attend_one(layer, sequence, q[:, b], fetched[b]) for b, sequence in enumerate(self.batch)]
         return torch.stack(outs).flatten(1)
 
     def _attend_one(self, layer: int, sequence: Sequence, q: torch.Tensor, fetch: Fetch) -> torch.Tensor:

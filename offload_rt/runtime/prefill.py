@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..core import KVPart
 from ..kernels.reference import attend_causal
 from ..models.adapter import ModelAdapter
 from ..transfer.link import Link
@@ -47,23 +48,22 @@ class Prefill:
     def run_layer(self) -> None:
         """Computes one layer for all tokens."""
         assert not self.done
-        self._keys_and_values()
-        self._attention_and_mlp(last=self.layer == self._adapter.geometry.layers - 1)
+        layer = self._link.prefill_layer(self.sequence.lease, self.layer, self._start, self._keys_and_values())
+        self.sequence.trace.bytes_to_device += layer.bytes_to_device
+        self.sequence.trace.bytes_to_host += layer.bytes_to_host
+        self._attention_and_mlp(layer.kv, last=self.layer == self._adapter.geometry.layers - 1)
         self.layer += 1
         if self.done and self._want_logits:
             self.logits = self._adapter.logits(self._hidden[-1:])[0]
 
-    def _keys_and_values(self) -> None:
-        adapter, lease = self._adapter, self.sequence.lease
+    def _keys_and_values(self) -> Iterator[KVPart]:
         for s in self._slices():
-            attention_input = adapter.attention_input(self.layer, self._hidden[s])
-            k, v = adapter.key_value(self.layer, attention_input, self._positions[s])
-            self._link.append(lease, self.layer, self._start + s.start, k, v)
+            attention_input = self._adapter.attention_input(self.layer, self._hidden[s])
+            yield KVPart(*self._adapter.key_value(self.layer, attention_input, self._positions[s]))
 
-    def _attention_and_mlp(self, *, last: bool) -> None:
+    def _attention_and_mlp(self, kv: KVPart, *, last: bool) -> None:
         """The layer's second half. Of the last layer only the last token's output is ever read."""
         adapter, geometry, layer = self._adapter, self._adapter.geometry, self.layer
-        kv = self._link.prefix(self.sequence.lease, layer, self.stop)
         for s in self._slices():
             attention_input = adapter.attention_input(layer, self._hidden[s])
             q = adapter.query(layer, attention_input, self._positions[s])

@@ -7,13 +7,14 @@ what would cross a link: the candidates fetched, and every new row written back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
+from ..core import KVPart, Lease, Selection, Visible
 from ..pool.pool import HostPool
-from .link import Ticket
+from .link import PrefilledLayer, Ticket
 from .plan import attended_tokens, row_ids
 
 
@@ -72,18 +73,17 @@ class CpuLink:
     """`Link` for the CPU. Gathers run at `wait`, in the caller's thread; a ticket's and a repair's rows are alive at
     once and have a scratch buffer each."""
 
-    def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
+    def __init__(self, pool: HostPool) -> None:
         self._pool = pool
-        self._layers = geometry.layers
-        self._token_bytes = geometry.kv_bytes(1, pool.dtype) // geometry.layers
-        self._row_bytes = self._token_bytes // geometry.kv_heads
+        self._pair_bytes = 2 * pool.layout.row_bytes
+        self._token_bytes = pool.layout.kv_heads * self._pair_bytes
         self._resident: dict[int, int] = {}
         self._fetched, self._repaired = _Scratch(pool.rows), _Scratch(pool.rows)
 
     @property
     def device_bytes(self) -> int:
         """Resident rows of all open sequences and the scratch buffers."""
-        resident = sum(self._resident.values()) * self._token_bytes * self._layers
+        resident = sum(self._resident.values()) * self._token_bytes * self._pool.layout.layers
         return resident + self._fetched.nbytes + self._repaired.nbytes
 
     def open(self, lease: Lease, sinks: int, recent: int) -> None:
@@ -105,17 +105,22 @@ class CpuLink:
             return _DenseTicket(self._pool, lease, layer, visible, len(visible.candidates) * self._token_bytes)
         tokens = attended_tokens(visible, selection.tokens)
         return _SparseTicket(
-            self._pool, self._fetched, lease, layer, tokens, selection.tokens.numel() * self._row_bytes
+            self._pool, self._fetched, lease, layer, tokens, selection.tokens.numel() * self._pair_bytes
         )
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
-        crossing = extra.tokens.numel() * self._row_bytes
+        crossing = extra.tokens.numel() * self._pair_bytes
         return _SparseTicket(self._pool, self._repaired, lease, layer, extra.tokens, crossing)
 
-    def prefix(self, lease: Lease, layer: int, stop: int) -> KVPart:
-        """See `Link.prefix`: a view where the chunks are one run, else a copy."""
-        parts = self._pool.runs(lease, layer, range(stop))
-        if len(parts) == 1:
-            return parts[0]
-        return KVPart(torch.cat([p.k for p in parts], 1), torch.cat([p.v for p in parts], 1))
+    def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+        """See `Link.prefill_layer`: the rows returned are a view of the pool where its chunks are one run."""
+        stop = start
+        for part in slices:
+            self._pool.write(lease, layer, stop, part.k, part.v)
+            stop += part.k.shape[1]
+        runs = self._pool.runs(lease, layer, range(stop))
+        whole = runs[0]
+        if len(runs) > 1:
+            whole = KVPart(torch.cat([run.k for run in runs], dim=1), torch.cat([run.v for run in runs], dim=1))
+        return PrefilledLayer(whole, start * self._token_bytes, (stop - start) * self._token_bytes)

@@ -6,11 +6,23 @@ place, the same numbers appear as on CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ..core import KVPart, Lease, Selection, Visible
+
+
+@dataclass(frozen=True)
+class PrefilledLayer:
+    """K and V of tokens [0, stop) of one layer, contiguous, valid until the next layer is taken; and what crossed the
+    link for them: rows before `start` that had to be loaded, new rows written back."""
+
+    kv: KVPart
+    bytes_to_device: int
+    bytes_to_host: int
 
 
 class Ticket(Protocol):
@@ -23,8 +35,8 @@ class Ticket(Protocol):
 
     def wait(self) -> list[KVPart]:
         """The rows, on the device. Of `fetch`: everything the layer attends to for this sequence, each token once, in
-        the order sinks, recent, selected (dense: by token), the newest token included, so `append` of the layer must
-        come first. Of `fetch_more`: its rows only. Orders the compute stream behind the copies and never blocks the
+        the order sinks, recent, selected (dense: in any order), the newest token included, so `append` of the layer
+        must come first. Of `fetch_more`: its rows only. Orders the compute stream behind the copies and never blocks the
         host on CUDA. The parts are valid until the next `wait` of a ticket from the same method."""
         ...
 
@@ -58,7 +70,7 @@ class Link(Protocol):
         """Starts moving rows that a repair asks for, in addition to a ticket's."""
         ...
 
-    def prefix(self, lease: Lease, layer: int, stop: int) -> KVPart:
-        """K and V of tokens [0, stop) of a layer, contiguous, for prefill attention. Does not count the rows that were
-        appended since `open` and are still on the device in prefill."""
+    def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+        """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes, keeps
+        those that will be resident, and returns all rows of the layer, on the device."""
         ...

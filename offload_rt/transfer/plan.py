@@ -21,9 +21,6 @@ def row_ids(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.T
     base: int64 `[chunks]`, the arena row of each chunk's first token (layer 0, head 0, K), on the device of `tokens`.
     tokens: int64 `[Hkv, n]` token indices. Returns int64 `[2, Hkv, n]`: rows of K, rows of V.
     """
-    heads = tokens.shape[0]
-    plane = layout.plane_rows
-    row = base[tokens // CHUNK] + tokens % CHUNK
-    head = torch.arange(heads, device=tokens.device)[:, None] * (2 * plane) + layer * layout.layer_rows
-    keys = row + head
-    return torch.stack((keys, keys + plane))
+    heads = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+    keys = base[tokens // CHUNK] + tokens % CHUNK + heads * layout.head_rows + layout.row(layer, 0, 0)
+    return torch.stack((keys, keys + layout.plane_rows))

@@ -1,0 +1,204 @@
+"""`LLM`: a model, a policy and a pool behind three calls: `generate`, `stream`, `score`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .config import DType, EngineConfig, SamplingParams, SkewMethod, parse_size
+from .core import ModelGeometry
+from .errors import InputError
+from .models.registry import LoadedModel, load_model
+from .pool.pool import HostPool
+from .runtime.engine import Engine
+from .runtime.generation import Completion, Event, Generation
+from .runtime.metrics import Stats
+from .runtime.progress import Progress
+from .runtime.runner import Runner
+from .runtime.scoring import Score, score
+from .select.base import Policy
+from .select.registry import make_policy
+from .skewing.artifact import SkewArtifact
+from .skewing.calibrate import cached_artifact
+from .transfer.link import Link
+
+Prompt = str | Sequence[int]
+
+MAX_BATCH = 32
+"""Sequences decoded together."""
+
+
+class LLM:
+    """An offloading runtime for one model on one device.
+
+    model: "reference" (ships with the package), a local folder, a hub id, or a loaded transformers model.
+    policy, policy_options: "full", "infinigen", ... and its options; for infinigen `preset="paper"` is one of them.
+    device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there (float32 on a CPU).
+    host_memory: hard limit on KV bytes in host memory, an int or "200GiB"; None takes half of what is free.
+    eviction: None (a sequence that outgrows the pool is an error).
+    skew: path of a skew artifact; None calibrates once on the packaged text and caches by model fingerprint.
+    tokenizer: for a loaded model, or to replace a checkpoint's own. Without one, prompts are lists of token ids.
+    progress: show progress bars on stderr for long work.
+
+    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        *,
+        policy: str = "infinigen",
+        policy_options: Mapping[str, Any] | None = None,
+        device: str = "auto",
+        dtype: DType | torch.dtype = "auto",
+        host_memory: int | str | None = None,
+        eviction: str | None = None,
+        skew: str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        progress: bool = False,
+    ) -> None:
+        limit = None if host_memory is None else parse_size(host_memory, "host_memory")
+        config = EngineConfig(host_memory=limit)
+        loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
+        self._progress = Progress(enabled=progress)
+        chosen = _policy(loaded, policy, policy_options or {}, skew)
+        pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, pin=loaded.adapter.device.type == "cuda")
+        self._runner = Runner(loaded, chosen, pool, _link(loaded, pool), config)
+        self._last: Generation | None = None
+
+    @property
+    def name(self) -> str:
+        """What the model was loaded as."""
+        return self._runner.model.name
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Shapes of the model."""
+        return self._runner.adapter.geometry
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, if it has one."""
+        return self._runner.model.tokenizer
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's weights."""
+        return self._runner.model.weight_bytes
+
+    @property
+    def last_stats(self) -> Stats | None:
+        """What the latest `stream` has cost so far, also after it was interrupted; None before its prompt started."""
+        return self._last.stats(self._runner) if self._last is not None else None
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+        """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest.
+
+        Raises InputError for an empty prompt or wrong ids, ModelError for too many positions, PoolFullError.
+        """
+        return self._stream(self.encode(prompt), params or SamplingParams())
+
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Event]:
+        with self._progress.prefill(self.geometry.layers) as on_prefill:
+            engine = Engine(self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers))
+            self._last = generation = engine.add(prompt, params)
+            try:
+                while not engine.idle:
+                    yield from engine.step()
+            finally:
+                engine.cancel(generation)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Completions of `prompts`, in order, decoded in one batch that requests join and leave.
+
+        `params` is one for all or one per prompt. Raises as `stream`; no completion is returned if one prompt fails.
+        """
+        encoded = [self.encode(prompt) for prompt in _as_list(prompts)]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
+        if len(each) != len(encoded):
+            raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
+        engine = Engine(self._runner, max_batch=MAX_BATCH)
+        generations = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
+        try:
+            with self._progress.items("generate", len(generations)) as on_done:
+                while not engine.idle:
+                    for event in engine.step():
+                        if event.finish_reason is not None:
+                            on_done()
+        finally:
+            for generation in generations:
+                engine.cancel(generation)
+        return [generation.completion() for generation in generations]
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Prompt],
+        decode_from: int | None = None,
+        *,
+        batch: int = MAX_BATCH,
+    ) -> list[Score]:
+        """Teacher-forced log-probabilities of `continuations[i]` after `prompts[i]`.
+
+        All but each prompt's last token (or only its first `decode_from` tokens) are prefilled exactly; the rest goes
+        through the decode path and so through the policy. Equal prompts are prefilled once. A continuation given as a
+        string is tokenized on its own, without special tokens.
+
+        Raises InputError for empty prompts or continuations and lists of different lengths, PoolFullError.
+        """
+        if len(prompts) != len(continuations):
+            raise InputError(f"{len(prompts)} prompts but {len(continuations)} continuations: give one for each")
+        if decode_from is not None and decode_from < 0:
+            raise InputError(f"decode_from={decode_from} must not be negative")
+        encoded = [self.encode(prompt) for prompt in prompts]
+        targets = [self.encode(text, special_tokens=False) for text in continuations]
+        with self._progress.items("score", len(encoded)) as on_done:
+            return score(self._runner, encoded, targets, decode_from=decode_from, batch=batch, on_done=on_done)
+
+    def encode(self, prompt: Prompt, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, or the ids themselves. Raises InputError where there are none."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError(f"{self.name} has no tokenizer: give token ids, or pass tokenizer=")
+            ids = [int(i) for i in self.tokenizer(prompt, add_special_tokens=special_tokens)["input_ids"]]
+        else:
+            ids = [int(i) for i in prompt]
+        if not ids:
+            raise InputError("the prompt is empty: give at least one token")
+        return ids
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a string or a list of ints is one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: str | Path | None) -> Policy:
+    def artifact(method: SkewMethod) -> SkewArtifact:
+        if skew is not None:
+            return SkewArtifact.load(Path(skew), loaded.fingerprint)
+        return cached_artifact(loaded, method)
+
+    adapter = loaded.adapter
+    return make_policy(
+        name, options, geometry=adapter.geometry, device=adapter.device, dtype=adapter.dtype, artifact=artifact
+    )
+
+
+def _link(loaded: LoadedModel, pool: HostPool) -> Link:
+    adapter = loaded.adapter
+    if adapter.device.type == "cuda":
+        from .transfer.cuda import CudaLink
+
+        return CudaLink(pool, adapter.geometry, adapter.device)
+    from .transfer.cpu import CpuLink
+
+    return CpuLink(pool)

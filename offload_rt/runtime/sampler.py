@@ -1,0 +1,53 @@
+"""The next token of one sequence, through transformers' logits processors."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..config import SamplingParams
+
+
+class Sampler:
+    """Chooses tokens for one sequence. Its random numbers come from a CPU generator of its own, so the same seed
+    gives the same text on every device and whatever else is in the batch. `seed=None` draws a fresh seed."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._greedy = params.temperature == 0
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+        self._processors = LogitsProcessorList()
+        if params.repetition_penalty != 1.0:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        if self._greedy:
+            return
+        if params.temperature != 1.0:
+            self._processors.append(TemperatureLogitsWarper(params.temperature))
+        if params.top_k is not None:
+            self._processors.append(TopKLogitsWarper(params.top_k))
+        if params.top_p is not None and params.top_p < 1.0:
+            self._processors.append(TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            self._processors.append(MinPLogitsWarper(params.min_p))
+
+    def pick(self, logits: torch.Tensor, tokens: list[int]) -> int:
+        """A token id from float32 logits `[V]` that follow `tokens` (prompt and generated, for the repetition
+        penalty)."""
+        scores = logits.unsqueeze(0)
+        if self._processors:
+            history = torch.tensor([tokens], device=logits.device)
+            scores = self._processors(history, scores.clone())
+        if self._greedy:
+            return int(scores.argmax())
+        weights = torch.softmax(scores[0], dim=-1).cpu()
+        return int(torch.multinomial(weights, 1, generator=self._generator))

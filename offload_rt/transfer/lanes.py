@@ -1,0 +1,107 @@
+"""Lanes: ordered queues of device work beside the compute stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in a lane's order."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the point is reached."""
+        ...
+
+
+class Lane(Protocol):
+    """Work queued in a lane runs in order, beside other lanes."""
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        """Work queued in this context runs in this lane, after everything queued on the compute stream so far."""
+        ...
+
+    def mark(self) -> Mark:
+        """The point behind everything queued in this lane so far."""
+        ...
+
+    def wait_for(self, mark: Mark) -> None:
+        """Later work of this lane starts after `mark`."""
+        ...
+
+    def hold_compute(self, mark: Mark, *tensors: torch.Tensor) -> None:
+        """Later work of the compute stream starts after `mark`; `tensors`, allocated in this lane, are used there."""
+        ...
+
+    def borrow(self, *tensors: torch.Tensor) -> None:
+        """`tensors`, allocated on the compute stream, are used in this lane: not to be reused before it is done."""
+        ...
+
+
+class CudaLane:
+    """A CUDA stream. Cross-stream use of a tensor is told to the caching allocator, so that its memory is not given
+    out again while the other stream still works on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        """See `Lane.behind_compute`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Lane.mark`."""
+        return self._stream.record_event()
+
+    def wait_for(self, mark: Mark) -> None:
+        """See `Lane.wait_for`."""
+        self._stream.wait_event(mark)
+
+    def hold_compute(self, mark: Mark, *tensors: torch.Tensor) -> None:
+        """See `Lane.hold_compute`."""
+        compute = torch.cuda.current_stream(self._device)
+        compute.wait_event(mark)
+        for tensor in tensors:
+            tensor.record_stream(compute)
+
+    def borrow(self, *tensors: torch.Tensor) -> None:
+        """See `Lane.borrow`."""
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+
+class _Reached:
+    def synchronize(self) -> None:
+        return
+
+
+class InlineLane:
+    """A device without streams: work runs when it is queued. With it the CUDA link's bookkeeping runs, and is tested,
+    on a CPU."""
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        """See `Lane.behind_compute`."""
+        with nullcontext():
+            yield
+
+    def mark(self) -> Mark:
+        """See `Lane.mark`."""
+        return _Reached()
+
+    def wait_for(self, mark: Mark) -> None:
+        """See `Lane.wait_for`."""
+
+    def hold_compute(self, mark: Mark, *tensors: torch.Tensor) -> None:
+        """See `Lane.hold_compute`."""
+
+    def borrow(self, *tensors: torch.Tensor) -> None:
+        """See `Lane.borrow`."""
