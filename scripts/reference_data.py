@@ -59,6 +59,7 @@ OBJECTS = _words(
     "lamp rope bell book knife sword candle basket bottle mirror key pipe drum stone shell hammer needle button "
     "letter pistol clock violin spoon plate blanket ribbon pencil ladder barrel lantern"
 )
+MOST_TRIES = 1000  # passages drawn before we say that facts do not fit
 ORDINALS = ("first", "second", "third")
 
 
@@ -288,14 +289,20 @@ def copy_passage(rng: Rng, length: int, corpus: Corpus) -> Passage:
 
 
 def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> Passage:
-    """A training passage: 2 facts up to one every 20 tokens (48 at most), layouts mixed, names of the training side."""
-    while True:
+    """A training passage: 2 facts up to one every 20 tokens (48 at most), layouts mixed, names of the training side.
+
+    Raises ValueError where hardly any drawn facts fit into `length` tokens.
+    """
+    for _ in range(MOST_TRIES):
         most = min(48, max(3, length // 20))
         facts = make_facts(rng, int(rng.integers(2, most + 1)), held_out=False)
         interleave = bool(rng.random() < 0.4)
         passage = make_passage(rng, length, facts, corpus, encoder, interleave=interleave, fills=(0.0, 0.5, 0.95, 0.95))
         if passage is not None:
             return passage
+    raise ValueError(
+        f"facts and questions do not fit into {length} tokens: use longer sequences or a larger vocabulary"
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from reference_data import KINDS, Corpus, Encoder, Passage, make_facts, make_passage
+from reference_data import KINDS, MOST_TRIES, Corpus, Encoder, Passage, make_facts, make_passage
 from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -123,11 +123,15 @@ def recall(
     """Ask `passages` recall passages of `length` tokens with `facts` facts each; all questions stand at the end."""
     rng = np.random.default_rng([seed, length, facts, passages])
     made: list[Passage] = []
-    while len(made) < passages:
+    for _ in range(MOST_TRIES + passages):
         chosen = make_facts(rng, facts, held_out=held_out, kinds=kinds)
         passage = make_passage(rng, length, chosen, corpus, encoder)
         if passage is not None:
             made.append(passage)
+        if len(made) == passages:
+            break
+    else:
+        raise ValueError(f"{facts} facts and their questions do not fit into {length} tokens")
     head = cast(Any, model).lm_head
     rows = max(1, batch * 512 // length)
     answers = []

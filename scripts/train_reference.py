@@ -230,7 +230,7 @@ def main(arguments: list[str]) -> int:
             config = replace(config, total_tokens=args.total_tokens)
         run = Run(config, args.data, args.out, args.init_from, args.tokenizer)
     except (ValueError, FileNotFoundError) as error:
-        console.print(f"[red]{error}")
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
     if args.export_now:
         run.export(args.out / "checkpoint")

@@ -1,0 +1,409 @@
+"""The reference training: data never leak, passages hold their answers, a killed run resumes bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from reference_build import blocked_causal_attention, build_model, grow, weighted_loss  # noqa: E402
+from reference_config import PRESETS, Shape, Stage, TrainConfig  # noqa: E402
+from reference_data import (  # noqa: E402
+    HELD_OUT_BOOKS,
+    KINDS,
+    TEST_BOOK,
+    Corpus,
+    Encoder,
+    Mixture,
+    copy_passage,
+    load_corpus,
+    make_batch,
+    make_facts,
+    make_passage,
+    names,
+    recall_passage,
+    train_tokenizer,
+    training_books,
+)
+from reference_eval import bits_per_byte, nats_by_context, paired_bootstrap, scored_bytes, token_bytes  # noqa: E402
+from train_reference import Run, main  # noqa: E402
+
+VOCABULARY = 320
+TINY = TrainConfig(
+    shape=Shape(vocab_size=VOCABULARY, layers=1, hidden=64, mlp=64, heads=1, kv_heads=1, max_positions=512),
+    stages=(Stage(0.5, ((256, 1.0),)), Stage(1.0, ((256, 0.5), (512, 0.5)))),
+    total_tokens=8 * 1024,
+    tokens_per_step=1024,
+    peak_lr=1e-2,
+    warmup_steps=2,
+    checkpoint_every=3,
+    evaluate_every=4,
+    evaluate_lengths=(512,),
+    evaluate_passages=2,
+)
+KILLED_RUN = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import torch
+torch.set_num_threads(1)
+from test_train_reference import TINY, Run, Path
+class Killed(Run):
+    def train_step(self):
+        if self.step == 5:  # after the checkpoint at 3, with two steps to lose
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_step()
+from rich.console import Console
+Killed(TINY, Path({data!r}), Path({out!r}), None, None).train(Console(quiet=True))
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def books(tmp_path_factory) -> Path:
+    """Three made-up books and both held-out ones, each with words of its own."""
+    folder = tmp_path_factory.mktemp("books")
+    rng = np.random.default_rng(0)
+    words = ("the", "a", "of", "and", "river", "house", "walked", "slowly", "spoke", "with", "door", "letter", "never")
+    for name, own in (("one.txt", "heron"), ("two.txt", "lantern"), ("three.txt", "quarry")):
+        sentences = [" ".join(rng.choice([*words, own], size=9)).capitalize() + "." for _ in range(400)]
+        (folder / name).write_text(" ".join(sentences), encoding="utf-8")
+    for name in HELD_OUT_BOOKS:
+        (folder / name).write_text("Zyxwvut forbidden words. " * 200, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(books):
+    return train_tokenizer(training_books(books), VOCABULARY)
+
+
+@pytest.fixture(scope="session")
+def corpus(books, tokenizer) -> Corpus:
+    return load_corpus(training_books(books), tokenizer)
+
+
+# Data
+
+
+def test_held_out_books_are_never_read(books, tokenizer, corpus):
+    assert {book.name for book in training_books(books)} == {"one.txt", "two.txt", "three.txt"}
+    text = tokenizer.decode(corpus.ids.tolist())
+    assert "quarry" in text
+    assert "forbidden" not in text
+    assert TEST_BOOK in HELD_OUT_BOOKS
+
+
+def test_empty_data_folder_is_an_error(tmp_path):
+    (tmp_path / TEST_BOOK).write_text("held out", encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match=r"no \.txt file to train on"):
+        training_books(tmp_path)
+
+
+def test_names_are_split_once_for_all_kinds():
+    training, held_out = set(names(False)), set(names(True))
+    assert not training & held_out
+    assert len(held_out) > 200
+    assert 4 < len(training) / len(held_out) < 6  # one in six
+
+
+def test_batches_hold_no_held_out_name(tokenizer, corpus):
+    encoder, seen = Encoder(tokenizer), set()
+    for step in range(6):
+        ids, _ = make_batch(7, step, 4, 512, Mixture(recall=1.0, copy=0.0), corpus, encoder)
+        seen.update(word for row in ids for word in tokenizer.decode(row.tolist()).replace("'s", "").split())
+    words = {word.strip(".") for word in seen}
+    assert not words & set(names(True))
+    assert len(words & set(names(False))) > 50  # the check above saw names at all
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("held_out", [False, True])
+def test_every_kind_draws_names_from_its_side_only(kind, held_out):
+    facts = make_facts(np.random.default_rng(1), 5, held_out=held_out, kinds=[kind])
+    words = {w.strip(".") for fact in facts for s in fact.statements for w in s.replace("'s", "").split()}
+    assert words & set(names(held_out))
+    assert not words & set(names(not held_out))
+    assert {fact.kind for fact in facts} == {kind}
+    assert len({fact.key for fact in facts}) == 5
+
+
+def test_unknown_kind_is_an_error():
+    with pytest.raises(ValueError, match="kinds out of"):
+        make_facts(np.random.default_rng(0), 2, held_out=False, kinds=["riddle"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.sampled_from([256, 512, 1024]), count=st.integers(1, 6), mix=st.booleans())
+def test_passages_state_every_answer_before_its_question(seed, length, count, mix, tokenizer, corpus):
+    rng = np.random.default_rng(seed)
+    facts = make_facts(rng, count, held_out=bool(seed % 2))
+    passage = make_passage(rng, length, facts, corpus, Encoder(tokenizer), interleave=mix)
+    if passage is None:
+        words = "".join("".join(f.statements) + "".join(p + a + "." for p, a in f.question) for f in facts)
+        assert len(Encoder(tokenizer).piece(words)) > length
+        return
+    assert len(passage.ids) == len(passage.answer) == length
+    assert sorted(kind for kind, _, _ in passage.questions) == sorted(fact.kind for fact in facts)
+    positions = [p for _, at, _ in passage.questions for p in at]
+    assert sorted(positions) == np.flatnonzero(passage.answer).tolist()
+    for fact in facts:
+        question = "".join(prompt + answer + "." for prompt, answer in fact.question)
+        text = tokenizer.decode(passage.ids.tolist())
+        asked = text.rindex(question)
+        assert all(statement in text[:asked] for statement in fact.statements)
+    for _, at, distance in passage.questions:
+        assert 0 < distance <= at[0]
+
+
+def test_questions_are_answerable_only_by_looking_back():
+    """The same question has different answers in different passages, or the weights could hold them."""
+    answers: dict[str, set[str]] = {}
+    rng = np.random.default_rng(2)
+    for _ in range(3000):
+        for fact in make_facts(rng, 2, held_out=True, kinds=["birthplace"]):
+            answers.setdefault(fact.question[0][0], set()).add(fact.question[0][1])
+    assert min(len(found) for found in answers.values()) >= 4
+
+
+def test_chains_share_no_link_and_are_walked_in_order():
+    for fact in make_facts(np.random.default_rng(3), 4, held_out=False, kinds=["chain"]):
+        for (_, answer), (prompt, _) in pairwise(fact.question):
+            assert answer in prompt
+
+
+def test_copy_passage_repeats_its_stretch(corpus):
+    passage = copy_passage(np.random.default_rng(5), 256, corpus)
+    second = passage.ids[passage.answer]
+    at = [i for i in range(256 - 2 * len(second)) if np.array_equal(passage.ids[i : i + len(second)], second)]
+    assert at
+
+
+def test_batch_is_a_function_of_seed_and_step(tokenizer, corpus):
+    arguments = (4, 256, Mixture(), corpus, Encoder(tokenizer))
+    first, weights = make_batch(0, 11, *arguments)
+    again, _ = make_batch(0, 11, *arguments)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, make_batch(0, 12, *arguments)[0])
+    assert not np.array_equal(first, make_batch(1, 11, *arguments)[0])
+    assert set(np.unique(weights)) == {np.float32(0.15), np.float32(1.0), np.float32(3.0)}
+
+
+def test_training_passage_has_the_asked_length(tokenizer, corpus):
+    rng = np.random.default_rng(9)
+    assert all(
+        len(recall_passage(rng, length, corpus, Encoder(tokenizer)).ids) == length for length in (256, 512, 1024)
+    )
+    with pytest.raises(ValueError, match="do not fit into 32 tokens"):
+        recall_passage(rng, 32, corpus, Encoder(tokenizer))
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": ()}, "rising order"),
+        ({"stages": (Stage(0.5, ((256, 1.0),)),)}, "last stage must end at 1.0"),
+        ({"tokens_per_step": 64}, "tokens_per_step"),
+        ({"total_tokens": 100}, "total_tokens"),
+        ({"shape": replace(TINY.shape, max_positions=256)}, "exceed max_positions"),
+        ({"peak_lr": 0.0}, "peak_lr > 0"),
+    ],
+)
+def test_impossible_configurations_raise(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **change)
+
+
+def test_impossible_parts_raise():
+    with pytest.raises(ValueError, match="head_dim is 64"):
+        Shape(hidden=100, heads=2)
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        Shape(hidden=192, heads=3, kv_heads=2)
+    with pytest.raises(ValueError, match="architecture must be"):
+        Shape(architecture="mamba")
+    with pytest.raises(ValueError, match="at most 1 together"):
+        Mixture(recall=0.8, copy=0.4)
+    with pytest.raises(ValueError, match="lengths >= 64"):
+        Stage(1.0, ((32, 1.0),))
+
+
+def test_presets_reach_their_final_contexts():
+    assert PRESETS["cuda"].longest() == 16_384
+    assert PRESETS["cpu"].longest() == PRESETS["opt"].longest() == 2048
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(PRESETS["cuda"].shape.config())
+    assert 20e6 < sum(p.numel() for p in large.parameters()) < 30e6
+    assert large.config.num_hidden_layers >= 8
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = replace(TINY, total_tokens=100 * 1024, warmup_steps=10, decay_share=0.5)
+    rates = [config.learning_rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(1e-3)
+    assert rates[10:50] == [1e-2] * 40
+    assert all(later < earlier for earlier, later in pairwise(rates[51:]))
+    assert rates[-1] == pytest.approx(1e-2 * 0.05, rel=0.2)
+
+
+# Model
+
+
+def test_grown_model_computes_the_same_logits():
+    torch.manual_seed(0)
+    small = Shape(vocab_size=64, layers=3, hidden=64, mlp=96, heads=1, kv_heads=1)
+    model = AutoModelForCausalLM.from_config(small.config(), dtype=torch.float32)
+    grown = grow(model, replace(small, layers=5))
+    ids = torch.randint(0, 64, (2, 17))
+    assert grown.config.num_hidden_layers == 5
+    assert torch.equal(grown(ids).logits, model(ids).logits)  # zeros are added: not one bit may change
+    with pytest.raises(ValueError, match="hidden_size"):
+        grow(model, replace(small, layers=5, hidden=128, heads=2))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_blocked_attention_is_causal_attention(architecture):
+    torch.manual_seed(0)
+    shape = Shape(architecture, 64, layers=2, hidden=256, mlp=64, heads=4, kv_heads=2, max_positions=256)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    ids, weights = torch.randint(0, 64, (2, 200)), torch.ones(2, 200)
+    found = {}
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("blocked_causal", blocked_causal_attention)
+    for name in ("sdpa", "blocked_causal"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        loss = weighted_loss(model, ids, weights)
+        loss.backward()
+        found[name] = (loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]))
+    # float32 sums in another order: rounding only
+    torch.testing.assert_close(found["sdpa"][0], found["blocked_causal"][0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["sdpa"][1], found["blocked_causal"][1], rtol=0, atol=2e-6)
+
+
+def test_loss_counts_weighted_tokens_only():
+    model = build_model(TINY, None)
+    ids = torch.randint(0, VOCABULARY, (1, 32))
+    weights = torch.zeros(1, 32)
+    assert weighted_loss(model, ids, weights) == 0
+    weights[0, 7] = 3.0
+    expected = -model(ids).logits.log_softmax(-1)[0, 6, ids[0, 7]] * 3 / 31
+    torch.testing.assert_close(weighted_loss(model, ids, weights), expected)
+
+
+# Running
+
+
+def _state(folder: Path) -> dict:
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def _assert_equal(left, right, path="state"):
+    assert type(left) is type(right), path
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            _assert_equal(left[key], right[key], f"{path}.{key}")
+    else:
+        assert left == right, path
+
+
+def test_killed_run_resumes_bit_for_bit(books, tmp_path):
+    quiet = Console(quiet=True)
+    Run(TINY, books, tmp_path / "whole", None, None).train(quiet)
+    paths = [str(SCRIPTS), str(Path(__file__).parent)]
+    code = KILLED_RUN.format(paths=paths, data=str(books), out=str(tmp_path / "killed"))
+    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert _state(tmp_path / "killed")["step"] == 3
+    resumed = Run(TINY, books, tmp_path / "killed", None, None)
+    assert resumed.step == 3
+    resumed.train(quiet)
+    _assert_equal(_state(tmp_path / "whole"), _state(tmp_path / "killed"))
+    assert len({len(p) for p in (list((tmp_path / n / "checkpoint").iterdir()) for n in ("whole", "killed"))}) == 1
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "killed" / "checkpoint", dtype=torch.bfloat16)
+    torch.testing.assert_close(exported.state_dict(), {k: v.bfloat16() for k, v in resumed.model.state_dict().items()})
+
+
+def test_other_settings_do_not_resume(books, tmp_path):
+    run = Run(TINY, books, tmp_path, None, None)
+    run.train_step()
+    run.save()
+    with pytest.raises(ValueError, match="other settings or data"):
+        Run(replace(TINY, seed=1), books, tmp_path, None, None)
+    longer = Run(replace(TINY, total_tokens=2 * TINY.total_tokens), books, tmp_path, None, None)
+    assert longer.step == 1
+
+
+def test_command_line_names_what_is_wrong(tmp_path, capsys):
+    assert main(["cpu", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    assert "no .txt file to train on" in capsys.readouterr().err
+
+
+# Evaluation
+
+
+def _uniform_model():
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=64,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    return model
+
+
+def test_uniform_model_scores_log_vocabulary(tokenizer, corpus):
+    sample = {"windows": 3, "scored": 32}
+    nats = nats_by_context(_uniform_model(), corpus.ids, [64, 128], batch=2, **sample)
+    for context in (64, 128):
+        np.testing.assert_allclose(nats[context], 32 * math.log(VOCABULARY), rtol=1e-6)
+    sizes = scored_bytes(tokenizer, corpus.ids, 128, **sample)
+    assert bits_per_byte(nats[64], sizes) == pytest.approx(3 * 32 * math.log2(VOCABULARY) / sizes.sum(), rel=1e-6)
+    with pytest.raises(ValueError, match="longest context"):
+        nats_by_context(_uniform_model(), corpus.ids[:100], [128], batch=1, **sample)
+
+
+def test_token_bytes_add_up_to_the_text(books, tokenizer, corpus):
+    whole = sum(book.stat().st_size for book in training_books(books))
+    assert token_bytes(tokenizer)[corpus.ids].sum() == whole
+
+
+def test_bootstrap_interval_covers_a_known_difference():
+    rng = np.random.default_rng(0)
+    base = rng.normal(100, 10, 200)
+    sizes = np.full(200, 50)
+    low, high = paired_bootstrap(base - 1 + rng.normal(0, 0.5, 200), base, sizes)
+    assert low < -1 / 50 / math.log(2) < high < 0  # paired: the spread of 10 between windows does not widen it
+    assert paired_bootstrap(base, base, sizes) == (0.0, 0.0)
