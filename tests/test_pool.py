@@ -183,7 +183,7 @@ def test_a_full_pool_says_what_is_missing() -> None:
     lease = pool.new_lease(5 * CHUNK)
     with pytest.raises(PoolFullError) as caught:
         pool.new_lease(3 * CHUNK)
-    for text in ("3 chunks (24 KiB)", "1 of 6", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
+    for text in ("3 chunks of 64 tokens (24 KiB)", "of 6 only 1", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
         assert text in str(caught.value)
     pool.commit(lease, 5 * CHUNK - 1)
     fork = pool.fork(lease)
@@ -245,13 +245,16 @@ def test_layout_wastes_less_than_a_chunk_a_slab(chunks: int, head_dim: int, dtyp
     assert layout.bytes - layout.chunks * layout.chunk_bytes < layout.slabs * (PAGE * layout.row_bytes)
 
 
-def test_expected_growth_makes_slabs_ready_at_admission() -> None:
+def test_slabs_are_made_ready_at_admission() -> None:
     pool = make_pool(12)
-    lease = pool.new_lease(10, expected=9 * CHUNK)
+    pool.prepare(9 * CHUNK)
     ready = pool._arena.active
-    assert ready == 3 and pool.bytes_used == CHUNK_BYTES
+    assert ready == 3 and pool.bytes_used == 0
+    lease = pool.new_lease(10)
     for _ in range(8):
         append(pool, lease, CHUNK)
+    assert pool._arena.active == ready
+    pool.prepare(1 << 30)
     assert pool._arena.active == ready
 
 

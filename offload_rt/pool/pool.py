@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from .arena import Arena
 from .chunks import ChunkTable
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import available_memory
+from .prefix_tree import PrefixTree
 
 MOST_TOKENS = 1 << 24
 """Token slots that a pool without a limit of its own stops at: 16 Mi, more than a batch of the longest contexts."""
@@ -32,17 +34,22 @@ class HostPool:
     A sequence holds a `Lease`: `reserve` gives it slots that it alone may write, `write` fills them layer by layer,
     `commit` declares tokens complete in all layers, `runs` and `row_base` say where they lie. Chunks are shared by
     counting references; the only shared chunk that a sequence would write into is its partly filled last one, and
-    `reserve` copies that one first. A full chunk is never written again.
+    `reserve` copies that one first. A full chunk is never written again, unless eviction claims it (`claim`).
+
+    Full chunks that were published stay in the prefix tree when their sequence ends, for the next one with the same
+    beginning; they are the first to go (least recently used, leaf first) when a sequence needs room.
 
     Order. The pool never sees a stream and never waits: it is called from one thread, and its calls take effect in the
     order they are made. What runs later than the call that started it (a copy to the device, a write-back) belongs to
-    the link, and the link's owner calls `release`, `truncate` and `reserve` only when every read of the chunks that
-    these calls may free or copy has been waited for, or is ordered (by an event on the write-back stream) before the
-    first write of the chunk's next holder. Nothing that is half written is visible: `runs` may show a token as soon as
-    a layer wrote it, but forks and the prefix tree only ever take tokens below `lease.length`.
+    the link, and the link's owner calls `release`, `truncate`, `reserve`, `publish` and `claim` only when every read
+    and write of the lease's chunks that these calls may free, copy or exchange has been waited for, or is ordered (by
+    an event on the write-back stream) before the first write of the chunk's next holder. Nothing that is half written
+    is visible: `runs` may show a token as soon as a layer wrote it, but forks and the prefix tree only ever take
+    tokens below `lease.length`.
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
-    machine has, or below one chunk. With `pin`, slabs are pinned for CUDA when they are first needed.
+    machine has, or below one chunk. With `pin`, slabs are pinned for CUDA when they are first needed. `namespace` names
+    the model and the number format in the keys of the prefix tree.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class HostPool:
         limit_bytes: int | None,
         *,
         pin: bool = False,
+        namespace: str = "",
         slab_tokens: int = SLAB_TOKENS,
     ) -> None:
         available = available_memory()
@@ -67,6 +75,8 @@ class HostPool:
         self.bytes_peak = 0
         self._arena = Arena(self.layout, dtype, pin=pin)
         self._chunks = ChunkTable(self.layout.slab_chunks)
+        self._tree = PrefixTree(namespace)
+        self._claimed: set[int] = set()
 
     @property
     def chunk_bytes(self) -> int:
@@ -84,6 +94,11 @@ class HostPool:
         return self.chunk_count - self._chunks.used
 
     @property
+    def idle_chunks(self) -> int:
+        """Chunks that only the prefix tree holds: they count as used and are given up when room is needed."""
+        return self._tree.idle
+
+    @property
     def bytes_used(self) -> int:
         """Bytes of all chunks that somebody holds, each once; at most `limit_bytes`."""
         return self._chunks.used * self.chunk_bytes
@@ -93,14 +108,20 @@ class HostPool:
         """`[R, d]`, the pool's memory by row id (`ArenaLayout`)."""
         return self._arena.rows
 
-    def new_lease(self, tokens: int, *, expected: int = 0) -> Lease:
-        """A lease of length 0 with slots for `tokens` tokens, in one run if there is one. `expected`: tokens that it
-        may grow to; nothing is reserved for the growth, but the slabs it will need are made ready now. PoolFullError
-        where the slots cannot be had."""
+    def prepare(self, tokens: int) -> None:
+        """Makes slabs ready for `tokens` more tokens, as far as there are any: call it when a sequence is admitted, for
+        its prompt and all it may generate, so that nothing is pinned in the middle of decoding. Reserves nothing."""
+        self._activate(_chunks_of(tokens), run=0)
+
+    def new_lease(self, tokens: int) -> Lease:
+        """A lease of length 0 with slots for `tokens` tokens, in one run if there is one. PoolFullError where they
+        cannot be had."""
         count = _chunks_of(tokens)
         self._provide(count)
-        self._activate(max(count, _chunks_of(expected)), run=min(count, self.layout.slab_chunks))
-        return self._noted(Lease(self._chunks.best_fit(count)))
+        self._activate(count, run=min(count, self.layout.slab_chunks))
+        lease = Lease(self._chunks.best_fit(count))
+        self._record_peak()
+        return lease
 
     def reserve(self, lease: Lease, tokens: int) -> None:
         """Slots for `tokens` tokens in total, and nobody else's hold on any chunk from `lease.length` on: a shared,
@@ -116,10 +137,10 @@ class HostPool:
         fresh += self._chunks.roomy(count - len(fresh))
         for i, chunk in zip(shared, fresh, strict=False):
             self._arena.copy(lease.chunks[i], chunk, max(0, lease.length - i * CHUNK))
-            self._chunks.decref([lease.chunks[i]])
+            self._drop([lease.chunks[i]])
             lease.chunks[i] = chunk
         lease.chunks += fresh[len(shared) :]
-        self._noted(lease)
+        self._record_peak()
 
     def write(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """K and V of tokens [start, start + n) of one layer, k, v `[Hkv, n, d]` on any device; blocks until copied."""
@@ -177,6 +198,42 @@ class HostPool:
         self._chunks.incref(shared)
         return Lease(list(shared), lease.length)
 
+    def match(self, tokens: Sequence[int], *lineages: str) -> Lease:
+        """A lease on the longest published prefix of `tokens`, in full chunks, never all of them (one token at least is
+        left to compute): `length` says how many need not be computed. At each chunk the first of `lineages` that is
+        known goes on."""
+        chunks = self._tree.match(tokens, *lineages)
+        self._chunks.incref(chunks)
+        return Lease(chunks, len(chunks) * CHUNK)
+
+    def publish(self, lease: Lease, tokens: Sequence[int], lineage: str) -> list[int]:
+        """Enters the full chunks below `lease.length` in the prefix tree; `tokens` are the sequence's, from its start.
+        Chunks published before keep their lineage. Where another sequence published the same tokens of the same
+        lineage first, the lease exchanges its chunk for that one, so that they are stored once and seen as shared;
+        returns the indices of exchanged chunks (row ids of these have changed)."""
+        full = lease.length // CHUNK
+        full = next((i for i in range(full) if lease.chunks[i] in self._claimed), full) if self._claimed else full
+        assert len(tokens) >= full * CHUNK, "publish needs the tokens of every full chunk"
+        fresh, instead = self._tree.insert(tokens, lease.chunks[:full], lineage, self._alone)
+        self._chunks.incref(fresh)
+        self._chunks.incref(instead.values())
+        for i, chunk in instead.items():
+            self._drop([lease.chunks[i]])
+            lease.chunks[i] = chunk
+        return list(instead)
+
+    def claim(self, lease: Lease, index: int) -> bool:
+        """Makes chunk `index` of a lease its own for good, so that single slots of it may be overwritten: False where
+        another sequence holds it. A chunk that is also in the prefix tree leaves it, with everything behind it, and is
+        never published again."""
+        chunk = lease.chunks[index]
+        if chunk in self._tree and self._chunks.refs(chunk) == 2:
+            self._chunks.decref(self._tree.unkey(chunk))
+        if self._chunks.refs(chunk) > 1:
+            return False
+        self._claimed.add(chunk)
+        return True
+
     def truncate(self, lease: Lease, length: int) -> None:
         """Forgets the tokens from `length` on and gives back the chunks that held only those."""
         assert 0 <= length <= lease.length
@@ -192,14 +249,19 @@ class HostPool:
     def check_integrity(self) -> None:
         """Asserts that ids, counts and bytes agree."""
         self._chunks.check_integrity()
+        self._tree.check_integrity(self._chunks.refs)
+        assert all(self._chunks.refs(chunk) > 0 and chunk not in self._tree for chunk in self._claimed)
         assert self._arena.active == self._chunks.slabs
         assert self.bytes_used <= self.bytes_peak <= self.chunk_count * self.chunk_bytes <= self.limit_bytes
 
     def _provide(self, count: int) -> None:
-        """Sees to it that `count` chunks are free, or raises PoolFullError."""
+        """Sees to it that `count` chunks are free, at the expense of idle ones, or raises PoolFullError and changes
+        nothing."""
         missing = count - self.free_chunks
+        if missing > self.idle_chunks:
+            raise PoolFullError(self._full(count, missing - self.idle_chunks))
         if missing > 0:
-            raise PoolFullError(self._full(count))
+            self._chunks.decref(self._tree.evict(missing))
 
     def _activate(self, count: int, run: int) -> None:
         """Makes slabs ready until `count` chunks are free in them, `run` of these side by side, or none is left."""
@@ -207,20 +269,31 @@ class HostPool:
             self._arena.activate()
             self._chunks.add_slab()
 
-    def _drop(self, chunks: list[int]) -> None:
-        self._chunks.decref(chunks)
+    def _alone(self, chunk: int) -> bool:
+        return self._chunks.refs(chunk) == 1
 
-    def _noted(self, lease: Lease) -> Lease:
+    def _drop(self, chunks: Sequence[int]) -> None:
+        """A sequence's references on `chunks` end."""
+        self._claimed.difference_update(self._chunks.decref(chunks))
+        self._tree.release(filter(self._alone, chunks))
+
+    def _record_peak(self) -> None:
         self.bytes_peak = max(self.bytes_peak, self.bytes_used)
-        return lease
 
-    def _full(self, count: int) -> str:
-        missing = count - self.free_chunks
+    def _full(self, count: int, missing: int) -> str:
+        needed, lacking, limit, enough = (
+            format_size(size)
+            for size in (
+                count * self.chunk_bytes,
+                missing * self.chunk_bytes,
+                self.limit_bytes,
+                self.limit_bytes + missing * self.chunk_bytes,
+            )
+        )
         return (
-            f"the host pool is full: {count} chunks ({format_size(count * self.chunk_bytes)}) are needed and "
-            f"{self.free_chunks} of {self.chunk_count} are free, {missing} too few "
-            f"({format_size(missing * self.chunk_bytes)}); raise host_memory from {format_size(self.limit_bytes)} to "
-            f"{format_size(self.limit_bytes + missing * self.chunk_bytes)} or more, shorten the prompts, or run fewer "
+            f"the host pool is full: {count} chunks of {CHUNK} tokens ({needed}) are needed, and of {self.chunk_count} "
+            f"only {self.free_chunks + self.idle_chunks} are free or can be given up by the prefix tree: {missing} too "
+            f"few ({lacking}); raise host_memory from {limit} to {enough} or more, shorten the prompts, or run fewer "
             f"sequences at once"
         )
 
