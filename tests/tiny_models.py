@@ -47,14 +47,17 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, _ROPE),
     # every layer slides
     "mistral": (MistralConfig, _ROPE | {"sliding_window": 48}),
-    # biases on q, k, v; tied head; no sliding (use_sliding_window=True, max_window_layers=2 turns it on for layers 2, 3)
+    # biases on q, k, v; tied head; no sliding (use_sliding_window=True, max_window_layers=2: layers 2 and 3 slide)
     "qwen2": (Qwen2Config, _ROPE | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48}),
     # QK-norm; head_dim 24, not hidden / heads = 16
     "qwen3": (Qwen3Config, _ROPE | {"head_dim": 24, "sliding_window": 48}),
     # learned positions with offset 2; norm before
     "opt": (OPTConfig, _OPT),
     # as OPT-350m: norm after, no final norm, embeddings projected from 40 to 64 and back
-    "opt_postnorm": (OPTConfig, _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40, "num_hidden_layers": 3}),
+    "opt_postnorm": (
+        OPTConfig,
+        _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40, "num_hidden_layers": 3},
+    ),
     # fused Conv1D; scale_attn_by_inverse_layer_idx=True is its other variant
     "gpt2": (GPT2Config, _IDS | {"n_embd": 64, "n_inner": 96, "n_layer": 4, "n_head": 4, "n_positions": 1024}),
 }

@@ -1,0 +1,39 @@
+"""What every adapter has: its geometry, where it lives, and the two reshapes at the edges of a layer."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core import ModelGeometry
+
+
+class BaseAdapter:
+    """Geometry, dtype and device of a loaded model; the adapters add its layers."""
+
+    def __init__(self, geometry: ModelGeometry, embedding: torch.Tensor) -> None:
+        self._geometry = geometry
+        self._dtype = embedding.dtype
+        self._device = embedding.device
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Shapes, scales and windows."""
+        return self._geometry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states, queries, keys and values."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the hidden states live."""
+        return self._device
+
+    def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """`[T, heads * d]` as a view `[heads, T, d]`."""
+        return projected.view(projected.shape[0], -1, self._geometry.head_dim).transpose(0, 1)
+
+    def _widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[T, V]` in float32; those of a float64 model stay in float64."""
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))

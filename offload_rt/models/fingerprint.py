@@ -1,0 +1,86 @@
+"""A digest that tells one model from another in a fraction of a second, wherever and however its weights are stored.
+
+Skew artifacts, the calibration cache and stored sessions belong to one model; this is how they know it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+_VERSION = 1
+_SAMPLES = 512
+"""Elements of each tensor that are hashed: every element of a bias or gain of a small model, 0.3 MB of an 8B model."""
+_SPREAD = 2_654_435_761
+"""Knuth's multiplicative hash, a prime: multiples of it fall on all rows and columns, where a stride may miss some."""
+
+_ESSENTIALS = (
+    "rope_parameters",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "layer_norm_elementwise_affine",
+    "do_layer_norm_before",
+    "hidden_act",
+    "activation_function",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+    "tie_word_embeddings",
+)
+"""What changes a model's numbers and cannot be seen from the names, shapes and values of its weights."""
+
+
+def fingerprint(model: Any) -> str:
+    """sha256, 64 hex digits, of a loaded transformers model: its architecture, the configuration that changes its
+    numbers, and name, shape, dtype and a fixed sample of up to 512 elements of every weight.
+
+    The same on every device, for every layout of the checkpoint's files, and for every version of transformers; another
+    for another dtype. A change that touches none of the sampled elements (an edit of single weights by hand) goes
+    unseen; training changes them all.
+    """
+    digest = hashlib.sha256(f"offload-rt model {_VERSION}\n{_architecture(model)}\n".encode())
+    samples: dict[torch.dtype, list[torch.Tensor]] = {}
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        samples.setdefault(weight.dtype, []).append(_sample(weight.detach()))
+    # One copy to the host per dtype, not one per weight.
+    for _, parts in sorted(samples.items(), key=lambda item: str(item[0])):
+        digest.update(torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _architecture(model: nn.Module) -> str:
+    """The model's class and the essentials of its configuration as canonical JSON."""
+    config: Any = model.config
+    essentials = {key: _canonical(getattr(config, key, None)) for key in _ESSENTIALS}
+    return json.dumps({"architecture": type(model).__name__, "config": essentials}, sort_keys=True)
+
+
+def _canonical(value: Any) -> Any:
+    """`value` with every number a float (checkpoints write 10000 and 10000.0) and without keys that say nothing."""
+    if isinstance(value, dict):
+        return {key: _canonical(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """`[min(512, elements)]` elements of `weight`, the same ones every time, on its device."""
+    elements = weight.numel()
+    if elements <= _SAMPLES:
+        return weight.reshape(-1)
+    index = torch.arange(_SAMPLES, device=weight.device) * _SPREAD % elements
+    return weight.reshape(-1)[index]

@@ -1,0 +1,150 @@
+"""Which architectures there are, and how a name, a folder or a loaded model becomes an adapter."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..core import ModelGeometry
+from ..errors import ModelError
+from .adapter import ModelAdapter
+from .checkpoint import (
+    locate,
+    read_config,
+    read_tokenizer,
+    read_weights,
+    refuse_quantised,
+    resolve_device,
+    resolve_dtype,
+    unsupported,
+)
+from .fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": ("llama", "LlamaAdapter"),
+    "MistralForCausalLM": ("llama", "MistralAdapter"),
+    "Qwen2ForCausalLM": ("llama", "LlamaAdapter"),
+    "Qwen3ForCausalLM": ("llama", "LlamaAdapter"),
+    "OPTForCausalLM": ("opt", "OPTAdapter"),
+    "GPT2LMHeadModel": ("gpt2", "GPT2Adapter"),
+}
+"""transformers class -> module of this room and adapter in it, imported when first wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to run. `eos_token_ids` is empty where nothing ends a text; `weight_bytes` counts parameters and
+    buffers, tied ones once."""
+
+    adapter: ModelAdapter
+    tokenizer: PreTrainedTokenizerBase | None
+    fingerprint: str
+    name: str
+    eos_token_ids: frozenset[int]
+    weight_bytes: int
+
+
+def adapter_for(model: Any) -> ModelAdapter:
+    """The adapter of a loaded transformers model (its class decides; a subclass may compute something else).
+
+    Raises ModelError for an unsupported architecture or one of its options.
+    """
+    architecture = type(model).__name__
+    if architecture not in ARCHITECTURES:
+        raise ModelError(unsupported(architecture, ARCHITECTURES))
+    module, name = ARCHITECTURES[architecture]
+    adapter: ModelAdapter = getattr(importlib.import_module(f".{module}", __package__), name)(model)
+    return adapter
+
+
+def load_model(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+) -> LoadedModel:
+    """Loads "reference" (ships in the package), a local folder or a hub id, or takes a loaded transformers model.
+
+    A loaded model is put into eval mode and stays where it is, in its dtype. `tokenizer` is a tokenizer or a name or
+    folder to read one from; None takes the checkpoint's own, if it has one.
+    Raises ModelError (unsupported, missing, incomplete or damaged), ConfigError (device or dtype), MemoryLimitError.
+    """
+    own_tokenizer: PreTrainedTokenizerBase | None = None
+    if isinstance(model, (str, os.PathLike)):
+        place, name = locate(model), os.fspath(model)
+        config = read_config(place, ARCHITECTURES)
+        chosen = resolve_device(device)
+        own_tokenizer = read_tokenizer(place) if tokenizer is None else None
+        loaded = read_weights(place, config, chosen, resolve_dtype(dtype, config, chosen))
+    else:
+        loaded = model
+        _check_loaded(loaded, str(device), str(dtype).removeprefix("torch."))
+        loaded.train(False)
+        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+    used = read_tokenizer(locate(tokenizer)) if isinstance(tokenizer, str) else tokenizer or own_tokenizer
+    return LoadedModel(
+        adapter=adapter_for(loaded),
+        tokenizer=used,
+        fingerprint=fingerprint(loaded),
+        name=name,
+        eos_token_ids=_eos_token_ids(loaded, used),
+        weight_bytes=_weight_bytes(loaded),
+    )
+
+
+def load_config_geometry(
+    model: str | os.PathLike[str], *, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+) -> tuple[ModelGeometry, int, torch.dtype]:
+    """Geometry, bytes of the weights and dtype that `load_model` would give, from the configuration alone: nothing but
+    config.json is read. Raises what `load_model` raises."""
+    from transformers import AutoModelForCausalLM
+
+    builder: Any = AutoModelForCausalLM
+    place = locate(model)
+    config = read_config(place, ARCHITECTURES)
+    chosen = resolve_dtype(dtype, config, resolve_device(device)) or torch.float32
+    with torch.device("meta"):
+        skeleton = builder.from_config(config, dtype=chosen, trust_remote_code=False)
+    return adapter_for(skeleton).geometry, _weight_bytes(skeleton), chosen
+
+
+def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
+    """Raises ModelError where a loaded model cannot run as it is, or is not where it was asked to be."""
+    if type(model).__name__ not in ARCHITECTURES:
+        raise ModelError(unsupported(type(model).__name__, ARCHITECTURES))
+    refuse_quantised(getattr(model.config, "quantization_config", None))
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError("the model has PEFT adapters; merge them into the weights and save the model first")
+    places = sorted({str(weight.device) for weight in model.parameters()})
+    if len(places) > 1 or places == ["meta"]:
+        raise ModelError(f"the weights are on {', '.join(places)}; all must be on one device: load without device_map")
+    actual = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if device not in ("auto", places[0], places[0].partition(":")[0]) or dtype not in ("auto", actual):
+        raise ModelError(
+            f"the loaded model is on {places[0]} in {actual}; to run it on {device} in {dtype}, "
+            "move it first (model.to(...)) or pass its folder"
+        )
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """What ends a text: the generation configuration says, else the model's, else the tokenizer."""
+    sources: tuple[Any, ...] = (getattr(model, "generation_config", None), model.config, tokenizer)
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones counted once."""
+    return sum(tensor.nbytes for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
