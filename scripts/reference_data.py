@@ -59,6 +59,7 @@ OBJECTS = _words(
     "lamp rope bell book knife sword candle basket bottle mirror key pipe drum stone shell hammer needle button "
     "letter pistol clock violin spoon plate blanket ribbon pencil ladder barrel lantern"
 )
+TRAINING_DIET = _words("number birthplace attribute attribute paraphrase values values chain chain")  # hard ones twice
 MOST_TRIES = 1000  # passages drawn before we say that facts do not fit
 ORDINALS = ("first", "second", "third")
 
@@ -295,7 +296,7 @@ def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> P
     """
     for _ in range(MOST_TRIES):
         most = min(48, max(3, length // 20))
-        facts = make_facts(rng, int(rng.integers(2, most + 1)), held_out=False)
+        facts = make_facts(rng, int(rng.integers(2, most + 1)), held_out=False, kinds=TRAINING_DIET)
         interleave = bool(rng.random() < 0.4)
         passage = make_passage(rng, length, facts, corpus, encoder, interleave=interleave, fills=(0.0, 0.5, 0.95, 0.95))
         if passage is not None:
