@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -77,7 +77,7 @@ def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
 @dataclass(frozen=True)
 class SamplingParams:
     """How new tokens are chosen. `temperature=0` is greedy; the filters apply in transformers' order: repetition
-    penalty, temperature, top-k, top-p, min-p. The same seed gives the same text."""
+    penalty, temperature, top-k, top-p, min-p. The same seed gives the same text. `stop` is one string or several."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -86,13 +86,11 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         _check(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
         _check(
             0 <= self.temperature < math.inf,
@@ -172,6 +170,40 @@ class InfiniGenOptions:
                 base, source="attention_input", scorer="partial", columns="prompt", skew="svd", sinks=0, recent=1
             )
         return from_mapping(cls, {f.name: getattr(base, f.name) for f in fields(cls)} | overrides)
+
+
+@dataclass(frozen=True)
+class BudgetOptions:
+    """A policy that attends to a fixed share of the context: oracle, streaming, h2o.
+
+    budget: share of the visible context that a sparse layer attends to, resident tokens included.
+    sinks, recent: tokens at the start and the end of the context that stay on the device and are always attended,
+        even where they alone exceed the budget.
+    dense_layers: layers that attend to everything.
+    """
+
+    budget: float = 0.1
+    sinks: int = 4
+    recent: int = 64
+    dense_layers: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        _check(0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
+        _check(self.sinks >= 0, f"sinks={self.sinks} must not be negative")
+        _check(self.recent >= 1, f"recent={self.recent} must be at least 1: the newest token is always resident")
+        _check(all(i >= 0 for i in self.dense_layers), f"dense_layers={self.dense_layers} must not be negative")
+
+
+@dataclass(frozen=True)
+class QuestOptions(BudgetOptions):
+    """Quest's: `page` tokens share one pair of bounds (16 in the publication)."""
+
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.page >= 1, f"page={self.page} must be at least 1")
 
 
 @dataclass(frozen=True)

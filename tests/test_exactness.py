@@ -1,5 +1,5 @@
-"""The two invariants that carry the runtime: `full` gives transformers' logits and greedy tokens, and a selecting policy
-with a budget of everything gives `full`."""
+"""The two invariants that carry the runtime: `full` gives transformers' logits and greedy tokens, and a selecting
+policy with a budget of everything gives `full`."""
 
 from __future__ import annotations
 

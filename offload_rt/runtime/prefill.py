@@ -47,14 +47,15 @@ class Prefill:
 
     def run_layer(self) -> None:
         """Computes one layer for all tokens."""
-        assert not self.done
+        last = self._adapter.geometry.layers - 1
+        assert self.layer <= last
         layer = self._link.prefill_layer(self.sequence.lease, self.layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_to_device += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
-        self._attention_and_mlp(layer.kv, last=self.layer == self._adapter.geometry.layers - 1)
-        self.layer += 1
-        if self.done and self._want_logits:
+        self._attention_and_mlp(layer.kv, last=self.layer == last)
+        if self.layer == last and self._want_logits:
             self.logits = self._adapter.logits(self._hidden[-1:])[0]
+        self.layer += 1
 
     def _keys_and_values(self) -> Iterator[KVPart]:
         for s in self._slices():

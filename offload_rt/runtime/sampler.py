@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -46,7 +48,7 @@ class Sampler:
         scores = logits.unsqueeze(0)
         if self._processors:
             history = torch.tensor([tokens], device=logits.device)
-            scores = self._processors(history, scores.clone())
+            scores = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, scores.clone()))
         if self._greedy:
             return int(scores.argmax())
         weights = torch.softmax(scores[0], dim=-1).cpu()

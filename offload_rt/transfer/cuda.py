@@ -58,6 +58,8 @@ class CudaLink:
         lanes: tuple[Lane, Lane] | None = None,
     ) -> None:
         self._pool, self._geometry, self._device = pool, geometry, device
+        self._prefetch: Lane
+        self._write_back: Lane
         self._prefetch, self._write_back = lanes or (CudaLane(device), CudaLane(device))
         self._pin = device.type == "cuda"
         self._dtype = pool.rows.dtype

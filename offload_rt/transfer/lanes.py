@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -59,13 +59,15 @@ class CudaLane:
 
     def mark(self) -> torch.cuda.Event:
         """See `Lane.mark`."""
-        return self._stream.record_event()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_for(self, mark: Any) -> None:
         """See `Lane.wait_for`."""
         self._stream.wait_event(mark)
 
-    def hold_compute(self, mark: Mark, *tensors: torch.Tensor) -> None:
+    def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
         """See `Lane.hold_compute`."""
         compute = torch.cuda.current_stream(self._device)
         compute.wait_event(mark)

@@ -36,8 +36,8 @@ class Ticket(Protocol):
     def wait(self) -> list[KVPart]:
         """The rows, on the device. Of `fetch`: everything the layer attends to for this sequence, each token once, in
         the order sinks, recent, selected (dense: in any order), the newest token included, so `append` of the layer
-        must come first. Of `fetch_more`: its rows only. Orders the compute stream behind the copies and never blocks the
-        host on CUDA. The parts are valid until the next `wait` of a ticket from the same method."""
+        must come first. Of `fetch_more`: its rows only. Orders the compute stream behind the copies and never blocks
+        the host on CUDA. The parts are valid until the next `wait` of a ticket from the same method."""
         ...
 
 

@@ -1,0 +1,88 @@
+"""The CUDA link's bookkeeping, run on a CPU with lanes that work at once: the same tokens and bytes as the CPU link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.core import Visible
+from offload_rt.runtime.generation import Completion
+from offload_rt.transfer.cuda import CudaLink
+from offload_rt.transfer.lanes import InlineLane
+from offload_rt.transfer.residency import Residency
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {}),
+    ("infinigen", {"preset": "paper"}),
+    ("infinigen", {"sinks": 2, "recent": 8, "max_missed_mass": 0.05}),
+    ("h2o", {"budget": 0.3}),
+]
+
+
+def staged(llm: LLM) -> LLM:
+    """Puts the link of a machine with device memory into an LLM, the CPU being that device."""
+    runner = llm._runner
+    runner.link = CudaLink(
+        runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=(InlineLane(), InlineLane())
+    )
+    return llm
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(("policy", "options"), POLICIES)
+def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
+    def run(prepare: bool) -> list[Completion]:
+        llm = LLM(
+            tiny_model(name, dtype=torch.float64),
+            policy=policy,
+            policy_options=options,
+            host_memory="64MiB",
+            dtype="float64",
+        )
+        prompts = [tiny_prompt(length, seed=length) for length in (1, 30, 140)]
+        return (staged(llm) if prepare else llm).generate(prompts, SamplingParams(max_new_tokens=20, temperature=0))
+
+    for staged_run, in_place in zip(run(True), run(False), strict=True):
+        assert staged_run.token_ids == in_place.token_ids
+        assert staged_run.stats.link_bytes_to_device == in_place.stats.link_bytes_to_device
+        assert staged_run.stats.link_bytes_to_host == in_place.stats.link_bytes_to_host
+
+
+def test_a_fork_loads_its_resident_rows() -> None:
+    """Equal prompts are prefilled once; the fork's sinks and window come from the pool."""
+    model = tiny_model("llama", dtype=torch.float64)
+    tokens = tiny_prompt(90)
+    options = {"sinks": 3, "recent": 16}
+
+    def scores(prepare: bool) -> list[list[float]]:
+        llm = LLM(model, policy_options=options, host_memory="8MiB", dtype="float64")
+        ready = staged(llm) if prepare else llm
+        return [s.logprobs for s in ready.score([tokens[:70]] * 2, [tokens[70:], tokens[75:]])]
+
+    assert scores(True) == [pytest.approx(row, abs=1e-9) for row in scores(False)]
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("recent", [1, 4, 7])
+@pytest.mark.parametrize("step", [1, 5, 20])
+def test_residency_holds_exactly_the_resident_rows(sinks: int, recent: int, step: int) -> None:
+    geometry = tiny_llama_geometry()
+    residency = Residency(geometry, torch.float32, torch.device("cpu"), sinks, recent)
+    for start in range(0, 40, step):
+        rows = torch.arange(start, min(40, start + step), dtype=torch.float32)[None, :, None].expand(2, -1, 16)
+        residency.store(1, start, rows, -rows)
+        length = start + rows.shape[1]
+        visible = Visible.of(length, sinks=sinks, recent=recent, window=None)
+        parts = residency.part(1, visible)
+        keys = torch.cat([part.k for part in parts], dim=1)
+        assert keys[0, :, 0].tolist() == [*visible.sinks, *visible.recent]
+        assert torch.equal(torch.cat([part.v for part in parts], dim=1), -keys)
+
+
+def tiny_llama_geometry() -> Any:
+    return LLM(tiny_model("llama"), policy="full", host_memory="1MiB").geometry

@@ -1,0 +1,145 @@
+"""Sampling through transformers' processors, seeds, stop strings, and text that never shows half a character."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import tiny_model, tiny_prompt
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.models.registry import load_model
+from offload_rt.runtime.sampler import Sampler
+from offload_rt.runtime.text import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    loaded = load_model("reference").tokenizer
+    assert loaded is not None
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"repetition_penalty": 50.0},
+        {"top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    ],
+    ids=str,
+)
+def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, float]) -> None:
+    """Every token drawn in 2,000 is one that transformers' `generate` leaves possible, and frequencies agree within
+    five standard errors."""
+    model = tiny_model("llama")
+    prompt = tiny_prompt(5)
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 5, dtype=torch.long),
+        max_new_tokens=1,
+        do_sample=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **({"top_k": 0} | options),
+    )
+    expected = torch.softmax(out.scores[0][0].double(), dim=-1)
+    logits = model(torch.tensor([prompt])).logits[0, -1].float()
+    sampler = Sampler(SamplingParams(seed=0, **options))  # type: ignore[arg-type]
+    counts = torch.bincount(torch.tensor([sampler.pick(logits, prompt) for _ in range(2000)]), minlength=len(expected))
+    assert not counts[expected == 0].any()
+    error = (expected * (1 - expected) / 2000).sqrt()
+    assert ((counts / 2000 - expected).abs() <= 5 * error + 1e-3).all()
+
+
+def test_the_same_seed_gives_the_same_text_whatever_is_beside_it() -> None:
+    llm = LLM(tiny_model("llama", dtype=torch.float64), policy="full", host_memory="8MiB", dtype="float64")
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7)
+    alone = llm.generate([tiny_prompt(9)], params)[0].token_ids
+    beside = llm.generate([tiny_prompt(30, seed=3), tiny_prompt(9)], params)[1].token_ids
+    other = llm.generate([tiny_prompt(9)], SamplingParams(max_new_tokens=20, temperature=1.0, seed=8))[0].token_ids
+    assert alone == beside
+    assert alone != other
+
+
+def test_eos_ends_a_text_unless_it_is_ignored() -> None:
+    model = tiny_model("llama")
+    free = LLM(model, policy="full", host_memory="8MiB").generate(
+        [tiny_prompt(5)], SamplingParams(max_new_tokens=30, temperature=0)
+    )[0]
+    eos = free.token_ids[10]
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos
+    llm = LLM(model, policy="full", host_memory="8MiB")
+    [stopped] = llm.generate([tiny_prompt(5)], SamplingParams(max_new_tokens=30, temperature=0))
+    assert stopped.finish_reason == "eos"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
+    [ignored] = llm.generate([tiny_prompt(5)], SamplingParams(max_new_tokens=30, temperature=0, ignore_eos=True))
+    assert ignored.token_ids == free.token_ids and ignored.finish_reason == "length"
+
+
+@given(text=st.text(max_size=60))
+def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    stream = TextStream(tokenizer, ())
+    pieces = [stream.push(token) for token in ids] + [stream.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces[:-1])
+
+
+@given(
+    text=st.text(alphabet="ab ", max_size=40),
+    stop=st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_nothing_of_a_stop_string_is_ever_shown(tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    stream, shown = TextStream(tokenizer, stop), ""
+    for token in ids:
+        shown += stream.push(token)
+        if stream.stopped:
+            break
+    shown += stream.flush()
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    ends = [at for at in (whole.find(s) for s in stop) if at >= 0]
+    assert stream.stopped == bool(ends)
+    if ends:
+        assert whole.startswith(shown) and not any(s in shown for s in stop)
+    else:
+        assert shown == whole
+
+
+def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> None:
+    llm = LLM("reference", policy="full", host_memory="64MiB")
+    params = SamplingParams(max_new_tokens=60, temperature=0)
+    [free] = llm.generate(["It was a dark night, and"], params)
+    stop = free.text[20:24]
+    [stopped] = llm.generate(["It was a dark night, and"], SamplingParams(max_new_tokens=60, temperature=0, stop=stop))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(stop)]
+    events = list(llm.stream("It was a dark night, and", SamplingParams(max_new_tokens=60, temperature=0, stop=[stop])))
+    assert "".join(event.text for event in events) == stopped.text
+    assert [event.index for event in events] == list(range(len(events)))
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": 0},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0},
+        {"max_new_tokens": 0},
+        {"stop": [""]},
+    ],
+    ids=str,
+)
+def test_parameters_outside_their_domain_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options)).split("_")[0]):
+        SamplingParams(**options)  # type: ignore[arg-type]
