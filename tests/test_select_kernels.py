@@ -68,9 +68,9 @@ def test_of_equal_scores_the_lower_index_wins() -> None:
 
 def test_a_head_with_large_scores_does_not_decide_for_its_group() -> None:
     scores = torch.full((1, 2, 50), 0.0)
-    scores[0, 0, :10] = torch.arange(100.0, 110.0)  # a loud head, sure of token 9
-    scores[0, 1, 40] = 20.0  # a quiet head, sure of token 40
-    assert as_sets(select_tokens(scores, 0.5, 1.0)) == [{9}], "count 1: both are certain, the lower index wins"
+    scores[0, 0, :10] = torch.arange(100.0, 110.0)  # a loud head in two minds about tokens 9 and 8
+    scores[0, 1, 40] = 20.0  # a quiet head, certain of token 40
+    assert as_sets(select_tokens(scores, 0.5, 1.0)) == [{40}], "a count of 1 goes to the certain head"
     assert as_sets(select_tokens(scores, 1.5, 1.0)) == [{9, 40}], "count ceil((2 + 1) / 2)"
 
 

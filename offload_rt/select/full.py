@@ -8,36 +8,19 @@ import torch
 
 from ..core import Selection, Visible
 from .base import KeyReader, Moment
+from .passive import PassiveState
 
 
-class FullState:
+class FullState(PassiveState):
     """Remembers nothing; no layer ever asks it."""
-
-    device_bytes = 0
-
-    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Nothing to learn."""
-
-    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Nothing to learn."""
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
         """Never asked: every layer is dense."""
         raise AssertionError(f"layer {layer} of policy 'full' is dense")
 
-    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
-        """Nothing is missing."""
-        return None
-
-    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Nothing to learn."""
-
     def fork(self, keys: KeyReader) -> FullState:
         """There is nothing to copy."""
         return self
-
-    def check_integrity(self) -> None:
-        """There is nothing to check."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 
 from ..config import InfiniGenOptions
 from ..core import ModelGeometry, Selection, Visible
-from ..errors import ArtifactError, ConfigError
+from ..errors import ArtifactError
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, select_tokens, top_tokens
 from ..skewing.artifact import SkewArtifact
 from .base import KeyReader, Moment
-from .budget import budget_tokens
+from .budget import budget_tokens, check_dense_layers
+from .passive import PassiveState
 from .scoring import (
     Basis,
     CalibratedColumns,
@@ -28,7 +29,7 @@ from .scoring import (
 )
 
 
-class InfiniGenState:
+class InfiniGenState(PassiveState):
     """One sequence's scoring keys and the rule that reads them."""
 
     def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
@@ -82,9 +83,6 @@ class InfiniGenState:
         attended.scatter_(1, selection.tokens - first, True)
         extra = extend_selection(scores, attended, options.max_missed_mass, most)
         return Selection(extra + first) if extra.shape[1] else None
-
-    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Never called: the policy does not want weights."""
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
         """Shares the scoring keys until either side writes."""
@@ -164,9 +162,7 @@ class InfiniGen:
 
 
 def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:
-    beyond = [layer for layer in options.dense_layers if layer >= geometry.layers]
-    if beyond:
-        raise ConfigError(f"dense_layers names layer {beyond[0]}, but the model has layers 0 to {geometry.layers - 1}")
+    check_dense_layers(options.dense_layers, geometry)
     expected = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     if tuple(artifact.query.shape) != expected:
         raise ArtifactError(

@@ -3,49 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..config import InfiniGenOptions, SkewMethod, check_choice
+from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, SkewMethod, check_choice, from_mapping
 from ..core import ModelGeometry
 from ..errors import ConfigError
 from ..skewing.artifact import SkewArtifact
 from .base import Policy
 from .full import Full
+from .h2o import H2O
 from .infinigen import InfiniGen
+from .oracle import Oracle
+from .quest import Quest
+from .streaming import Streaming
 
 ArtifactLoader = Callable[[SkewMethod], SkewArtifact]
 """Gives the model's skew artifact of a method; called only by a policy that needs one."""
 
-Maker = Callable[[Mapping[str, Any], ModelGeometry, torch.device, torch.dtype, ArtifactLoader], Policy]
+
+@dataclass(frozen=True)
+class _Machine:
+    """What a policy is made for: a model's shape and dtype, a compute device, and where its skew artifacts are."""
+
+    geometry: ModelGeometry
+    device: torch.device
+    dtype: torch.dtype
+    artifact: ArtifactLoader
 
 
-def _full(
-    options: Mapping[str, Any],
-    geometry: ModelGeometry,
-    device: torch.device,
-    dtype: torch.dtype,
-    artifact: ArtifactLoader,
-) -> Policy:
+Options = Mapping[str, Any]
+
+
+def _full(options: Options, machine: _Machine) -> Policy:
     if options:
         raise ConfigError(f"policy 'full' has no options, but was given {', '.join(sorted(options))}")
-    return Full(geometry.layers)
+    return Full(machine.geometry.layers)
 
 
-def _infinigen(
-    options: Mapping[str, Any],
-    geometry: ModelGeometry,
-    device: torch.device,
-    dtype: torch.dtype,
-    artifact: ArtifactLoader,
-) -> Policy:
+def _infinigen(options: Options, machine: _Machine) -> Policy:
     overrides = dict(options)
     chosen = InfiniGenOptions.preset(overrides.pop("preset", "default"), **overrides)
-    return InfiniGen(chosen, geometry, artifact(chosen.skew), device, dtype)
+    return InfiniGen(chosen, machine.geometry, machine.artifact(chosen.skew), machine.device, machine.dtype)
 
 
-_MAKERS: dict[str, Maker] = {"full": _full, "infinigen": _infinigen}
+def _oracle(options: Options, machine: _Machine) -> Policy:
+    return Oracle(from_mapping(BudgetOptions, options), machine.geometry)
+
+
+def _streaming(options: Options, machine: _Machine) -> Policy:
+    return Streaming(from_mapping(BudgetOptions, options), machine.geometry)
+
+
+def _h2o(options: Options, machine: _Machine) -> Policy:
+    return H2O(from_mapping(BudgetOptions, options), machine.geometry, machine.device)
+
+
+def _quest(options: Options, machine: _Machine) -> Policy:
+    return Quest(from_mapping(QuestOptions, options), machine.geometry, machine.device, machine.dtype)
+
+
+_MAKERS: dict[str, Callable[[Options, _Machine], Policy]] = {
+    "full": _full,
+    "infinigen": _infinigen,
+    "oracle": _oracle,
+    "streaming": _streaming,
+    "h2o": _h2o,
+    "quest": _quest,
+}
 
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
 """Names that `make_policy` knows."""
@@ -53,7 +80,7 @@ POLICIES: tuple[str, ...] = tuple(_MAKERS)
 
 def make_policy(
     name: str,
-    options: Mapping[str, Any],
+    options: Options,
     *,
     geometry: ModelGeometry,
     device: torch.device,
@@ -66,4 +93,4 @@ def make_policy(
     Raises ConfigError for a name or an option that does not exist (with the nearest that does) or does not fit.
     """
     check_choice("policy", name, POLICIES)
-    return _MAKERS[name](options, geometry, device, dtype, artifact)
+    return _MAKERS[name](options, _Machine(geometry, device, dtype, artifact))

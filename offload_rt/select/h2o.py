@@ -1,0 +1,126 @@
+"""Policy "h2o": heavy hitters by accumulated attention, and recent tokens; what is dropped once is gone for ever (H2O,
+made causal: no token is judged by queries that come after the moment it is dropped)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..config import BudgetOptions
+from ..core import ModelGeometry, Selection, Visible
+from ..kernels.selection import floor_share, top_tokens
+from .base import KeyReader, Moment
+from .budget import BudgetPolicy, budget_tokens
+from .growing import GrowingTensor
+from .passive import PassiveState
+
+_BLOCK = 1 << 22
+"""Attention weights computed at once while a prompt is judged."""
+
+
+class H2OState(PassiveState):
+    """Per layer `[Hkv, capacity]` float32: the attention each token has drawn so far, summed over queries and over the
+    KV head's query heads; -inf marks a token that was dropped."""
+
+    def __init__(self, policy: H2O) -> None:
+        self._policy = policy
+        self._drawn: dict[int, GrowingTensor] = {}
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the accumulated attention."""
+        return sum(drawn.nbytes for drawn in self._drawn.values())
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
+        """Adds the causal attention of queries q `[H, m, d]`, tokens [start, start + m), on keys k `[Hkv, n, d]`."""
+        if layer in self._policy.dense_layers:
+            return
+        stop = start + q.shape[1]
+        drawn = self._room(layer, stop)
+        for head, row in enumerate(drawn):
+            queries = q.view(len(drawn), -1, *q.shape[1:])[head]
+            size = max(1, _BLOCK // (stop * len(queries)))
+            for begin in range(start, stop, size):
+                end = min(stop, begin + size)
+                part = queries[:, begin - start : end - start]
+                row[:end] += self._causal_weights(layer, part, k[head, :end], begin)
+
+    def _causal_weights(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> torch.Tensor:
+        """Attention weights `[n]` on keys k `[n, d]`, summed over queries q `[G, m, d]` of tokens from `start` on."""
+        geometry = self._policy.geometry
+        compute = torch.promote_types(q.dtype, torch.float32)
+        scores = (q.to(compute) * geometry.scales[layer]) @ k.to(compute).T
+        token = torch.arange(len(k), device=k.device)
+        ago = torch.arange(start, start + q.shape[1], device=k.device).unsqueeze(1) - token
+        window = geometry.windows[layer]
+        hidden = (ago < 0) | (ago >= (len(k) if window is None else window))
+        return scores.masked_fill_(hidden, -math.inf).softmax(-1).sum((0, 1))
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Tokens [start, start + m) exist; what they drew as a prompt is already known."""
+        if layer not in self._policy.dense_layers:
+            self._room(layer, start + k.shape[1])
+
+    def _room(self, layer: int, length: int) -> torch.Tensor:
+        """The layer's accumulated attention `[Hkv, length]`, private, new tokens at 0."""
+        if layer not in self._drawn:
+            kv_heads = self._policy.geometry.kv_heads
+            self._drawn[layer] = GrowingTensor((kv_heads, 0), 1, torch.float32, self._policy.device)
+        known = self._lengths.get(layer, 0)
+        drawn = self._drawn[layer].reserve(length)
+        drawn[:, known:length] = 0
+        self._lengths[layer] = max(known, length)
+        return drawn[:, : self._lengths[layer]]
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        """Half of the budget is the newest tokens, the rest those that drew most attention. Candidates that are
+        neither are dropped."""
+        candidates = visible.candidates
+        half = floor_share(self._policy.budget / 2, len(visible.all))
+        n = budget_tokens(self._policy.budget, visible)
+        local = min(n, max(0, half - len(visible.recent)))
+        drawn = self._room(layer, candidates.stop)[:, candidates.start : candidates.stop]
+        values = drawn.clone()
+        values[:, len(candidates) - local :] = math.inf
+        n = min(n, int((values > -math.inf).sum(1).min()) if candidates else 0)
+        tokens = top_tokens(values, n)
+        drawn.copy_(torch.full_like(drawn, -math.inf).scatter_(1, tokens, drawn.gather(1, tokens)))
+        return Selection(tokens + candidates.start)
+
+    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+        """Adds weights `[Hkv, n]` of tokens `[Hkv, n]`."""
+        drawn = self._room(layer, self._lengths[layer])
+        drawn.scatter_add_(1, tokens, weights.to(drawn.dtype))
+
+    def fork(self, keys: KeyReader) -> H2OState:
+        """Shares the accumulated attention until either side writes."""
+        twin = H2OState(self._policy)
+        twin._drawn = {layer: drawn.fork() for layer, drawn in self._drawn.items()}
+        twin._lengths = dict(self._lengths)
+        return twin
+
+    def check_integrity(self) -> None:
+        """Asserts that no token drew less than nothing, unless it was dropped."""
+        assert self._drawn.keys() == self._lengths.keys()
+        for layer, drawn in self._drawn.items():
+            known = drawn.data[:, : self._lengths[layer]]
+            assert known.shape[1] == self._lengths[layer]
+            assert bool(((known >= 0) | (known == -math.inf)).all())
+
+
+class H2O(BudgetPolicy):
+    """Needs no query, so it selects at the earliest moment; learns from the attention of every step."""
+
+    name = "h2o"
+    moment: Moment = "attention_input"
+    wants_weights = True
+
+    def __init__(self, options: BudgetOptions, geometry: ModelGeometry, device: torch.device) -> None:
+        super().__init__(options, geometry)
+        self.device = device
+
+    def new_state(self, keys: KeyReader) -> H2OState:
+        """A state without tokens; the full keys are never read."""
+        return H2OState(self)

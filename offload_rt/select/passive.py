@@ -1,0 +1,32 @@
+"""What a policy's state does where the policy has nothing to do: nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core import Selection, Visible
+
+
+class PassiveState:
+    """A `PolicyState` without `select` and `fork`, that learns nothing and holds nothing."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Nothing is held."""
+        return 0
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
+        """Nothing to learn from prompt queries `[H, m, d]`."""
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Nothing to learn from keys `[Hkv, m, d]`."""
+
+    def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
+        """Nothing is added."""
+        return None
+
+    def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+        """Nothing to learn from attention weights `[Hkv, n]`."""
+
+    def check_integrity(self) -> None:
+        """There is nothing to check."""

@@ -1,0 +1,101 @@
+"""Policy "quest": pages of neighbouring tokens, ranked by an upper bound of their scores (Quest: query-aware sparsity;
+adapted to a token budget and to grouped queries)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import QuestOptions
+from ..core import ModelGeometry, Selection, Visible
+from ..kernels.selection import group_lse, group_scores, top_tokens
+from .base import KeyReader, Moment
+from .budget import BudgetPolicy, budget_tokens
+from .growing import GrowingTensor
+from .passive import PassiveState
+
+
+class QuestState(PassiveState):
+    """Least and largest value of each key channel in every page: per layer `[2, Hkv, pages, d]`, model's dtype."""
+
+    def __init__(self, policy: Quest) -> None:
+        self._policy = policy
+        self._bounds: dict[int, GrowingTensor] = {}
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the bounds."""
+        return sum(bounds.nbytes for bounds in self._bounds.values())
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Keys k `[Hkv, m, d]` of tokens [start, start + m) widen their pages' bounds."""
+        if layer in self._policy.dense_layers:
+            return
+        page, length = self._policy.page, self._lengths.get(layer, 0)
+        assert start == length, f"layer {layer} has {length} keys, not {start}"
+        kv_heads, added, d = k.shape
+        if layer not in self._bounds:
+            self._bounds[layer] = GrowingTensor((2, kv_heads, 0, d), 2, self._policy.dtype, self._policy.device)
+        first, stop = start // page, start + added
+        last = -(-stop // page)
+        low, high = self._bounds[layer].reserve(last).unbind(0)
+        begun = -(-start // page)
+        for bound, reduce, unset in ((low, "amin", torch.inf), (high, "amax", -torch.inf)):
+            bound[:, begun:last] = unset
+            pages = torch.arange(start, stop, device=k.device) // page - first
+            index = pages.view(1, -1, 1).expand_as(k)
+            bound[:, first:last].scatter_reduce_(1, index, k.to(bound.dtype), reduce, include_self=True)
+        self._lengths[layer] = stop
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        """Tokens of the best pages, as many as the budget leaves; of the last page the first ones.
+
+        A query head's bound for a page is the sum over channels of max(q * low, q * high); under grouped queries a
+        page's rank is its largest softmax (over the candidates' pages) in the group. A page that only partly consists
+        of candidates is ranked by all its keys.
+        """
+        policy, candidates = self._policy, visible.candidates
+        n = budget_tokens(policy.budget, visible)
+        if n == 0:
+            return Selection(torch.empty(policy.geometry.kv_heads, 0, dtype=torch.int64, device=q.device))
+        first, last = candidates.start // policy.page, -(-candidates.stop // policy.page)
+        compute = torch.promote_types(q.dtype, torch.float32)
+        low, high = self._bounds[layer].data[:, :, first:last].to(compute).transpose(2, 3).unbind(0)
+        query = q.to(compute).view(policy.geometry.kv_heads, policy.geometry.group, -1) * policy.geometry.scales[layer]
+        bounds = torch.bmm(query.clamp(min=0), high) + torch.bmm(query.clamp(max=0), low)
+        pages = group_scores(bounds, group_lse(bounds))
+        begin = candidates.start - first * policy.page
+        values = pages.repeat_interleave(policy.page, 1)[:, begin : begin + len(candidates)]
+        return Selection(top_tokens(values, n) + candidates.start)
+
+    def fork(self, keys: KeyReader) -> QuestState:
+        """Shares the bounds until either side writes."""
+        twin = QuestState(self._policy)
+        twin._bounds = {layer: bounds.fork() for layer, bounds in self._bounds.items()}
+        twin._lengths = dict(self._lengths)
+        return twin
+
+    def check_integrity(self) -> None:
+        """Asserts that every page with a token has its bounds in order."""
+        assert self._bounds.keys() == self._lengths.keys()
+        for layer, bounds in self._bounds.items():
+            pages = -(-self._lengths[layer] // self._policy.page)
+            low, high = bounds.data[:, :, :pages]
+            assert low.shape[1] == pages and bool((low <= high).all())
+
+
+class Quest(BudgetPolicy):
+    """Selects with the true query, as published."""
+
+    name = "quest"
+    moment: Moment = "query"
+
+    def __init__(
+        self, options: QuestOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(options, geometry)
+        self.page, self.device, self.dtype = options.page, device, dtype
+
+    def new_state(self, keys: KeyReader) -> QuestState:
+        """A state without tokens; the full keys are never read."""
+        return QuestState(self)
