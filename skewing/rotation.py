@@ -134,7 +134,8 @@ def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> to
     scale = torch.maximum(scale, 1e-6 * floor)
     scale = torch.where(scale > 0, ridge * scale, torch.ones_like(scale))
     identity = torch.eye(moment.shape[-1], dtype=moment.dtype)
-    return torch.linalg.cholesky(_symmetric(moment) + scale[..., None, None] * identity)
+    lower: torch.Tensor = torch.linalg.cholesky(_symmetric(moment) + scale[..., None, None] * identity)
+    return lower
 
 
 def _signs(vectors: torch.Tensor) -> torch.Tensor:
