@@ -70,9 +70,10 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
     config_class, defaults = CONFIGS[name]
     config = config_class(**(defaults | overrides))
     with torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    fill(model.float(), seed)
-    return model.to(dtype).requires_grad_(False).eval()
+        # Made in its dtype, as from_pretrained does: model.to(dtype) would round RoPE's frequencies too.
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    fill(model, seed)
+    return model.requires_grad_(False).eval()
 
 
 @torch.no_grad()

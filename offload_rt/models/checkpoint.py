@@ -64,7 +64,7 @@ def read_config(place: str, supported: Collection[str]) -> PreTrainedConfig:
             hint = "it is a PEFT adapter: merge it into its model (merge_and_unload) and save that"
         raise ModelError(f"{_quoted(place)} has no config.json; {hint}")
     with _one_error(f"cannot read the configuration of {_quoted(place)}"):
-        raw, _ = PreTrainedConfig.get_config_dict(place)
+        raw = dict(PreTrainedConfig.get_config_dict(place)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     if architecture not in supported:
         raise ModelError(unsupported(architecture, supported))

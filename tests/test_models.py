@@ -1,0 +1,518 @@
+"""Adapters against transformers (the oracle), loading and its refusals, fingerprints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
+from torch import nn
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from offload_rt.errors import ConfigError, ModelError
+from offload_rt.models import checkpoint
+from offload_rt.models.adapter import ModelAdapter
+from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.registry import ARCHITECTURES, adapter_for, load_config_geometry, load_model
+
+LENGTH = 80  # longer than Mistral's window of 48
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in NAMES} | {
+    "llama-yarn": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
+    "llama-llama3": (
+        "llama",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        },
+    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3-layer-types": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True}),
+    "opt-no-biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "gpt2-inverse-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False}),
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def build(variant: str, dtype: torch.dtype = torch.float32) -> Any:
+    name, overrides = VARIANTS[variant]
+    return tiny_model(name, dtype=dtype, **overrides)
+
+
+def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits `[T, V]` of one sequence: the adapter's pieces round a plain masked softmax."""
+    geometry = adapter.geometry
+    x = adapter.embed(tokens, positions)
+    distance = positions[:, None] - positions[None, :]
+    for layer in range(geometry.layers):
+        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
+        scores = q @ k.repeat_interleave(geometry.group, 0).mT * geometry.scales[layer]
+        hidden = (distance < 0) | (distance >= (geometry.windows[layer] or len(tokens)))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        attended = (weights @ v.repeat_interleave(geometry.group, 0)).transpose(0, 1).flatten(1)
+        x = adapter.mlp(layer, adapter.after_attention(layer, x, attended))
+    return adapter.logits(x)
+
+
+def compare(model: Any, start: int, tolerance: float) -> None:
+    """Largest difference of logits over the largest logit, for positions from `start` on."""
+    tokens = torch.tensor(tiny_prompt(LENGTH))
+    positions = torch.arange(start, start + LENGTH)
+    expected = model(tokens[None], position_ids=positions[None]).logits[0]
+    actual = forward(adapter_for(model), tokens, positions)
+    assert actual.dtype == torch.promote_types(model.dtype, torch.float32)
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance
+
+
+def widen_norms(model: nn.Module) -> None:
+    """transformers' RMSNorm rounds to float32 even in a float64 model; torch's own is as exact as the rest."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
+            norm.weight = module.weight
+            model.set_submodule(path, norm)
+
+
+class TestOracle:
+    @variants
+    @pytest.mark.parametrize("start", [0, 37])
+    def test_logits_float64(self, variant: str, start: int) -> None:
+        model = build(variant, torch.float64)
+        widen_norms(model)
+        compare(model, start, 1e-10)
+
+    @variants
+    def test_logits_float32(self, variant: str) -> None:
+        compare(build(variant), 0, 2e-5)
+
+    @variants
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_first_layer_rows_have_transformers_bits(self, variant: str, dtype: torch.dtype) -> None:
+        """K and V of layer 0, biases, QK-norm and RoPE included: the very bits of transformers' cache."""
+        model = build(variant, dtype)
+        adapter = adapter_for(model)
+        tokens, positions = torch.tensor(tiny_prompt(LENGTH)), torch.arange(LENGTH)
+        # The cache of a sliding layer holds no more than its window.
+        held = (adapter.geometry.windows[0] or LENGTH + 1) - 1
+        cached = model(tokens[None], use_cache=True).past_key_values.layers[0]
+        _, k, v = adapter.qkv(0, adapter.attention_input(0, adapter.embed(tokens, positions)), positions)
+        assert torch.equal(k[:, -held:], cached.keys[0])
+        assert torch.equal(v[:, -held:], cached.values[0])
+
+    def test_yarn_attention_factor_is_not_one(self) -> None:
+        """Or the yarn variant above would not show whether it is applied."""
+        assert build("llama-yarn").model.rotary_emb.attention_scaling > 1.1
+
+
+class TestPieces:
+    @variants
+    def test_query_and_key_value_are_qkv(self, variant: str) -> None:
+        adapter = adapter_for(build(variant))
+        geometry = adapter.geometry
+        tokens, positions = torch.tensor(tiny_prompt(9)), torch.arange(5, 14)
+        x = adapter.embed(tokens, positions)
+        for layer in range(geometry.layers):
+            a = adapter.attention_input(layer, x + layer)
+            q, k, v = adapter.qkv(layer, a, positions)
+            assert q.shape == (geometry.heads, 9, geometry.head_dim)
+            assert k.shape == v.shape == (geometry.kv_heads, 9, geometry.head_dim)
+            # GPT-2 multiplies by slices of one matrix: the same products, perhaps added in another order.
+            torch.testing.assert_close(adapter.query(layer, a, positions), q, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(adapter.key_value(layer, a, positions), (k, v), rtol=1e-5, atol=1e-5)
+
+    @variants
+    def test_tokens_are_independent(self, variant: str) -> None:
+        """Any tokens, any order: a shuffled call is the shuffled result, and no argument is changed."""
+        adapter = adapter_for(build(variant))
+        tokens, positions = torch.tensor(tiny_prompt(12)), torch.tensor([3, 900, 7, 7, 0, 55, 54, 300, 2, 1, 11, 1023])
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+
+        def run(tokens: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+            x = adapter.embed(tokens, positions)
+            kept = x.clone()
+            a = adapter.attention_input(1, x)
+            q, k, v = adapter.qkv(1, a, positions)
+            attended = q.transpose(0, 1).flatten(1)
+            residual = adapter.after_attention(1, x, attended)
+            out = adapter.mlp(1, residual)
+            assert torch.equal(x, kept)
+            return [*(rows.transpose(0, 1) for rows in (q, k, v)), residual, out, adapter.logits(out)]
+
+        for plain, shuffled in zip(run(tokens, positions), run(tokens[order], positions[order]), strict=True):
+            torch.testing.assert_close(plain[order], shuffled, rtol=1e-5, atol=1e-4)
+
+    def test_rotation_follows_the_positions(self) -> None:
+        """The memo of cos and sin: other positions are looked at in any layer, those changed in place from layer 0 on."""
+        adapter, fresh = adapter_for(build("llama")), adapter_for(build("llama"))
+        a = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        first, second = torch.tensor([1, 2, 3]), torch.tensor([9, 2, 70])
+        for layer in (0, 1, 2):
+            adapter.qkv(layer, a, first)
+        assert torch.equal(adapter.query(2, a, second), fresh.query(2, a, second.clone()))
+        assert torch.equal(adapter.query(2, a, first), fresh.query(2, a, first.clone()))
+        first += 1
+        for layer in (0, 1):
+            assert torch.equal(adapter.query(layer, a, first), fresh.query(layer, a, first.clone()))
+
+    def test_runs_under_inference_mode(self) -> None:
+        with torch.inference_mode():
+            compare(build("llama"), 0, 2e-5)
+
+
+class TestGeometry:
+    @pytest.mark.parametrize(
+        ("name", "heads", "kv_heads", "head_dim", "positions", "absolute", "alpha"),
+        [
+            ("llama", 4, 2, 16, 4096, False, 5.0),
+            ("mistral", 4, 2, 16, 4096, False, 5.0),
+            ("qwen2", 4, 2, 16, 4096, False, 5.0),
+            ("qwen3", 4, 2, 24, 4096, False, 5.0),
+            ("opt", 4, 4, 16, 1024, True, 4.0),
+            ("opt_postnorm", 4, 4, 16, 1024, True, 4.0),
+            ("gpt2", 4, 4, 16, 1024, True, 4.0),
+        ],
+    )
+    def test_shapes(
+        self, name: str, heads: int, kv_heads: int, head_dim: int, positions: int, absolute: bool, alpha: float
+    ) -> None:
+        g = adapter_for(tiny_model(name)).geometry
+        assert (g.hidden, g.vocab, g.heads, g.kv_heads, g.head_dim) == (64, VOCAB, heads, kv_heads, head_dim)
+        assert (g.max_positions, g.absolute_positions, g.default_alpha) == (positions, absolute, alpha)
+        assert g.scales == pytest.approx([head_dim**-0.5] * g.layers)
+
+    def test_scales_of_gpt2_options(self) -> None:
+        assert adapter_for(build("gpt2-inverse-layer")).geometry.scales == pytest.approx([1 / 4, 1 / 8, 1 / 12, 1 / 16])
+        assert adapter_for(build("gpt2-unscaled")).geometry.scales == (1.0,) * 4
+
+    @pytest.mark.parametrize(
+        ("variant", "windows"),
+        [
+            ("llama", (None,) * 4),
+            ("mistral", (48,) * 4),
+            ("mistral-no-window", (None,) * 4),
+            ("qwen2", (None,) * 4),
+            ("qwen2-sliding", (None, None, 48, 48)),
+            ("qwen3-layer-types", (48, None, 48, None)),
+            ("gpt2", (None,) * 4),
+        ],
+    )
+    def test_windows(self, variant: str, windows: tuple[int | None, ...]) -> None:
+        assert adapter_for(build(variant)).geometry.windows == windows
+
+    def test_llama_ignores_a_window_as_transformers_does(self) -> None:
+        assert adapter_for(tiny_model("llama", sliding_window=8)).geometry.windows == (None,) * 4
+        compare(tiny_model("llama", sliding_window=8), 0, 2e-5)
+
+    def test_yarn_stretches_the_positions(self) -> None:
+        rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+        assert adapter_for(tiny_model("llama", rope_parameters=rope)).geometry.max_positions == 16384
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every attempt to reach a host fails, and is noted."""
+    attempts: list[str] = []
+
+    def refuse(host: str, *_: Any, **__: Any) -> None:
+        attempts.append(host)
+        raise socket.gaierror("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return attempts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An untied Llama, saved."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class TestLoading:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_saved_folder(self, name: str, tmp_path: Path) -> None:
+        model = tiny_model(name)
+        model.save_pretrained(tmp_path)
+        loaded = load_model(tmp_path, device="cpu")
+        tokens, positions = torch.tensor(tiny_prompt(20)), torch.arange(20)
+        assert torch.equal(forward(loaded.adapter, tokens, positions), forward(adapter_for(model), tokens, positions))
+        assert loaded.fingerprint == fingerprint(model)
+        assert loaded.tokenizer is None
+        assert loaded.eos_token_ids == frozenset()
+        assert loaded.name == str(tmp_path)
+
+    def test_the_reference(self) -> None:
+        loaded = load_model("reference", device="cpu")
+        assert (loaded.name, loaded.adapter.dtype, loaded.adapter.geometry.layers) == ("reference", torch.float32, 6)
+        assert loaded.tokenizer is not None
+        assert loaded.tokenizer.decode(loaded.tokenizer.encode("He said nothing.")).endswith("said nothing.")
+        assert loaded.eos_token_ids == {0}
+        assert loaded.weight_bytes == pytest.approx(4 * 4.66e6, rel=0.01)
+
+    def test_weight_bytes_count_tied_heads_once(self) -> None:
+        tied, untied = (load_model(tiny_model("llama", tie_word_embeddings=tie)) for tie in (True, False))
+        assert untied.weight_bytes - tied.weight_bytes == VOCAB * 64 * 4
+
+    def test_dtype_and_device(self, tmp_path: Path) -> None:
+        tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+        assert load_model(tmp_path, device="cpu").adapter.dtype == torch.float32
+        assert load_model(tmp_path, device="cpu", dtype="bfloat16").adapter.dtype == torch.bfloat16
+        assert load_model(tmp_path, device="cpu", dtype=torch.float64).adapter.dtype == torch.float64
+        cuda = torch.device("cuda")
+        config = tiny_model("llama", dtype=torch.bfloat16).config
+        assert checkpoint.resolve_dtype("auto", config, cuda) == torch.bfloat16
+        with pytest.raises(ConfigError, match=r"dtype='bfloat61' is unknown; did you mean 'bfloat16'\?"):
+            load_model(tmp_path, dtype="bfloat61")
+        for device, message in (("tpu", "is no device"), ("mps", "not supported"), ("cuda:99", "this machine has")):
+            with pytest.raises(ConfigError, match=message):
+                load_model(tmp_path, device=device)
+
+    def test_eos_tokens(self, folder: Path) -> None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+        assert load_model(folder, device="cpu").eos_token_ids == {7, 9}
+        assert load_model(tiny_model("llama", eos_token_id=5)).eos_token_ids == {5}
+
+    def test_a_loaded_model_is_taken_as_it_is(self) -> None:
+        model = tiny_model("gpt2", dtype=torch.bfloat16).train()
+        loaded = load_model(model)
+        assert loaded.adapter.dtype == torch.bfloat16
+        assert not model.training
+        assert loaded.name == "GPT2LMHeadModel"
+        for options in ({"device": "cuda"}, {"dtype": "float32"}):
+            with pytest.raises(ModelError, match="move it first"):
+                load_model(model, **options)
+
+    def test_tokenizer_by_name(self, folder: Path) -> None:
+        assert load_model(folder, tokenizer="reference", device="cpu").tokenizer is not None
+        with pytest.raises(ModelError, match="does not exist"):
+            load_model(folder, tokenizer="./nowhere", device="cpu")
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_geometry_from_the_configuration_alone(self, name: str, tmp_path: Path) -> None:
+        model = tiny_model(name, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        geometry, weight_bytes, dtype = load_config_geometry(tmp_path, device="cpu", dtype="bfloat16")
+        loaded = load_model(model)
+        assert (geometry, dtype) == (loaded.adapter.geometry, torch.bfloat16)
+        assert weight_bytes == loaded.weight_bytes
+        assert load_config_geometry(tmp_path, device="cpu")[2] == torch.float32
+
+
+class TestRefusals:
+    """One ModelError each; `match` is against the whole message, which is one line."""
+
+    def refused(self, model: Any, message: str) -> None:
+        with pytest.raises(ModelError, match=message) as caught:
+            load_model(model, device="cpu" if isinstance(model, (str, Path)) else "auto")
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "path", ["./nowhere", "/nowhere/at all", "~/nowhere", "models/", "a/b/c", "..", "", "C:\\models\\llama", "x y"]
+    )
+    def test_a_path_never_reaches_the_network(self, path: str, no_network: list[str]) -> None:
+        self.refused(path, "does not exist|no config.json")
+        assert no_network == []
+
+    def test_a_hub_id_without_network(self, no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or the hub's client retries for 20 s
+        self.refused("offload-rt-tests/no-such-model", "no such folder, so sought on the hub")
+
+    def test_not_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(checkpoint.SHIPPED, "reference-opt", "no-such-folder")
+        self.refused("reference-opt", "does not ship with this version")
+
+    def test_unsupported_architecture(self, folder: Path, no_network: list[str]) -> None:
+        edit_config(folder, architectures=["MixtralForCausalLM"], model_type="mixtral")
+        self.refused(folder, "^MixtralForCausalLM is not supported; supported are " + ", ".join(ARCHITECTURES))
+        edit_config(folder, architectures=None)
+        self.refused(folder, "^model type 'mixtral' is not supported")
+        config = Qwen2MoeConfig(
+            vocab_size=9,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            num_experts=2,
+        )
+        self.refused(Qwen2MoeForCausalLM(config), "^Qwen2MoeForCausalLM is not supported")
+
+    def test_remote_code(self, folder: Path) -> None:
+        code = folder / "modeling_mine.py"
+        code.write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+        edit_config(folder, model_type="mine", auto_map={"AutoConfig": "modeling_mine.Mine"})
+        self.refused(folder, "the configuration of .* is not valid")
+        assert not (folder / "ran").exists()
+
+    def test_subclasses_may_compute_something_else(self) -> None:
+        model = tiny_model("llama")
+        model.__class__ = type("MyLlama", (type(model),), {})
+        self.refused(model, "^MyLlama is not supported")
+
+    def test_quantised(self, folder: Path) -> None:
+        edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+        self.refused(folder, r"quantised weights \(gptq\) are not supported")
+
+    def test_a_file(self, folder: Path) -> None:
+        self.refused(folder / "model.safetensors", "is a file")
+
+    def test_no_config(self, folder: Path) -> None:
+        (folder / "config.json").unlink()
+        self.refused(folder, "has no config.json")
+        (folder / "adapter_config.json").write_text("{}")
+        self.refused(folder, "PEFT adapter")
+
+    @pytest.mark.parametrize("text", ["{", "", "[1]", '{"architectures": ["LlamaForCausalLM"]}', "\0\1\2"])
+    def test_damaged_config(self, folder: Path, text: str) -> None:
+        (folder / "config.json").write_text(text)
+        self.refused(folder, "configuration of")
+
+    def test_invalid_config(self, folder: Path) -> None:
+        edit_config(folder, num_attention_heads="many")
+        self.refused(folder, "configuration of .* is not valid")
+
+    def test_no_weights(self, folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        self.refused(folder, "only pickled weights")
+        (folder / "pytorch_model.bin").unlink()
+        self.refused(folder, "has no weights")
+
+    def test_missing_weights(self, folder: Path) -> None:
+        edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight"))
+        self.refused(folder, r"lacks model.layers.2.mlp.up_proj.weight; it is not a complete model")
+
+    def test_missing_head(self, folder: Path) -> None:
+        edit_weights(folder, lambda weights: weights.pop("lm_head.weight"))
+        self.refused(folder, "lacks lm_head.weight")
+
+    def test_weights_of_another_shape(self, folder: Path) -> None:
+        edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(32)}))
+        self.refused(folder, "has another shape for model.norm.weight")
+
+    def test_surplus_weights_are_named(self, folder: Path) -> None:
+        edit_weights(folder, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+        with pytest.warns(UserWarning, match=r"unused weights model.layers.0.self_attn.q_proj.bias"):
+            load_model(folder, device="cpu")
+
+    def test_damaged_weights(self, folder: Path) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+        self.refused(folder, "cannot load the weights of")
+
+    def test_a_missing_shard(self, tmp_path: Path) -> None:
+        tiny_model("llama").save_pretrained(tmp_path, max_shard_size="200kB")
+        next(tmp_path.glob("model-00002*.safetensors")).unlink()
+        self.refused(tmp_path, "cannot load the weights of")
+
+    def test_a_damaged_tokenizer(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{")
+        self.refused(folder, "cannot load the tokenizer of")
+
+    @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+    def test_rope_that_depends_on_the_length(self, rope_type: str) -> None:
+        rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 2048}
+        if rope_type == "longrope":
+            rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        self.refused(tiny_model("llama", rope_parameters=rope), f"RoPE type '{rope_type}'")
+
+    def test_heads_that_do_not_group(self) -> None:
+        self.refused(tiny_model("llama", num_key_value_heads=3), "4 query heads cannot share 3 KV heads")
+
+    def test_cross_attention(self) -> None:
+        self.refused(tiny_model("gpt2", add_cross_attention=True), "cross-attention")
+
+    def test_scattered_weights(self) -> None:
+        model = tiny_model("llama")
+        model.lm_head.to("meta")
+        self.refused(model, "the weights are on cpu, meta")
+
+
+class TestFingerprint:
+    def test_does_not_depend_on_files(self, folder: Path, tmp_path: Path) -> None:
+        expected = load_model(folder, device="cpu").fingerprint
+        assert len(expected) == 64
+        model = tiny_model("llama")
+        model.save_pretrained(tmp_path / "sharded", max_shard_size="200kB")
+        assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+        assert load_model(tmp_path / "sharded", device="cpu").fingerprint == expected
+        shutil.move(folder, tmp_path / "elsewhere")
+        edit_config(tmp_path / "elsewhere", transformers_version="4.0.0", use_cache=False, _name_or_path="x")
+        assert load_model(tmp_path / "elsewhere", device="cpu").fingerprint == expected
+
+    def test_leaves_the_model_alone(self) -> None:
+        model = tiny_model("llama")
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        assert fingerprint(model) == fingerprint(model)
+        assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+    @pytest.mark.parametrize(
+        ("path", "element"),
+        [("model.norm.weight", (13,)), ("model.layers.3.mlp.down_proj.weight", (0, 0)), ("lm_head.weight", (0, 0))],
+    )
+    def test_sees_a_sampled_weight(self, path: str, element: tuple[int, ...]) -> None:
+        model = tiny_model("llama")
+        before = fingerprint(model)
+        model.get_parameter(path)[element] += 1e-3
+        assert fingerprint(model) != before
+
+    def test_samples_spread_over_rows_and_columns(self) -> None:
+        """A tenth of the rows, or of the columns, of one matrix changed: seen."""
+        for change in (slice(0, 7), (slice(None), slice(60, 64))):
+            model = tiny_model("llama")
+            before = fingerprint(model)
+            model.lm_head.weight[change] *= 1.01
+            assert fingerprint(model) != before
+
+    @pytest.mark.parametrize(
+        ("name", "overrides"),
+        [
+            ("llama", {"rms_norm_eps": 1e-5}),
+            ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+            ("llama", {"hidden_act": "gelu"}),
+            ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}),
+            ("mistral", {"sliding_window": 47}),
+            ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+            ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+            ("opt", {"activation_function": "gelu"}),
+        ],
+    )
+    def test_sees_the_configuration(self, name: str, overrides: dict[str, Any]) -> None:
+        assert fingerprint(tiny_model(name, **overrides)) != fingerprint(tiny_model(name))
+
+    def test_tells_models_and_dtypes_apart(self) -> None:
+        prints = [fingerprint(tiny_model(name)) for name in NAMES]
+        prints += [fingerprint(tiny_model("llama", seed=1)), fingerprint(tiny_model("llama", dtype=torch.bfloat16))]
+        assert len(set(prints)) == len(prints)
+
+    def test_numbers_are_numbers(self) -> None:
+        """A checkpoint may write rope_theta as 10000 or as 10000.0."""
+        whole, real = ({"rope_type": "default", "rope_theta": theta} for theta in (10000, 10000.0))
+        assert fingerprint(tiny_model("llama", rope_parameters=whole)) == fingerprint(
+            tiny_model("llama", rope_parameters=real)
+        )
