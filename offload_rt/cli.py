@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from .config import InfiniGenOptions, SamplingParams, check_choice, parse_size
+from .config import InfiniGenOptions, SamplingParams, SkewMethod, check_choice, parse_size
 from .errors import ConfigError, InputError, OffloadError
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 USER_ERROR, INTERRUPTED = 2, 130
+
+TAIL = 40
+"""Tokens of the prompt that are shown before the new text."""
 
 POLICY_OPTIONS = ("preset", "alpha", "partial_ratio", "max_fraction", "source", "scorer", "dense_layers")
 SAMPLING = (
@@ -68,12 +71,10 @@ def generate(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         host_memory=args.host_memory,
         skew=args.skew,
-        progress=not args.quiet,
+        progress=console.is_terminal and not args.quiet,
     )
     prompt = _prompt_ids(llm, text, args.prompt_tokens, params.max_new_tokens)
-    console.print(f"{llm.name}, policy {args.policy}: continuing {len(prompt):,} tokens of {args.prompt_file}")
-    finished = _write_stream(llm, prompt, params)
-    console.print()
+    finished = _write_stream(llm, prompt, params, console)
     _report(llm, args.stats_json, args.plot, console)
     return 0 if finished else INTERRUPTED
 
@@ -82,19 +83,19 @@ def skew(args: argparse.Namespace) -> int:
     """Calibrates a model and writes its skew artifact; for OPT and GPT-2 also the folded checkpoint."""
     from rich.console import Console
 
-    from .runtime.report import table_of
+    from .runtime.report import skew_table
     from .skewing.fold import skew_model
 
+    check_choice("method", args.method, get_args(SkewMethod))
     report = skew_model(
         args.model,
         args.out,
         method=args.method,
         calibration=None if args.calibration is None else read_text(args.calibration),
-        calibration_tokens=args.calibration_tokens,
         dtype=args.dtype,
+        **_given(args, ("calibration_tokens",)),
     )
-    rows = [(name.replace("_", " "), str(value)) for name, value in vars(report).items()]
-    Console().print(table_of(f"Skewing of {args.model}", rows))
+    Console().print(skew_table(args.model, report))
     return 0
 
 
@@ -165,11 +166,16 @@ def _prompt_ids(llm: LLM, text: str, wanted: int | None, max_new_tokens: int) ->
     return ids[:wanted]
 
 
-def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams) -> bool:
-    """Writes the new text to stdout as it comes; False where Ctrl-C ended it."""
+def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> bool:
+    """Writes the new text to stdout as it comes; False where Ctrl-C ended it. What the prompt ends with goes before it,
+    to stderr, once the prompt has been taken in."""
+    tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
     with closing(llm.stream(prompt, params)) as events:  # type: ignore[type-var]
         try:
             for event in events:
+                if event.index == 0:
+                    console.print(f"{llm.name} continues {len(prompt):,} tokens:", soft_wrap=True)
+                    console.print(f"… {tail}", style="dim", markup=False, soft_wrap=True, end="")
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
         except KeyboardInterrupt:
@@ -185,6 +191,7 @@ def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console
     from .runtime.report import plot_run, stats_table
 
     stats = llm.last_stats
+    console.print()
     if stats is None:
         console.print("Interrupted before the prompt was taken in: there are no statistics.")
         return

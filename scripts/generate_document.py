@@ -86,7 +86,7 @@ def main() -> None:
     try:
         if not args.out.exists():
             args.out.write_text(OPENING if args.start is None else read_text(args.start).rstrip(), encoding="utf-8")
-        llm = LLM(args.model, policy=args.policy, host_memory=args.host_memory, progress=True)
+        llm = LLM(args.model, policy=args.policy, host_memory=args.host_memory, progress=sys.stderr.isatty())
         write_document(llm, args.out, args.chapters, args.chapter_tokens, args.seed)
     except OffloadError as error:
         sys.exit(f"generate_document: {error}")

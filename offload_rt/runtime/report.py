@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    from ..skewing.fold import SkewReport
+
 Rows = list[tuple[str, str]]
 """Name and value."""
 
@@ -95,6 +97,27 @@ def table_of(title: str, *sections: Rows) -> Table:
 def stats_table(stats: Stats) -> Table:
     """What the runtime did. Fractions are means over layers and decode steps."""
     return table_of("What the runtime did", *_sections(stats))
+
+
+def skew_table(model: str, report: SkewReport) -> Table:
+    """What skewing made of a model."""
+    made = [("artifact", str(report.artifact))]
+    if report.folded is not None:
+        made += [
+            ("folded checkpoint", str(report.folded)),
+            ("  largest logit difference", f"{report.logit_difference:.1e} of the largest logit"),
+        ]
+    energy = f"{report.energy_kept_plain:.1%} plain, {report.energy_kept_skewed:.1%} skewed"
+    return table_of(
+        f"Skewing of {model}",
+        made,
+        [
+            ("method", report.method),
+            ("calibrated on", report.calibration),
+            ("model fingerprint", report.fingerprint),
+            ("scores in 30 % of the columns", energy),
+        ],
+    )
 
 
 def requirements_table(model: str, policy: str, needed: Requirements, machine: Machine) -> Table:
