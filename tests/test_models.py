@@ -157,7 +157,7 @@ class TestPieces:
             torch.testing.assert_close(plain[order], shuffled, rtol=1e-5, atol=1e-4)
 
     def test_rotation_follows_the_positions(self) -> None:
-        """The memo of cos and sin: other positions are looked at in any layer, those changed in place from layer 0 on."""
+        """The memo of cos and sin: other positions are seen in any layer, those changed in place from layer 0 on."""
         adapter, fresh = adapter_for(build("llama")), adapter_for(build("llama"))
         a = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
         first, second = torch.tensor([1, 2, 3]), torch.tensor([9, 2, 70])
