@@ -20,6 +20,8 @@ GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352}
 """Step of the uniform quantiser with 2^bits levels that has the least mean squared error on a unit Gaussian (Max, 1960,
 table II), by bits per number."""
 
+_SAMPLE_STRIDE = 16
+
 
 def skew(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Queries or keys x `[Hkv, m, d]` in a skewed basis `[Hkv, d, r]` (InfiniGen eq. 2): `[Hkv, m, r]`, in the basis'
@@ -215,15 +217,34 @@ def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:
     rows, width = values.shape
     if n == width or n == 0:
         return np.tile(np.arange(n), (rows, 1))
-    least = np.partition(values, width - n, axis=1)[:, width - n]
     out = np.empty((rows, n), dtype=np.int64)
-    for row in range(rows):
-        found = np.flatnonzero(values[row] >= least[row])
-        if len(found) > n:
-            tied = values[row, found] == least[row]
-            found = found[~tied | (np.cumsum(tied) <= n - np.count_nonzero(~tied))]
-        out[row] = found
+    for row, of_row in enumerate(values):
+        out[row] = _top_of_row(of_row, n)
     return out
+
+
+def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
+    """int64 `[n]`: indices, rising, of the n largest of values `[m]`, 0 < n < m.
+
+    A sample says below which value the n-th largest can hardly lie, and only what is above is partitioned (numpy's
+    partition takes 5 ns a value, a comparison 0.2). Where the sample was wrong, everything is.
+    """
+    tokens = None
+    sample = values[::_SAMPLE_STRIDE]
+    rank = n / _SAMPLE_STRIDE
+    safe = int(rank + 3 * math.sqrt(rank)) + 2
+    if safe < len(sample) // 2:
+        bound = np.partition(sample, len(sample) - safe)[len(sample) - safe]
+        tokens = np.flatnonzero(values >= bound)
+    if tokens is None or len(tokens) < n:
+        tokens = np.arange(len(values))
+    among = values.take(tokens)
+    least = np.partition(among, len(among) - n)[len(among) - n]
+    found = tokens[among >= least]
+    if len(found) == n:
+        return found
+    tied = values[found] == least
+    return found[~tied | (np.cumsum(tied) <= n - np.count_nonzero(~tied))]
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
