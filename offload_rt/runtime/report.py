@@ -135,7 +135,7 @@ def requirements_table(model: str, policy: str, needed: Requirements, machine: M
             ("device: weights", format_size(needed.weights)),
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
-            ("device: staging of two layers", format_size(needed.staging)),
+            ("device: fetched rows", format_size(needed.staging)),
             ("device: prefill, for a time", format_size(needed.prefill)),
             ("device: largest sum", format_size(needed.device)),
         ],

@@ -20,7 +20,7 @@ class Requirements:
 
     kv_per_token, kv_host: K and V in the host pool, of one token and of the whole chunks of the context.
     weights, scoring, resident, staging: on the device while decoding: weights, scoring keys, sinks and recent window,
-        two staging buffers (one layer computes from one while the next layer's rows arrive in the other).
+        and the rows that a layer attends to, fetched and joined with the resident ones, while the next layer's arrive.
     prefill: on the device while prefilling, beside the weights and scoring keys: one layer's K and V of the context,
         and two hidden states `[N, D]`.
     """
@@ -48,15 +48,17 @@ def requirements(
     layer_token = geometry.kv_bytes(1, dtype) // geometry.layers
     dense = range(geometry.layers) if options is None else options.dense_layers
     sinks, recent = (0, 1) if options is None else (options.sinks, options.recent)
-    fetched = context if dense or options is None else int(options.max_fraction * context)
+    share = 1.0 if options is None else options.max_fraction
+    fetched = [context if layer in dense else int(share * context) for layer in range(geometry.layers)]
+    staged = max(2 * here + following for here, following in zip(fetched, [*fetched[1:], 0], strict=True))
     return Requirements(
         context=context,
         kv_per_token=layer_token * geometry.layers,
         kv_host=geometry.kv_bytes(-(-context // CHUNK) * CHUNK, dtype),
         weights=weight_bytes,
         scoring=0 if options is None else _scoring_bytes(geometry, dtype, context, options),
-        resident=min(sinks + recent, context) * layer_token * geometry.layers,
-        staging=2 * fetched * layer_token,
+        resident=(sinks + recent) * layer_token * geometry.layers,
+        staging=staged * layer_token,
         prefill=context * (layer_token + 2 * geometry.hidden * dtype.itemsize),
     )
 

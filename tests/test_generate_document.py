@@ -1,0 +1,111 @@
+"""The script that writes a long document: chapters in order, nothing lost by an interruption."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from offload_rt import LLM
+
+ROOT = Path(__file__).parents[1]
+TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_document", ROOT / "scripts" / "generate_document.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("reference", policy="full")
+
+
+@pytest.fixture
+def document(tmp_path: Path, script: ModuleType) -> Path:
+    path = tmp_path / "novel.txt"
+    path.write_text(script.OPENING, encoding="utf-8")
+    return path
+
+
+def write(script: ModuleType, llm: LLM, path: Path, chapters: int) -> str:
+    script.write_document(llm, path, chapters, TOKENS, 7)
+    return path.read_text(encoding="utf-8")
+
+
+def test_chapters_in_order_and_done_is_done(script: ModuleType, llm: LLM, document: Path) -> None:
+    text = write(script, llm, document, 3)
+    assert text.startswith(script.OPENING)
+    assert script.HEADING_PATTERN.findall(text) == ["1", "2", "3"]
+    assert all(len(part.strip()) > TOKENS // 2 for part in script.HEADING_PATTERN.split(text)[2::2])
+    assert script.progress(llm, text)[0] == 3
+    longer = write(script, llm, document, 4)
+    assert longer.startswith(text)
+    assert script.HEADING_PATTERN.findall(longer) == ["1", "2", "3", "4"]
+
+
+def test_an_interrupted_document_goes_on_where_it_stopped(
+    script: ModuleType, llm: LLM, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, calls = script.append, 0
+
+    def stops(path: Path, text: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == TOKENS + 5:  # in the middle of chapter 2
+            raise KeyboardInterrupt
+        append(path, text)
+
+    monkeypatch.setattr(script, "append", stops)
+    with pytest.raises(KeyboardInterrupt):
+        write(script, llm, document, 2)
+    before = document.read_text(encoding="utf-8")
+    chapter, written = script.progress(llm, before)
+    assert chapter == 2
+    assert 0 < written < TOKENS
+    monkeypatch.setattr(script, "append", append)
+    asked: list[int] = []
+    stream = LLM.stream
+
+    def counts(self: LLM, prompt: Any, params: Any) -> Any:
+        asked.append(params.max_new_tokens)
+        assert self.encode(before)[-5:] == prompt[-5:]  # the context is the document as it stands
+        return stream(self, prompt, params)
+
+    monkeypatch.setattr(LLM, "stream", counts)
+    after = write(script, llm, document, 2)
+    assert after.startswith(before)
+    assert asked == [TOKENS - written]
+    assert script.HEADING_PATTERN.findall(after) == ["1", "2"]
+
+
+def test_long_documents_keep_their_end_as_context(script: ModuleType, llm: LLM, document: Path) -> None:
+    document.write_text("word and word " * 3000, encoding="utf-8")
+    seen: list[int] = []
+
+    class Recorder:
+        geometry, encode = llm.geometry, llm.encode
+
+        def stream(self, prompt: list[int], params: Any) -> list[Any]:
+            seen.append(len(prompt))
+            return []
+
+    script.write_tokens(Recorder(), document, TOKENS, None)
+    assert seen == [llm.geometry.max_positions - TOKENS]
+
+
+def test_bad_input_is_one_line(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "novel.txt"
+    monkeypatch.setattr("sys.argv", ["generate_document.py", "--out", str(out), "--start", str(tmp_path / "none.txt")])
+    with pytest.raises(SystemExit, match=r"none\.txt.*No such file"):
+        script.main()
+    assert not out.exists()
