@@ -1,0 +1,86 @@
+"""Where a decode step's time goes, without a profiler: the objects a step calls are wrapped, and a clock is read at
+every call's start and end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+REST = "bookkeeping"
+"""What runs between the wrapped calls: the loop, traces, reshapes."""
+
+ADAPTER = {
+    "embed": "model",
+    "attention_input": "model",
+    "qkv": "model",
+    "query": "speculated query",
+    "after_attention": "model",
+    "mlp": "model",
+    "logits": "model",
+}
+STATE = {"select": "selection", "on_keys": "scoring keys", "on_attended": "selection", "repair": "selection"}
+LINK = {"append": "write-back", "fetch": "plan"}
+GATHER, ATTENTION = "gather", "attention"
+
+
+class StageClock:
+    """Adds up seconds per stage; one stage is current at any time. `read` gives the time in seconds."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+        self._stage, self._since = REST, read()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def enter(self, stage: str) -> str:
+        """`stage` becomes current; returns the one that ends."""
+        now, before = self._read(), self._stage
+        self.seconds[before] += now - self._since
+        self._stage, self._since = stage, now
+        return before
+
+    def reset(self) -> None:
+        """Forgets everything and starts in REST."""
+        self.enter(REST)
+        self.seconds.clear()
+
+    def timed(self, function: Callable[..., Any], stage: str, after: str | None = None) -> Callable[..., Any]:
+        """`function`, its time given to `stage`; what follows belongs to `after`, or to what was current before."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            before = self.enter(stage)
+            try:
+                return function(*args, **options)
+            finally:
+                self.enter(REST if before == ATTENTION else before) if after is None else self.enter(after)
+
+        return call
+
+
+class Staged:
+    """`inner` with the methods named in `stages` timed; all else is passed on."""
+
+    def __init__(self, inner: Any, clock: StageClock, stages: Mapping[str, str]) -> None:
+        self._inner = inner
+        for method, stage in stages.items():
+            setattr(self, method, clock.timed(getattr(inner, method), stage))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class StagedLink(Staged):
+    """A link whose tickets are timed too. Attention is what follows `wait`, up to the next timed call."""
+
+    def __init__(self, inner: Any, clock: StageClock) -> None:
+        super().__init__(inner, clock, LINK)
+        fetch = clock.timed(inner.fetch, LINK["fetch"])
+        self.fetch = lambda *args: StagedTicket(fetch(*args), clock)
+
+
+class StagedTicket:
+    """A ticket whose `wait` is the stage GATHER and starts the stage ATTENTION."""
+
+    def __init__(self, inner: Any, clock: StageClock) -> None:
+        self.bytes: int = inner.bytes
+        self.wait = clock.timed(inner.wait, GATHER, after=ATTENTION)
