@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,25 +47,3 @@ def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tup
     for part, share in zip(outs[1:], shares[1:], strict=True):
         out = torch.addcmul(out, part, share)
     return out, lse
-
-
-def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-    """Exact prefill attention of the last m tokens over all n >= m tokens so far.
-
-    q `[H, m, d]`, k and v `[Hkv, n, d]`; query i sees the keys up to n - m + i, and of these the last `window`.
-    Returns `[H, m, d]`. One group member at a time, so that K and V are never repeated.
-    """
-    heads, m, d = q.shape
-    n = k.shape[1]
-    mask: torch.Tensor = causal_lower_right(m, n)
-    if window is not None:
-        first = max(0, n - m - window + 1)
-        k, v = k[:, first:], v[:, first:]
-        at = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(first, n, device=q.device)
-        mask = (at >= 0) & (at < window)
-    grouped = q.view(k.shape[0], heads // k.shape[0], m, d)
-    outs = [
-        F.scaled_dot_product_attention(grouped[None, :, g], k[None], v[None], attn_mask=mask, scale=scale)[0]
-        for g in range(grouped.shape[1])
-    ]
-    return torch.stack(outs, dim=1).view(heads, m, d)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import SkewMethod
 from ..errors import ArtifactError, InputError, ModelError
-from ..kernels.reference import attend_causal
+from ..kernels.causal import attend_causal
 from ..models.adapter import ModelAdapter
 from ..models.registry import LoadedModel
 from .artifact import VERSION, SkewArtifact

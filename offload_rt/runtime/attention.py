@@ -9,7 +9,7 @@ from ..kernels.reference import attend_part, attention_weights, merge_lse
 
 
 def attend(q: torch.Tensor, parts: list[KVPart], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over the union of `parts` (disjoint, each with at least one row).
+    """Exact attention over the union of `parts`, disjoint and not all empty.
 
     q `[H, d]`; returns out `[H, d]` in q's dtype and lse `[H]` (natural log, float32 or float64).
     """
@@ -35,7 +35,7 @@ def group_weights(q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch
     kv_heads, _, d = parts[0].k.shape
     grouped, whole = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)
     weights = []
-    for part in parts:
+    for part in (part for part in parts if part.k.shape[1]):
         inner, part_lse = attention_weights(grouped, part.k, scale)
         weights.append((inner * (part_lse - whole).exp().unsqueeze(-1)).sum(1))
     return torch.cat(weights, dim=1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ..core import KVPart
-from ..kernels.reference import attend_causal
+from ..kernels.causal import attend_causal
 from ..models.adapter import ModelAdapter
 from ..transfer.link import Link
 from .sequence import Sequence

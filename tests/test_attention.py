@@ -1,0 +1,69 @@
+"""Attention over slices and scattered parts against a plain softmax in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_rt.core import KVPart
+from offload_rt.kernels.causal import attend_causal
+from offload_rt.runtime.attention import attend, group_weights, scores_lse
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
+    """q `[H, m, d]`, k, v `[Hkv, n, d]`, seen bool `[m, n]`."""
+    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0).double() for x in (k, v))
+    return torch.softmax((q.double() @ k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf), -1) @ v
+
+
+def random_rows(seed: int, heads: int, group: int, m: int, n: int, d: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(heads * group, m, d), (heads, n, d), (heads, n, d)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+ERRORS = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+"""A few units in the last place of values up to about 3: sums of n products of rounded numbers."""
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("window", [None, 5, 33, 500])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 90), (16, 16), (16, 90), (64, 70)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_causal_slices(
+    device: torch.device, dtype: torch.dtype, window: int | None, m: int, n: int, group: int
+) -> None:
+    q, k, v = random_rows(m * n, 2, group, m, n, 32, dtype)
+    ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
+    seen = (ago >= 0) & (ago < (window or n))
+    out = attend_causal(q.to(device), k.to(device), v.to(device), 0.3, window)
+    assert out.dtype == dtype and out.shape == q.shape
+    assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
+
+
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 50), max_size=4), group=st.sampled_from([1, 2, 7]), seed=st.integers(0, 99))
+def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: int) -> None:
+    """Out, LSE and weights of the union from any partition, empty parts included."""
+    q, k, v = random_rows(seed, 3, group, 1, 50, 16, torch.float64)
+    edges = [0, *sorted(cuts), 50]
+    parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(edges)]
+    out, lse = attend(q[:, 0], parts, 0.5)
+    expected = plain(q, k, v, 0.5, torch.ones(1, 50, dtype=torch.bool))[:, 0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, scores_lse(q[:, 0], k, 0.5), rtol=0, atol=1e-12)
+    weights = group_weights(q[:, 0], parts, 0.5, lse)
+    scores = q.view(3, group, 16) @ k.transpose(1, 2) * 0.5
+    torch.testing.assert_close(weights, torch.softmax(scores, -1).sum(1), rtol=0, atol=1e-12)
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    q = torch.full((1, 4), 100.0)
+    k = torch.stack([torch.full((4,), 100.0), torch.full((4,), -100.0)])[None]
+    out, lse = attend(q, [KVPart(k[:, :1], k[:, :1]), KVPart(k[:, 1:], k[:, 1:])], 1.0)
+    assert torch.equal(out, torch.full((1, 4), 100.0)) and lse.item() == 40000

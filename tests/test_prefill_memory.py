@@ -1,0 +1,46 @@
+"""Prefill of 32k tokens stays linear and small, measured as the resident memory of a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TOKENS = 32_768
+
+MEASURE = f"""
+import resource
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from offload_rt import LLM
+
+N = {TOKENS}
+config = LlamaConfig(
+    vocab_size=8000, hidden_size=512, intermediate_size=1408, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=N, eos_token_id=None,
+)
+llm = LLM(LlamaForCausalLM(config).eval(), policy="full", host_memory="256MiB")
+runner = llm._runner
+sequence = runner.new_sequence([i % 8000 for i in range(64)], 64)
+runner.prefill(sequence, 64, want_logits=True)                    # what torch allocates once, on first use
+runner.free(sequence)
+
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = resident()
+sequence = runner.new_sequence([i % 8000 for i in range(N)], N)
+runner.prefill(sequence, N, want_logits=True)
+geometry = runner.adapter.geometry
+one_layer = geometry.kv_bytes(N, torch.float32) // geometry.layers
+print(resident() - before - runner.pool.bytes_used, llm.weight_bytes, one_layer, N * 512 * 4)
+"""
+
+
+@pytest.mark.slow
+def test_prefill_memory_is_bounded() -> None:
+    """Beside the pool: weights, one layer's K and V, two hidden states `[N, D]`, and a fifth of that for slices."""
+    out = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=300)
+    grown, weights, one_layer, hidden = (int(word) for word in out.stdout.split())
+    assert weights + grown <= 1.2 * (weights + one_layer + 2 * hidden)
