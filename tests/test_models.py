@@ -393,9 +393,16 @@ class TestRefusals:
         (folder / "config.json").write_text(text)
         self.refused(folder, "configuration of")
 
-    def test_invalid_config(self, folder: Path) -> None:
-        edit_config(folder, num_attention_heads="many")
-        self.refused(folder, "configuration of .* is not valid")
+    @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_act"])
+    def test_invalid_config(self, folder: Path, key: str) -> None:
+        edit_config(folder, **{key: "many"})
+        self.refused(folder, "cannot load the weights|configuration of .* is not valid: .*many")
+        with pytest.raises(ModelError, match=r"configuration of .* is not valid: .*many"):
+            load_config_geometry(folder)
+
+    def test_contradictory_config(self, folder: Path) -> None:
+        edit_config(folder, model_type="mixtral")
+        self.refused(folder, "contradicts itself: LlamaForCausalLM, but model type 'mixtral'")
 
     def test_no_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -56,6 +56,7 @@ def read_config(place: str, supported: Collection[str]) -> PreTrainedConfig:
     Raises ModelError where it cannot be had, is damaged, or is of an architecture not among `supported`.
     """
     from transformers import AutoConfig, PreTrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     folder = Path(place)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -71,6 +72,8 @@ def read_config(place: str, supported: Collection[str]) -> PreTrainedConfig:
     refuse_quantised(raw.get("quantization_config"))
     with _one_error(f"the configuration of {_quoted(place)} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    if CLASSES.get(config.model_type) != architecture:
+        raise ModelError(f"{_quoted(place)} contradicts itself: {architecture}, but model type {config.model_type!r}")
     return config
 
 
@@ -118,6 +121,16 @@ def read_weights(
         warnings.warn(f"{_quoted(place)}: unused weights {_some(sorted(report['unexpected_keys']))}", stacklevel=3)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+def build_skeleton(place: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `place` without its weights, on the meta device. Raises ModelError where none can be built."""
+    from transformers import AutoModelForCausalLM
+
+    builder: Any = AutoModelForCausalLM
+    with _one_error(f"the configuration of {_quoted(place)} is not valid"), torch.device("meta"):
+        skeleton: PreTrainedModel = builder.from_config(config, dtype=dtype, trust_remote_code=False)
+    return skeleton
 
 
 def _check_weight_files(folder: Path) -> None:
@@ -183,9 +196,9 @@ def _one_error(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise MemoryLimitError(f"{what}: the device has no room for it ({_first_line(error)})") from error
+        raise MemoryLimitError(f"{what}: the device has no room for it ({_one_line(error)})") from error
     except Exception as error:
-        raise ModelError(f"{what}: {_first_line(error)}") from error
+        raise ModelError(f"{what}: {_one_line(error)}") from error
 
 
 @contextmanager
@@ -202,9 +215,10 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _one_line(error: BaseException) -> str:
+    """The message of `error` on one line of at most 300 characters; a bare word ("KeyError: 'x'") with its type."""
+    text = " ".join(str(error).split())
+    return text[:300] if " " in text else f"{type(error).__name__} {text}"
 
 
 def _quoted(place: str) -> str:

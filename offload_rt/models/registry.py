@@ -14,6 +14,7 @@ from ..core import ModelGeometry
 from ..errors import ModelError
 from .adapter import ModelAdapter
 from .checkpoint import (
+    build_skeleton,
     locate,
     read_config,
     read_tokenizer,
@@ -106,14 +107,10 @@ def load_config_geometry(
 ) -> tuple[ModelGeometry, int, torch.dtype]:
     """Geometry, bytes of the weights and dtype that `load_model` would give, from the configuration alone: nothing but
     config.json is read. Raises what `load_model` raises."""
-    from transformers import AutoModelForCausalLM
-
-    builder: Any = AutoModelForCausalLM
     place = locate(model)
     config = read_config(place, ARCHITECTURES)
     chosen = resolve_dtype(dtype, config, resolve_device(device)) or torch.float32
-    with torch.device("meta"):
-        skeleton = builder.from_config(config, dtype=chosen, trust_remote_code=False)
+    skeleton = build_skeleton(place, config, chosen)
     return adapter_for(skeleton).geometry, _weight_bytes(skeleton), chosen
 
 
