@@ -229,7 +229,7 @@ def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
     A sample says below which value the n-th largest can hardly lie, and only what is above is partitioned (numpy's
     partition takes 5 ns a value, a comparison 0.2). Where the sample was wrong, everything is.
     """
-    tokens = None
+    tokens: npt.NDArray[np.int64] | None = None
     sample = values[::_SAMPLE_STRIDE]
     rank = n / _SAMPLE_STRIDE
     safe = int(rank + 3 * math.sqrt(rank)) + 2
@@ -240,11 +240,12 @@ def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
         tokens = np.arange(len(values))
     among = values.take(tokens)
     least = np.partition(among, len(among) - n)[len(among) - n]
-    found = tokens[among >= least]
+    found: npt.NDArray[np.int64] = tokens[among >= least]
     if len(found) == n:
         return found
     tied = values[found] == least
-    return found[~tied | (np.cumsum(tied) <= n - np.count_nonzero(~tied))]
+    kept: npt.NDArray[np.int64] = found[~tied | (np.cumsum(tied) <= n - np.count_nonzero(~tied))]
+    return kept
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ def best(values: torch.Tensor, among: range, n: int) -> set[int]:
 @pytest.mark.parametrize("budget", SHARES)
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("group", [1, 4])
-def test_oracle_takes_the_true_best(group: int, window: int | None, budget: float) -> None:
+def test_oracle_takes_the_true_best(group: int, window: int | None, budget: float, device: torch.device) -> None:
     shape = geometry(group=group, window=window)
     q, k = tokens(shape, TOTAL)
     state = Oracle(options(budget), shape).new_state(lambda layer, wanted: k[layer, :, wanted.start : wanted.stop])
@@ -62,23 +62,23 @@ def test_oracle_takes_the_true_best(group: int, window: int | None, budget: floa
     for layer in range(shape.layers):
         weights = true_weights(shape, layer, q[layer, :, -1], k, visible.candidates).view(2, group, -1).amax(1)
         expected = [best(row, visible.candidates, count(budget, visible)) for row in weights]
-        assert as_sets(state.select(layer, q[layer, :, -1], visible).tokens) == expected
+        assert as_sets(state.select(layer, q[layer, :, -1].to(device), visible).tokens) == expected
 
 
 @pytest.mark.parametrize("budget", SHARES)
 @pytest.mark.parametrize("window", [None, 50])
-def test_streaming_takes_the_newest(window: int | None, budget: float) -> None:
+def test_streaming_takes_the_newest(window: int | None, budget: float, device: torch.device) -> None:
     shape = geometry(window=window)
     state = Streaming(options(budget), shape).new_state(no_keys)
     visible = visible_of(TOTAL, window)
     n = count(budget, visible)
     expected = set(range(TOTAL - 8 - n, TOTAL - 8))
-    assert as_sets(state.select(0, torch.zeros(2, 16), visible).tokens) == [expected] * 2
+    assert as_sets(state.select(0, torch.zeros(2, 16, device=device), visible).tokens) == [expected] * 2
 
 
-def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int = 16) -> QuestState:
+def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int) -> QuestState:
     chosen = QuestOptions(budget=budget, page=page, **OPTIONS)  # type: ignore[arg-type]
-    state = Quest(chosen, shape, CPU, torch.float64).new_state(no_keys)
+    state = Quest(chosen, shape, k.device, torch.float64).new_state(no_keys)
     for layer in range(shape.layers):
         for start, stop in ((0, 1), (1, PROMPT), *((t, t + 1) for t in range(PROMPT, k.shape[2]))):
             state.on_keys(layer, k[layer, :, start:stop], start)
@@ -90,11 +90,11 @@ def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("group", "page"), [(1, 16), (4, 16), (2, 5)])
 def test_quest_takes_the_pages_with_the_largest_bounds(
-    group: int, page: int, window: int | None, budget: float
+    group: int, page: int, window: int | None, budget: float, device: torch.device
 ) -> None:
     shape = geometry(group=group, window=window)
     q, k = tokens(shape, TOTAL)
-    state = quest_state(budget, shape, k, page)
+    state = quest_state(budget, shape, k.to(device), page)
     visible = visible_of(TOTAL, window)
     for layer in range(shape.layers):
         pages = range(visible.candidates.start // page, -(-visible.candidates.stop // page))
@@ -107,7 +107,7 @@ def test_quest_takes_the_pages_with_the_largest_bounds(
                 bounds[head, index] = products.sum() * shape.scales[layer]
         ranks = bounds.softmax(1).view(2, group, -1).amax(1).repeat_interleave(page, 1)
         expected = [best(row, visible.candidates, count(budget, visible)) for row in ranks]
-        assert as_sets(state.select(layer, q[layer, :, -1], visible).tokens) == expected
+        assert as_sets(state.select(layer, q[layer, :, -1].to(device), visible).tokens) == expected
 
 
 def test_quest_forks_and_bytes() -> None:
@@ -158,7 +158,7 @@ class PlainH2O:
 
 
 def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Tensor) -> H2OState:
-    state = H2O(options(budget), shape, CPU).new_state(no_keys)
+    state = H2O(options(budget), shape, k.device).new_state(no_keys)
     for layer in range(shape.layers):
         for start, stop in ((0, 40), (40, PROMPT)):
             state.on_queries(layer, q[layer, :, start:stop], k[layer, :, :PROMPT], start)
@@ -171,26 +171,26 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("group", [1, 4])
 def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
-    group: int, window: int | None, budget: float, monkeypatch: pytest.MonkeyPatch
+    group: int, window: int | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(h2o, "_BLOCK", 700)  # several blocks of queries to a slice
     shape = geometry(group=group, window=window)
     q, k = tokens(shape, TOTAL)
-    state = filled_h2o(shape, budget, q, k)
+    state = filled_h2o(shape, budget, q.to(device), k.to(device))
     for layer in range(shape.layers):
         plain = PlainH2O(shape, budget, layer)
         plain.prompt(q, k)
         dropped: list[set[int]] = [set(), set()]
         for length in range(PROMPT + 1, TOTAL + 1):
             visible = visible_of(length, window)
-            state.on_keys(layer, k[layer, :, length - 1 : length], length - 1)
-            chosen = as_sets(state.select(layer, q[layer, :, 0], visible).tokens)
+            state.on_keys(layer, k[layer, :, length - 1 : length].to(device), length - 1)
+            chosen = as_sets(state.select(layer, q[layer, :, 0].to(device), visible).tokens)
             assert chosen == plain.select(visible)
             assert not any(a & b for a, b in zip(chosen, dropped, strict=True))
             dropped = [gone | (set(visible.candidates) - row) for gone, row in zip(dropped, chosen, strict=True)]
             attended = torch.tensor([sorted(row | set(visible.sinks) | set(visible.recent)) for row in chosen])
             weights = torch.rand(attended.shape, generator=torch.Generator().manual_seed(length))
-            state.on_attended(layer, attended, weights)
+            state.on_attended(layer, attended.to(device), weights.to(device))
             for head in range(2):
                 for token, weight in zip(attended[head].tolist(), weights[head].tolist(), strict=True):
                     plain.drawn[head][token] += weight

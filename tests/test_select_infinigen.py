@@ -21,9 +21,11 @@ PROMPT = 90
 TOTAL = 110
 
 
-def policy(shape: ModelGeometry, dtype: torch.dtype = torch.float64, **options: object) -> InfiniGen:
+def policy(
+    shape: ModelGeometry, dtype: torch.dtype = torch.float64, device: torch.device = CPU, **options: object
+) -> InfiniGen:
     chosen = InfiniGenOptions(**({"dense_layers": (), "sinks": 4, "recent": 8} | options))  # type: ignore[arg-type]
-    return InfiniGen(chosen, shape, artifact(shape), CPU, dtype)
+    return InfiniGen(chosen, shape, artifact(shape), device, dtype)
 
 
 def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROMPT) -> InfiniGenState:
@@ -82,30 +84,34 @@ def calibrated(rule: InfiniGen) -> torch.Tensor:
 @pytest.mark.parametrize("resident", [(4, 8), (0, 1), (3, 200)])
 @pytest.mark.parametrize("rule_of_count", [(5.0, 0.2), (1.0, 0.9), (0.0, 1.0), (math.inf, 0.3)])
 def test_equals_a_plain_implementation(
-    group: int, window: int | None, resident: tuple[int, int], rule_of_count: tuple[float, float]
+    group: int,
+    window: int | None,
+    resident: tuple[int, int],
+    rule_of_count: tuple[float, float],
+    device: torch.device,
 ) -> None:
     shape = geometry(group=group, window=window)
     alpha, fraction = rule_of_count
-    rule = policy(shape, alpha=alpha, max_fraction=fraction, sinks=resident[0], recent=resident[1])
+    rule = policy(shape, device=device, alpha=alpha, max_fraction=fraction, sinks=resident[0], recent=resident[1])
     q, k = tokens(shape, TOTAL)
-    state = filled(rule, q, k)
+    state = filled(rule, q.to(device), k.to(device))
     visible = Visible.of(TOTAL, sinks=resident[0], recent=resident[1], window=window)
     for layer in range(shape.layers):
         query = q[layer, :, -1]
         scores = plain_scores(rule, layer, query, k, calibrated(rule))
         expected = plain_selection(scores, visible.candidates, group, alpha, fraction)
-        assert as_sets(state.select(layer, query, visible).tokens) == expected
+        assert as_sets(state.select(layer, query.to(device), visible).tokens) == expected
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_paper_preset_chooses_columns_from_the_prompt(group: int) -> None:
+def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.device) -> None:
     shape = geometry(group=group, layers=3)
     options = InfiniGenOptions.preset("paper")
-    rule = InfiniGen(options, shape, artifact(shape), CPU, torch.float64)
+    rule = InfiniGen(options, shape, artifact(shape), device, torch.float64)
     assert (rule.moment, rule.sinks, rule.recent, rule.dense_layers) == ("attention_input", 0, 1, {0})
     q, k = tokens(shape, TOTAL)
     q[:, :, :, 3] *= 5  # unlike magnitudes, so that the prompt's columns are not calibration's
-    state = filled(rule, q, k)
+    state = filled(rule, q.to(device), k.to(device))
     visible = Visible.of(TOTAL, sinks=0, recent=1, window=None)
     basis = artifact(shape)
     for layer in (1, 2):
@@ -119,15 +125,15 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int) -> None:
         query = q[layer, :, -1]
         scores = plain_scores(rule, layer, query, k, torch.stack(kept))
         expected = plain_selection(scores, visible.candidates, group, 5.0, 0.2)
-        assert as_sets(state.select(layer, query, visible).tokens) == expected
+        assert as_sets(state.select(layer, query.to(device), visible).tokens) == expected
 
 
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
 @pytest.mark.parametrize("group", [1, 4])
-def test_alpha_inf_and_full_fraction_select_every_candidate(scorer: str, group: int) -> None:
+def test_alpha_inf_and_full_fraction_select_every_candidate(scorer: str, group: int, device: torch.device) -> None:
     shape = geometry(group=group)
-    rule = policy(shape, torch.float32, scorer=scorer, alpha=math.inf, max_fraction=1.0)
-    q, k = tokens(shape, TOTAL)
+    rule = policy(shape, torch.float32, device, scorer=scorer, alpha=math.inf, max_fraction=1.0)
+    q, k = (x.to(device) for x in tokens(shape, TOTAL))
     visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
     selected = filled(rule, q, k).select(1, q[1, :, -1].float(), visible).tokens
     assert as_sets(selected) == [set(visible.candidates)] * shape.kv_heads
@@ -256,11 +262,11 @@ def test_quantiser_error(bits: int, gaussian_error: float) -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("group", [1, 4])
-def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: int) -> None:
+def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: int, device: torch.device) -> None:
     shape = geometry(group=group, head_dim=20)
-    rule = policy(shape, torch.float64, scorer=f"int{bits}")
+    rule = policy(shape, torch.float64, device, scorer=f"int{bits}")
     q, k = tokens(shape, 50)
-    state = filled(rule, q, k, 41)
+    state = filled(rule, q.to(device), k.to(device), 41)
     data, layer = artifact(shape), 1
     quantiser = Quantiser.fit(
         Basis(data.query[layer].double(), data.key[layer].double(), shape.scales[layer]),
@@ -272,7 +278,7 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
     restored = dequantise(quantise(skewed, quantiser.mean, quantiser.step, bits), quantiser.mean, quantiser.step, bits)
     query = quantiser.basis.skew_query(q[layer, :, -1])
     exact = query @ restored.transpose(1, 2)
-    scores = state._keys.scores(layer, q[layer, :, -1], range(3, 50))
+    scores = state._keys.scores(layer, q[layer, :, -1].to(device), range(3, 50)).cpu()
     # The int8 query is off by at most half a 127th of its largest weight, in each column, times a code's distance
     # from the middle.
     weights = (query * quantiser.step.unsqueeze(1)).abs().amax(-1, keepdim=True)
@@ -291,15 +297,17 @@ def missed_mass(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tenso
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("limit", [0.02, 0.1, 0.3])
-def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(group: int, limit: float) -> None:
+def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(
+    group: int, limit: float, device: torch.device
+) -> None:
     shape = geometry(group=group)
-    rule = policy(shape, max_missed_mass=limit, alpha=0.5, max_fraction=1.0)
+    rule = policy(shape, device=device, max_missed_mass=limit, alpha=0.5, max_fraction=1.0)
     q, k = tokens(shape, TOTAL)
-    state = filled(rule, q, k)
+    state = filled(rule, q.to(device), k.to(device))
     visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
-    selection = state.select(1, q[1, :, 0], visible)
+    selection = state.select(1, q[1, :, 0].to(device), visible)
     query = q[1, :, -1]
-    extra = state.repair(1, query, visible, selection)
+    extra = state.repair(1, query.to(device), visible, selection)
     assert extra is not None
     resident = set(visible.sinks) | set(visible.recent)
     first = [resident | row for row in as_sets(selection.tokens)]
