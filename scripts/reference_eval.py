@@ -107,6 +107,22 @@ class Answer:
 
 
 @torch.no_grad()
+def ask(model: PreTrainedModel, passages: Sequence[Passage], *, batch: int = 8) -> list[Answer]:
+    """All questions of passages of one length, in order."""
+    answers = []
+    rows = max(1, batch * 512 // len(passages[0].ids))
+    for i in range(0, len(passages), rows):
+        part = passages[i : i + rows]
+        ids = torch.from_numpy(np.stack([passage.ids for passage in part]).astype(np.int64)).to(model.device)
+        hidden = _hidden(model, ids)
+        for row, passage in enumerate(part):
+            for kind, positions, distance in passage.questions:
+                at = torch.tensor(positions, device=ids.device)
+                right = cast(Any, model).lm_head(hidden[row, at - 1]).argmax(-1).eq(ids[row, at]).all()
+                answers.append(Answer(kind, distance, bool(right)))
+    return answers
+
+
 def recall(
     model: PreTrainedModel,
     corpus: Corpus,
@@ -118,9 +134,11 @@ def recall(
     seed: int,
     held_out: bool = True,
     kinds: Sequence[str] = tuple(KINDS),
-    batch: int = 8,
 ) -> list[Answer]:
-    """Ask `passages` recall passages of `length` tokens with `facts` facts each; all questions stand at the end."""
+    """Ask `passages` recall passages of `length` tokens with `facts` facts each; all questions stand at the end.
+
+    Raises ValueError where the facts do not fit.
+    """
     rng = np.random.default_rng([seed, length, facts, passages])
     made: list[Passage] = []
     for _ in range(MOST_TRIES + passages):
@@ -129,22 +147,8 @@ def recall(
         if passage is not None:
             made.append(passage)
         if len(made) == passages:
-            break
-    else:
-        raise ValueError(f"{facts} facts and their questions do not fit into {length} tokens")
-    head = cast(Any, model).lm_head
-    rows = max(1, batch * 512 // length)
-    answers = []
-    for i in range(0, passages, rows):
-        part = made[i : i + rows]
-        ids = torch.from_numpy(np.stack([passage.ids for passage in part]).astype(np.int64)).to(model.device)
-        hidden = _hidden(model, ids)
-        for row, passage in enumerate(part):
-            for kind, positions, distance in passage.questions:
-                at = torch.tensor(positions, device=ids.device)
-                right = head(hidden[row, at - 1]).argmax(-1).eq(ids[row, at]).all()
-                answers.append(Answer(kind, distance, bool(right)))
-    return answers
+            return ask(model, made)
+    raise ValueError(f"{facts} facts and their questions do not fit into {length} tokens")
 
 
 def share_right(answers: Sequence[Answer]) -> float:
@@ -166,3 +170,27 @@ def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tu
         if band:
             table[f"{low}-{high - 1}"] = (share_right(band), len(band))
     return table
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A few seconds' worth of scores that tell this checkpoint from any other: bits per byte of the first `window`
+    tokens after the first of a fixed text, and the number of held-out questions right."""
+
+    bits_per_byte: float
+    right: int
+    asked: int
+
+
+def pinned_scores(model: PreTrainedModel, tokenizer: Tokenizer, text: str, *, window: int = 1024) -> Pinned:
+    """Score `text` (which also fills the recall passages); a function of the checkpoint and the text alone.
+
+    Raises ValueError where the text has fewer than window + 1 tokens.
+    """
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
+    sample = {"windows": 1, "scored": window - 1}
+    nats = nats_by_context(model, ids[:window], [window], batch=1, **sample)[window]
+    sizes = scored_bytes(tokenizer, ids[:window], window, **sample)
+    corpus = Corpus.from_ids(ids, tokenizer)
+    answers = recall(model, corpus, Encoder(tokenizer), length=512, facts=4, passages=16, seed=3)
+    return Pinned(bits_per_byte(nats, sizes), sum(answer.right for answer in answers), len(answers))
