@@ -1,0 +1,233 @@
+"""The prefix tree: what matches, what is evicted and when, and sharing through the pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pool import append, kv, make_pool, read
+
+from offload_rt.core import CHUNK
+from offload_rt.pool import prefix_tree
+from offload_rt.pool.prefix_tree import PrefixTree, chunk_key, pack_tokens, root_key
+
+
+def text(*letters: int) -> list[int]:
+    """One chunk of equal tokens for each letter."""
+    return [letter for letter in letters for _ in range(CHUNK)]
+
+
+def alone(chunk: int) -> bool:
+    return True
+
+
+def test_at_most_all_but_the_last_token_matches() -> None:
+    tree = PrefixTree()
+    assert tree.insert(text(1, 2, 3), [7, 8, 9], "exact", alone) == ([7, 8, 9], {})
+    assert tree.match([], "exact") == tree.match([1], "exact") == tree.match(text(1), "exact") == []
+    assert tree.match([*text(1), 2], "exact") == [7]
+    assert tree.match(text(1, 2, 3), "exact") == [7, 8]
+    assert tree.match([*text(1, 2, 3), 5], "exact") == [7, 8, 9]
+    assert tree.match([*text(1, 3), 5], "exact") == [7]
+    assert tree.match([*text(2), 5], "exact") == []
+
+
+def test_lineages_and_namespaces_never_match_each_other() -> None:
+    tree = PrefixTree("model a")
+    tree.insert(text(1), [7], "exact", alone)
+    tree.insert(text(1, 2), [7, 8], "infinigen", alone)  # what came after an exact prefill was decoded sparsely
+    tokens = [*text(1, 2), 0]
+    assert tree.match(tokens, "exact") == [7]
+    assert tree.match(tokens, "infinigen") == []
+    assert tree.match(tokens, "infinigen", "exact") == [7, 8]
+    assert chunk_key(root_key("model a"), "exact", b"x") != chunk_key(root_key("model b"), "exact", b"x")
+    assert chunk_key(b"p", "ab", b"c" * 512) != chunk_key(b"p", "a", b"bc" + b"c" * 510)
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    key = chunk_key(root_key("model"), "exact", pack_tokens(range(64), 1)[0])
+    assert key.hex() == "0d8186daa0662db63c2c7d2fbedb4617", "keys are on disks: never change them"
+
+
+def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, lineage, tokens: parent[:1] + tokens[:1])
+    tree = PrefixTree()
+    tree.insert(text(1, 5), [7, 8], "exact", alone)
+    twin = text(257)  # the same lowest byte, so the same digest here
+    assert tree.match([*twin, 0], "exact") == []
+    assert tree.insert(twin + text(6), [4, 5], "exact", alone) == ([], {})
+    assert tree.match([*text(1), 0], "other lineage") == []
+    assert tree.match([*text(1, 5), 0], "exact") == [7, 8]
+
+
+def test_a_leaf_that_was_used_last_goes_last() -> None:
+    tree = PrefixTree()
+    tree.insert(text(1, 2), [0, 1], "exact", alone)
+    tree.insert(text(1, 3), [0, 2], "exact", alone)
+    tree.insert(text(4), [3], "exact", alone)
+    assert tree.evict(9) == [], "all are held"
+    tree.release([3])
+    tree.release([0, 1])
+    tree.release([2])
+    assert tree.match([*text(4), 0], "exact") == [3]
+    tree.release([3])
+    assert tree.idle == 4
+    assert tree.evict(1) == [1]
+    assert tree.evict(2) == [2, 0], "a parent becomes a leaf; it was used before chunk 3"
+    assert tree.evict(9) == [3]
+    assert len(tree) == tree.idle == 0
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["publish", "match", "end", "evict", "unkey"]), st.integers(0, 2**20)), max_size=60
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS)
+def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> None:
+    """The model: a dictionary from prefix to chunk with the time of its last use, and who holds what."""
+    tree = PrefixTree()
+    known: dict[tuple[int, ...], int] = {}
+    used: dict[tuple[int, ...], int] = {}
+    refs: Counter[int] = Counter()
+    holders: list[list[int]] = []
+    fresh = 0
+
+    def drop(chunks: list[int]) -> None:
+        gone = [key for key, chunk in known.items() if chunk in chunks]
+        assert sorted(known[key] for key in gone) == sorted(chunks)
+        for key in gone:
+            refs[known.pop(key)] -= 1
+
+    for clock, (action, number) in enumerate(steps):
+        letters = tuple(number >> i & 1 for i in range(1 + number % 4))
+        prefixes = [letters[: i + 1] for i in range(len(letters))]
+        if action == "publish":
+            mine = list(range(fresh, fresh + len(letters)))
+            fresh += len(letters)
+            taken, instead = tree.insert(text(*letters), mine, "exact", alone)
+            assert taken == [chunk for key, chunk in zip(prefixes, mine, strict=True) if key not in known]
+            assert instead == {i: known[key] for i, key in enumerate(prefixes) if key in known}
+            for key, chunk in zip(prefixes, mine, strict=True):
+                refs[known.setdefault(key, chunk)] += 1 + (chunk in taken)
+                used[key] = clock
+            holders.append([known[key] for key in prefixes])
+        elif action == "match":
+            found = tree.match([*text(*letters), 9], "exact")
+            assert found == [known[key] for key in prefixes if key in known]
+            for key, chunk in zip(prefixes, found, strict=False):
+                refs[chunk] += 1
+                used[key] = clock
+            holders.append(found)
+        elif action == "end" and holders:
+            ended = holders.pop(number % len(holders))
+            refs.subtract(ended)
+            tree.release([chunk for chunk in ended if refs[chunk] == 1])
+            used |= {key: clock for key, chunk in known.items() if chunk in ended and refs[chunk] == 1}
+        elif action == "evict":
+            for _ in range(number % 3):
+                leaves = {
+                    key: used[key]
+                    for key, chunk in known.items()
+                    if refs[chunk] == 1 and not any(other[:-1] == key for other in known)
+                }
+                gone = tree.evict(1)
+                assert len(gone) == min(1, len(leaves))
+                assert [used[key] for key, chunk in known.items() if chunk in gone] == sorted(leaves.values())[:1]
+                drop(gone)
+        elif action == "unkey" and known:
+            key = list(known)[number % len(known)]
+            behind = [chunk for other, chunk in known.items() if other[: len(key)] == key]
+            gone = tree.unkey(known[key])
+            assert sorted(gone) == sorted(behind)
+            drop(gone)
+            holders = [[chunk for chunk in chunks if chunk not in gone] for chunks in holders]
+        tree.check_integrity(lambda chunk: refs[chunk])
+        assert len(tree) == len(known) and all(chunk in tree for chunk in known.values())
+        assert tree.idle == sum(refs[chunk] == 1 for chunk in known.values())
+
+
+def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
+    pool = make_pool(12)
+    tokens = [*text(1, 2, 3), 4, 4, 4]
+    first = pool.new_lease(0)
+    append(pool, first, len(tokens))
+    assert pool.publish(first, tokens, "exact") == []
+    used = pool.bytes_used
+    second = pool.match([*tokens, 5], "exact")
+    assert second.length == 3 * CHUNK and second.chunks == first.chunks[:3]
+    assert pool.bytes_used == used, "what is shared is stored once"
+    append(pool, second, 10, sequence=1)
+    pool.release(first)
+    pool.release(second)
+    assert pool.idle_chunks == 3 and pool.bytes_used == 3 * pool.chunk_bytes
+    third = pool.match([*tokens, 5], "exact")
+    for layer in (0, 1):
+        assert torch.equal(read(pool.runs(third, layer, range(192)))[0], kv(range(192), layer)[0])
+    pool.check_integrity()
+
+
+def test_equal_prompts_computed_side_by_side_end_up_shared() -> None:
+    pool = make_pool(12)
+    tokens = text(1, 2)
+    leases = [pool.new_lease(128) for _ in range(2)]
+    for i, lease in enumerate(leases):
+        append(pool, lease, 128, sequence=i)
+    assert pool.publish(leases[0], tokens, "exact") == []
+    assert pool.publish(leases[1], tokens, "exact") == [0, 1]
+    assert leases[0].chunks == leases[1].chunks and pool.bytes_used == 2 * pool.chunk_bytes
+    assert pool.publish(leases[1], tokens, "exact") == []
+    pool.check_integrity()
+
+
+def test_chunks_that_a_fork_keeps_are_not_exchanged() -> None:
+    pool = make_pool(12)
+    first, second = pool.new_lease(64), pool.new_lease(128)
+    append(pool, first, 64)
+    append(pool, second, 128, sequence=1)
+    twin = pool.fork(second)
+    pool.publish(first, text(1), "exact")
+    assert pool.publish(second, text(1, 2), "exact") == [], "the fork would hold chunk 1 of the tree, but not chunk 0"
+    assert pool.idle_chunks == 0 and len(pool._tree) == 1
+    pool.release(second)
+    pool.check_integrity()
+    assert pool.publish(twin, text(1, 2), "exact") == [0]
+    assert len(pool._tree) == 2
+    pool.check_integrity()
+
+
+def test_room_is_made_from_the_tree_before_the_pool_is_full() -> None:
+    pool = make_pool(6, slab_chunks=6)
+    old = pool.new_lease(0)
+    append(pool, old, 4 * CHUNK)
+    pool.publish(old, text(1, 2, 3, 4), "exact")
+    pool.release(old)
+    new = pool.new_lease(3 * CHUNK)
+    assert pool.idle_chunks == 3 and pool.free_chunks == 0
+    assert pool.match([*text(1, 2, 3, 4), 0], "exact").length == 3 * CHUNK, "the leaf went first"
+    with pytest.raises(MemoryError, match=r"only 0 are free or can be given up"):
+        pool.reserve(new, 4 * CHUNK)
+    pool.check_integrity()
+
+
+def test_an_overwritten_chunk_leaves_the_tree_for_good() -> None:
+    pool = make_pool(12)
+    tokens = [*text(1, 2, 3), 0]
+    lease = pool.new_lease(0)
+    append(pool, lease, 3 * CHUNK)
+    pool.publish(lease, tokens, "exact")
+    other = pool.match(tokens, "exact")
+    assert not pool.claim(lease, 1), "another sequence reads it"
+    assert len(pool._tree) == 3, "and finds it again"
+    pool.release(other)
+    assert pool.claim(lease, 1)
+    assert pool.match(tokens, "exact").length == CHUNK, "what lies behind it went too"
+    pool.publish(lease, tokens, "exact")
+    assert pool.match(tokens, "exact").length == CHUNK
+    pool.check_integrity()
+    pool.release(lease)
+    assert not pool._claimed, "the next holder of the slot may publish it"
