@@ -200,6 +200,20 @@ def test_chunks_that_a_fork_keeps_are_not_exchanged() -> None:
     pool.check_integrity()
 
 
+def test_writing_behind_a_cut_in_a_published_chunk_leaves_it_to_the_tree() -> None:
+    pool = make_pool(12)
+    lease = pool.new_lease(0)
+    append(pool, lease, CHUNK)
+    pool.publish(lease, text(1), "exact")
+    pool.truncate(lease, 10)
+    append(pool, lease, 1, sequence=1)
+    assert pool.idle_chunks == 1, "copied, and the original let go"
+    assert torch.equal(read(pool.runs(lease, 1, range(10)))[0], kv(range(10), 1)[0])
+    kept = pool.match([*text(1), 0], "exact")
+    assert torch.equal(read(pool.runs(kept, 1, range(CHUNK)))[0], kv(range(CHUNK), 1)[0])
+    pool.check_integrity()
+
+
 def test_room_is_made_from_the_tree_before_the_pool_is_full() -> None:
     pool = make_pool(6, slab_chunks=6)
     old = pool.new_lease(0)

@@ -35,16 +35,13 @@ class Arena:
         self.layout = layout
         self.pin = pin
         self.active = 0
-        memory = mmap.mmap(-1, layout.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, a system without the call
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
+        self.rows = torch.frombuffer(_reserve(layout.bytes), dtype=dtype).view(layout.rows, layout.head_dim)
         """`[R, d]`: every row of the arena by its row id."""
         shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
         self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
         """`[slab, L, Hkv, 2, slab_chunks * 64, d]`: the same memory by place."""
-        assert self.rows.data_ptr() % PAGE == 0 == layout.slab_bytes % PAGE
+        assert PAGE % mmap.PAGESIZE == 0 == self.rows.data_ptr() % mmap.PAGESIZE
 
     def activate(self) -> None:
         """Makes the next slab ready. MemoryLimitError where it cannot be pinned."""
@@ -60,6 +57,20 @@ class Arena:
         (a, i), (b, j) = (divmod(chunk, self.layout.slab_chunks) for chunk in (source, target))
         old = self.planes[a, :, :, :, i * CHUNK : i * CHUNK + tokens]
         self.planes[b, :, :, :, j * CHUNK : j * CHUNK + tokens].copy_(old)
+
+
+def _reserve(size: int) -> mmap.mmap:
+    """`size` bytes of page-aligned address space, with no memory behind them yet."""
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryLimitError(
+            f"cannot reserve {format_size(size)} ({size} bytes) of address space for the host pool ({error}): lower "
+            f"host_memory, or raise this process's limits (ulimit -v, vm.overcommit_memory)"
+        ) from error
+    with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, a system without the call
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _register(slab: torch.Tensor) -> None:

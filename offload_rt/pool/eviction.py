@@ -24,7 +24,7 @@ class SlotState:
     last_used: int64, the last step in which the slot was written or any of its rows selected.
     counter: uint8, steps in which any of its rows was selected; if one of a layer saturates, all of it are halved.
 
-    Mutated in place by `place` and `touch`.
+    Mutated in place by `fill`, `place`, `move` and `touch`.
     """
 
     position: torch.Tensor
@@ -39,6 +39,32 @@ class SlotState:
             torch.full((layers, slots), -1, dtype=torch.int64, device=device),
             torch.zeros((layers, slots), dtype=torch.uint8, device=device),
         )
+
+    def grown(self, slots: int) -> SlotState:
+        """The same state with room for `slots` slots, the added ones empty."""
+        grown = SlotState.empty(self.position.shape[0], slots, self.position.device)
+        for old, new in zip(self._tables(), grown._tables(), strict=True):
+            new[:, : old.shape[1]] = old
+        return grown
+
+    def clone(self) -> SlotState:
+        """An independent copy."""
+        return SlotState(*(table.clone() for table in self._tables()))
+
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.position, self.last_used, self.counter
+
+    def fill(self, tokens: range) -> None:
+        """Token t of `tokens` is written to slot t of every layer in step t."""
+        at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
+        self.position[:, tokens.start : tokens.stop] = at
+        self.last_used[:, tokens.start : tokens.stop] = at
+        self.counter[:, tokens.start : tokens.stop] = 0
+
+    def move(self, source: int, targets: torch.Tensor) -> None:
+        """What slot `source` of each layer holds, and its history, moves to slot `targets[l]`; targets int64 `[L]`."""
+        for table in self._tables():
+            table.scatter_(1, targets[:, None], table[:, source : source + 1])
 
     def place(self, slots: torch.Tensor, position: int, step: int) -> None:
         """The token at `position` is written to slot `slots[l]` of each layer l in step `step`; slots int64 `[L]`."""

@@ -27,8 +27,9 @@ from ..errors import MemoryLimitError
 SLAB_TOKENS = 16_384
 """Most token slots of a slab: what is pinned in one call, and the longest possible contiguous run."""
 
-PAGE = 4096
-"""Slabs start on page boundaries: two pinned ranges must not share a page."""
+PAGE = 1 << 16
+"""Slabs start on page boundaries, since two pinned ranges must not share a page; the largest base page in use is 64 KiB
+(some ARM servers)."""
 
 
 @dataclass(frozen=True)
