@@ -156,6 +156,15 @@ class TestPieces:
         for plain, shuffled in zip(run(tokens, positions), run(tokens[order], positions[order]), strict=True):
             torch.testing.assert_close(plain[order], shuffled, rtol=1e-5, atol=1e-4)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_logits_of_half_precision_are_float32(self, dtype: torch.dtype) -> None:
+        """The head's own numbers, widened after it."""
+        model = tiny_model("llama", dtype=dtype)
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits = adapter_for(model).logits(x)
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits, model.lm_head(model.model.norm(x)).float())
+
     def test_rotation_follows_the_positions(self) -> None:
         """The memo of cos and sin: other positions are seen in any layer, those changed in place from layer 0 on."""
         adapter, fresh = adapter_for(build("llama")), adapter_for(build("llama"))
