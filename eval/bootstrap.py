@@ -1,0 +1,76 @@
+"""Standard errors and paired bootstrap intervals over documents (windows of a book, questions, requests)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+DRAWS = 10_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95 % percentile interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether 0 lies outside the interval."""
+        return self.low > 0 or self.high < 0
+
+
+def ratio(values: Array, weights: Array) -> Array:
+    """Sum of `values` `[..., n]` over sum of `weights` `[..., n]`: nats per token, bits per byte, a mean."""
+    return np.asarray(values.sum(-1) / weights.sum(-1))
+
+
+def ratio_error(values: ArrayLike, weights: ArrayLike) -> float:
+    """Standard error of sum(values) / sum(weights) over n documents, both `[n]` (delta method); 0 for one document."""
+    v, w = np.asarray(values, float), np.asarray(weights, float)
+    if len(v) < 2:
+        return 0.0
+    residual = v - (v.sum() / w.sum()) * w
+    return float(math.sqrt(len(v) / (len(v) - 1) * (residual**2).sum()) / w.sum())
+
+
+def paired_bootstrap(
+    values: ArrayLike,
+    base: ArrayLike,
+    weights: ArrayLike,
+    *,
+    change: Callable[[Array, Array], Array] = np.subtract,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Interval:
+    """Interval of change(ratio(values), ratio(base)), documents drawn with both their scores together.
+
+    values, base, weights `[n]` of the same n documents in the same order.
+    """
+    v, b, w = (np.asarray(x, float) for x in (values, base, weights))
+    assert len(v) == len(b) == len(w) > 0
+    picks = np.random.default_rng(seed).integers(len(v), size=(draws, len(v)))
+    drawn = change(ratio(v[picks], w[picks]), ratio(b[picks], w[picks]))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Interval(float(change(ratio(v, w), ratio(b, w))), float(low), float(high))
+
+
+def perplexity_change(nats: Array, base: Array) -> Array:
+    """Relative change of perplexity, from nats per token: exp(nats - base) - 1."""
+    return np.expm1(nats - base)
+
+
+def share_error(right: int, asked: int) -> float:
+    """Standard error of an accuracy, `right` of `asked` (binomial; of 0 or all right that of one half answer)."""
+    if asked == 0:
+        return 0.0
+    share = min(max(right, 0.5), asked - 0.5) / asked if asked > 1 else 0.5
+    return math.sqrt(share * (1 - share) / asked)

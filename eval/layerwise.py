@@ -1,0 +1,245 @@
+"""The decode path layer by layer: all decoded positions of a text at once, each with its own selection.
+
+A policy never looks ahead within a layer, so the positions of a teacher-forced text need not wait for each other: what
+the step-by-step path computes for token t at layer l depends on layers below l and on keys up to t only. The results
+are those of `LLM.score` up to rounding (a test holds the two together); the time is a small part of it. And because a
+whole layer is at hand, an observer can look at everything that the paper's pictures show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..core import KVPart, Visible
+from ..kernels.causal import attend_causal
+from ..models.adapter import ModelAdapter
+from ..runtime.attention import attend, group_weights
+from ..runtime.metrics import Trace, fractions, layer_means
+from ..select.base import Policy, PolicyState
+from ..transfer.plan import attended_tokens
+
+BLOCK = 128
+"""Positions whose attention weights exist at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """One layer of one text for an observer. T decoded positions, N tokens.
+
+    query: true queries `[H, T, d]`; guess: what the policy selected with, `[H, T, d]` (None in a dense layer).
+    k, v `[Hkv, N, d]`; attended: bool `[Hkv, T, N]`; causal: bool `[T, N]`, what the model itself would see.
+    """
+
+    layer: int
+    scale: float
+    query: torch.Tensor
+    guess: torch.Tensor | None
+    k: torch.Tensor
+    v: torch.Tensor
+    attended: torch.Tensor
+    causal: torch.Tensor
+
+
+Observer = Callable[[LayerView], None]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerwiseScore:
+    """Of one text: log-probability (nats) and greedy match of each scored token, the trace of its decoded positions
+    (missed mass at every step), and per selecting layer the mean relative error of the attention output
+    |out - exact| / |exact|."""
+
+    logprobs: list[float]
+    is_greedy: list[bool]
+    trace: Trace
+    output_error: dict[int, float]
+    dense_layers: frozenset[int]
+
+    @property
+    def fractions(self) -> tuple[float, float, float]:
+        """(link fraction, attended fraction, attended fraction of the selecting layers)."""
+        return fractions(self.trace, self.dense_layers)
+
+    @property
+    def sparse_link(self) -> float:
+        """Link fraction of the selecting layers."""
+        rows = [
+            [row[layer] for layer in range(self.trace.layers) if layer not in self.dense_layers]
+            for row in self.trace.fetched
+        ]
+        values = [value for row in rows for value in row]
+        return sum(values) / len(values) if values else 0.0
+
+    @property
+    def missed(self) -> tuple[float | None, float | None]:
+        """(mean, worst layer's mean) missed attention mass."""
+        return layer_means(self.trace, self.dense_layers)
+
+
+@torch.inference_mode()
+def score_layerwise(
+    adapter: ModelAdapter,
+    policy: Policy,
+    tokens: Sequence[int],
+    decode_from: int,
+    scored_from: int,
+    observe: Observer | None = None,
+) -> LayerwiseScore:
+    """Scores tokens [scored_from, N) of `tokens`: the first `decode_from` are prefilled exactly, the others go through
+    the policy, the last one's own prediction excepted. 0 <= decode_from < scored_from < N."""
+    assert 0 <= decode_from < scored_from < len(tokens)
+    return _Pass(adapter, policy, tokens, decode_from, observe).run(scored_from)
+
+
+class _Pass:
+    """One text on its way through the layers."""
+
+    def __init__(
+        self, adapter: ModelAdapter, policy: Policy, tokens: Sequence[int], decode_from: int, observe: Observer | None
+    ) -> None:
+        self.adapter, self.policy, self.observe = adapter, policy, observe
+        self.geometry = adapter.geometry
+        self.ids = torch.tensor(tokens, device=adapter.device)
+        self.start, self.stop = decode_from, len(tokens) - 1
+        self.positions = torch.arange(self.stop, device=adapter.device)
+        self.trace = Trace(self.geometry.layers, missed_every=1)
+        for _ in range(self.start, self.stop):
+            self.trace.begin_step()
+        self.trace.missed = [(t, [0.0] * self.geometry.layers) for t in range(self.stop - self.start)]
+        self.output_error: dict[int, float] = {}
+        self._keys: dict[int, torch.Tensor] = {}
+        self.state: PolicyState = policy.new_state(lambda layer, span: self._keys[layer][:, span.start : span.stop])
+
+    def run(self, scored_from: int) -> LayerwiseScore:
+        """All layers, then the head."""
+        x = self.adapter.embed(self.ids[: self.stop], self.positions)
+        guess: torch.Tensor | None = None
+        for layer in range(self.geometry.layers):
+            x, guess = self._layer(layer, x, guess)
+        targets = self.ids[scored_from:]
+        logprobs = torch.log_softmax(self.adapter.logits(x[scored_from - 1 :]), dim=-1)
+        values = logprobs.gather(1, targets[:, None])[:, 0]
+        greedy = values == logprobs.amax(1)
+        dense = self.policy.dense_layers
+        return LayerwiseScore(values.tolist(), greedy.tolist(), self.trace, self.output_error, dense)
+
+    def _layer(
+        self, layer: int, x: torch.Tensor, guess: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x `[N, D]` -> (layer's output `[N, D]`, the next layer's speculated queries `[H, T, d]`)."""
+        adapter, start = self.adapter, self.start
+        attention_input = adapter.attention_input(layer, x)
+        q, k, v = adapter.qkv(layer, attention_input, self.positions)
+        self._keys = {layer: k}
+        self.state.on_queries(layer, q[:, :start], k[:, :start], 0)
+        self.state.on_keys(layer, k[:, :start], 0)
+        outs = []
+        if start:
+            scale, window = self.geometry.scales[layer], self.geometry.windows[layer]
+            outs.append(attend_causal(q[:, :start], k[:, :start], v[:, :start], scale, window))
+        outs.append(self._decoded(layer, q[:, start:], k, v, guess))
+        residual = adapter.after_attention(layer, x, torch.cat(outs, 1).transpose(0, 1).flatten(1))
+        upcoming = self._speculate(layer + 1, x, attention_input, residual)
+        return adapter.mlp(layer, residual), upcoming
+
+    def _speculate(
+        self, layer: int, x: torch.Tensor, attention_input: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What layer `layer` selects with, from the layer before; None where it takes its true query."""
+        if layer == self.geometry.layers or layer in self.policy.dense_layers or self.policy.moment == "query":
+            return None
+        adapter, at = self.adapter, self.positions[self.start :]
+        source = {
+            "attention_input": lambda: attention_input[self.start :],
+            "normed_input": lambda: adapter.attention_input(layer, x[self.start :]),
+            "residual": lambda: adapter.attention_input(layer, residual[self.start :]),
+        }[self.policy.moment]()
+        return adapter.query(layer, source, at)
+
+    def _decoded(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention `[H, T, d]` of the decoded positions' true queries q `[H, T, d]`, each over its selection."""
+        ago = self.positions[self.start :, None] - self.positions
+        window = self.geometry.windows[layer]
+        causal = (ago >= 0) & (ago < (self.stop if window is None else window))
+        dense = layer in self.policy.dense_layers
+        if dense:
+            attended = causal.expand(k.shape[0], -1, -1)
+        else:
+            attended = self._select(layer, q, k, v, q if guess is None else guess)
+        out = self._attend(layer, q, k, v, attended, causal)
+        for t in range(self.stop - self.start) if dense else ():
+            visible = self._visible(layer, t)
+            self.trace.fetched[t][layer] = len(visible.candidates) / len(visible.all)
+            self.trace.attended[t][layer] = 1.0
+        if self.observe is not None:
+            chosen = None if dense else q if guess is None else guess
+            self.observe(LayerView(layer, self.geometry.scales[layer], q, chosen, k, v, attended, causal))
+        return out
+
+    def _visible(self, layer: int, t: int) -> Visible:
+        policy, length = self.policy, self.start + t + 1
+        return Visible.of(length, sinks=policy.sinks, recent=policy.recent, window=self.geometry.windows[layer])
+
+    def _select(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor
+    ) -> torch.Tensor:
+        """bool `[Hkv, T, N]`: what each decoded position attends to, asked of the policy in order."""
+        attended = torch.zeros(k.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        for t in range(q.shape[1]):
+            at = self.start + t
+            self.state.on_keys(layer, k[:, at : at + 1], at)
+            visible = self._visible(layer, t)
+            selection = self.state.select(layer, guess[:, t], visible)
+            tokens, count = attended_tokens(visible, selection.tokens), selection.count
+            extra = self.state.repair(layer, q[:, t], visible, selection)
+            if extra is not None:
+                tokens, count = torch.cat((tokens, extra.tokens), 1), count + extra.count
+            attended[:, t].scatter_(1, tokens, True)
+            context = len(visible.all)
+            self.trace.fetched[t][layer] = count / context
+            self.trace.attended[t][layer] = (visible.resident + count) / context
+            if self.policy.wants_weights:
+                index = tokens.unsqueeze(-1).expand(-1, -1, k.shape[2])
+                part, scale = KVPart(k.gather(1, index), v.gather(1, index)), self.geometry.scales[layer]
+                lse = attend(q[:, t], [part], scale)[1]
+                self.state.on_attended(layer, tokens, group_weights(q[:, t], [part], scale, lse))
+        return attended
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attended: torch.Tensor,
+        causal: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention over `attended`; in selecting layers also the missed mass and the output error."""
+        heads, _, d = q.shape
+        out = torch.empty_like(q)
+        error = norm = 0.0
+        for begin in range(0, q.shape[1], BLOCK):
+            block = slice(begin, begin + BLOCK)
+            grouped = q[:, block].reshape(len(k), -1, *q[:, block].shape[1:]) * self.geometry.scales[layer]
+            scores = grouped @ k.transpose(1, 2).unsqueeze(1)
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill_(~causal[block], -math.inf)
+            chosen = scores.masked_fill(~attended[:, block].unsqueeze(1), -math.inf)
+            mine = chosen.softmax(-1).to(v.dtype) @ v.unsqueeze(1)
+            out[:, block] = mine.reshape(heads, -1, d)
+            if layer in self.policy.dense_layers:
+                continue
+            exact = scores.softmax(-1).to(v.dtype) @ v.unsqueeze(1)
+            error += float((mine - exact).norm(dim=-1).sum())
+            norm += float(exact.norm(dim=-1).sum())
+            caught = (chosen.logsumexp(-1) - scores.logsumexp(-1)).exp().mean((0, 1))
+            for t, mass in enumerate(caught.tolist(), start=begin):
+                self.trace.missed[t][1][layer] = max(0.0, 1.0 - mass)
+        if norm:
+            self.output_error[layer] = error / norm
+        return out

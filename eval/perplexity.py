@@ -1,0 +1,243 @@
+"""Perplexity of a text under each policy, every scored token decoded under it, compared window by window with full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, InputError
+from .bootstrap import Interval, paired_bootstrap, perplexity_change, ratio_error
+from .figures import lines, picture
+from .report import Column, Report, Row, RowStore
+from .subject import Scored, Subject, Text, Variant, encode_text, text_digest
+
+LN2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class PerplexityConfig:
+    """context: tokens of a window. windows: how many, spread evenly over the text. decode_from: tokens of a window
+    that are prefilled exactly (None: three quarters); all after them are decoded under the policy and scored."""
+
+    context: int = 2048
+    windows: int = 32
+    decode_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.context < 2:
+            raise ConfigError(f"context={self.context} must be at least 2 tokens")
+        if self.windows < 1:
+            raise ConfigError(f"windows={self.windows} must be at least 1")
+        if not 0 <= self.start <= self.context - 2:
+            raise ConfigError(f"decode_from={self.decode_from} must be between 0 and context - 2 = {self.context - 2}")
+
+    @property
+    def start(self) -> int:
+        """Tokens prefilled."""
+        return self.context * 3 // 4 if self.decode_from is None else self.decode_from
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of the text, and the UTF-8 bytes of its scored tokens."""
+
+    text: Text
+    bytes: int
+
+
+def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[Window]:
+    """`config.windows` windows spread evenly over the text, each begun as the tokenizer begins a text (BOS).
+
+    Raises InputError where the text is shorter than a window.
+    """
+    ids, ends, lead = encode_text(subject, text)
+    body = config.context - len(lead)
+    if len(ids) < body:
+        raise InputError(f"the text has {len(ids)} tokens, fewer than one window of {body}; lower --context")
+    windows = min(config.windows, max(1, len(ids) // body))
+    scored_from = max(config.start + 1, len(lead))
+    found = []
+    for begin in np.linspace(0, len(ids) - body, windows).astype(int).tolist():
+        tokens = (*lead, *ids[begin : begin + body])
+        before = ends[begin + scored_from - len(lead) - 1] if begin + scored_from > len(lead) else 0
+        found.append(Window(Text(tokens, config.start, scored_from), ends[begin + body - 1] - before))
+    return found
+
+
+def measure(subject: Subject, variant: Variant, windows: Sequence[Window]) -> Row:
+    """The variant's row: `samples` holds nats, tokens and bytes of each window."""
+    scored = subject.score(variant, [window.text for window in windows])
+    samples: dict[str, list[Any]] = {
+        "nats": [sum(score.nats) for score in scored],
+        "tokens": [len(score.nats) for score in scored],
+        "bytes": [window.bytes for window in windows],
+    }
+    dense = sorted(subject.policy(variant).dense_layers)
+    return {
+        **subject.identity,
+        "policy": variant.policy,
+        "variant": variant.label,
+        "options": dict(variant.options),
+        "engine": dict(variant.engine),
+        "budget": variant.options.get("budget"),
+        "dense_layers": dense,
+        "windows": len(windows),
+        "scored_tokens": sum(samples["tokens"]),
+        **costs(scored),
+        **summary(samples),
+        "samples": samples,
+    }
+
+
+def costs(scored: Sequence[Scored]) -> Row:
+    """What the texts cost: means over texts, of the worst layers too."""
+    names = (
+        "attended",
+        "link",
+        "sparse_attended",
+        "sparse_link",
+        "missed",
+        "missed_worst",
+        "output_error",
+        "output_error_worst",
+    )
+    found: Row = {}
+    for name in names:
+        values = [value for score in scored if (value := getattr(score, name)) is not None]
+        found[name] = sum(values) / len(values) if values else None
+    return found
+
+
+def summary(samples: dict[str, list[Any]]) -> Row:
+    """Perplexity and bits per byte with standard errors over windows."""
+    nats, tokens, sizes = (np.asarray(samples[name], float) for name in ("nats", "tokens", "bytes"))
+    per_token, error = nats.sum() / tokens.sum(), ratio_error(nats, tokens)
+    return {
+        "nats_per_token": float(per_token),
+        "perplexity": math.exp(per_token),
+        "perplexity_error": math.exp(per_token) * error,
+        "bits_per_byte": float(nats.sum() / sizes.sum() / LN2),
+        "bits_per_byte_error": ratio_error(nats, sizes) / LN2,
+    }
+
+
+def compare(row: Row, base: Row, name: str) -> Row:
+    """Columns `{name}_perplexity` (relative change) and `{name}_bits_per_byte` (difference) against `base`, each with
+    a 95 % interval from a paired bootstrap over windows."""
+    mine, other = row["samples"], base["samples"]
+    change = paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change)
+    bits = paired_bootstrap(mine["nats"], other["nats"], np.asarray(mine["bytes"]) * LN2)
+    found: Row = {}
+    for what, interval in (("perplexity", change), ("bits_per_byte", bits)):
+        found |= {f"{name}_{what}": interval.value, f"{name}_{what}_low": interval.low}
+        found |= {f"{name}_{what}_high": interval.high}
+    return found
+
+
+def run_perplexity(
+    subject: Subject,
+    text: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: PerplexityConfig,
+    out: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Measures every variant on `text` (called `name` in the tables), each compared with the first, which should be
+    full; writes perplexity.json, .csv, .md and a picture to `out`. Rows that it holds are not measured again."""
+    store = RowStore(out)
+    windows = cut_windows(subject, text, config)
+    shared = {"suite": "perplexity", **subject.identity, "text": text_digest(text), **asdict(config)}
+    shared |= {"path": subject.path}
+    rows: list[Row] = []
+    for variant in variants:
+        key = shared | {"variant": variant.key}
+        row = store.get(key)
+        if row is None:
+            row = measure(subject, variant, windows)
+            store.put(key, row)
+        rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
+        say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
+    _against_rivals(rows)
+    about = {**subject.identity, "text": name, "text_digest": shared["text"], **asdict(config)}
+    about |= {"decode_from": config.start, "windows": len(windows), "path": subject.path, "bootstrap_seed": 0}
+    report = Report("perplexity", f"Perplexity of {subject.loaded.name} on {name}", about, COLUMNS, _shown(rows), NOTES)
+    report.write(out)
+    draw(report, out / "perplexity_by_attended_share.png")
+    return report
+
+
+def _against_rivals(rows: list[Row]) -> None:
+    """infinigen against every other policy of the same budget: `against_infinigen_*` columns of the others."""
+    for row in rows:
+        mine = [r for r in rows if r["policy"] == "infinigen" and r["budget"] == row["budget"] is not None]
+        if mine and row["policy"] != "infinigen":
+            row |= compare(row, mine[0], "against_infinigen")
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """Rows with their intervals written out."""
+    shown = []
+    for row in rows:
+        cells = dict(row)
+        for name in ("against_full", "against_infinigen"):
+            if f"{name}_perplexity" in row:
+                interval = Interval(*(row[f"{name}_perplexity{end}"] for end in ("", "_low", "_high")))
+                cells[f"{name}_shown"] = f"{interval.value:+.2%} [{interval.low:+.2%}, {interval.high:+.2%}]"
+        shown.append(cells)
+    return shown
+
+
+COLUMNS = (
+    Column("policy", "variant"),
+    Column("dense layers", "dense_layers"),
+    Column("attended", "attended", ".1%"),
+    Column("of sparse layers", "sparse_attended", ".1%"),
+    Column("link", "link", ".1%"),
+    Column("of sparse layers", "sparse_link", ".1%"),
+    Column("missed mass", "missed", ".3f"),
+    Column("worst layer", "missed_worst", ".3f"),
+    Column("output error", "output_error", ".3f"),
+    Column("bits per byte", "bits_per_byte", ".4f"),
+    Column("± SE", "bits_per_byte_error", ".4f"),
+    Column("perplexity", "perplexity", ".3f"),
+    Column("± SE", "perplexity_error", ".3f"),
+    Column("perplexity against full [95 %]", "against_full_shown"),
+    Column("against infinigen of the same budget [95 %]", "against_infinigen_shown"),
+)
+
+NOTES = (
+    "Attended and link are shares of the visible token rows, means over layers and decoded positions; missed mass is",
+    "attention outside the attended rows, output error |out - exact| / |exact| of attention, both over sparse layers.",
+    "Standard errors and paired bootstrap intervals (10,000 draws) are over windows.",
+)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Perplexity against full over the share attended, a line per policy, with 95 % intervals."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(report.rows, key=lambda row: row["sparse_attended"]):
+        if row["policy"] == "full":
+            continue
+        extra = {k: v for k, v in row["options"].items() if k != "budget"} | row["engine"]
+        name = " ".join([row["policy"], *(f"{k}={v}" for k, v in extra.items())])
+        value, low, high = (row[f"against_full_perplexity{end}"] for end in ("", "_low", "_high"))
+        series.setdefault(name, []).append((row["sparse_attended"], value))
+        errors.setdefault(name, []).append((value - low, high - value))
+    with picture(path, report.title, {"perplexity_against_full_by_attended_share": series}) as (axis,):
+        lines(
+            axis,
+            series,
+            x="attended share of the context in sparse layers",
+            y="perplexity against full",
+            percent="xy",
+            errors=errors,
+        )
+        axis.axhline(0, color="#222222", linewidth=0.8)
+        axis.axhline(0.01, color="#222222", linewidth=0.8, linestyle=":")

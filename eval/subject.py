@@ -1,0 +1,255 @@
+"""What is measured: a model that is loaded once, and variants of how it runs (policy, options, limits of the pool)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..config import DType, SkewMethod, check_choice
+from ..core import ModelGeometry
+from ..errors import ConfigError, InputError
+from ..llm import LLM
+from ..models.registry import LoadedModel, load_model
+from ..select.base import Policy
+from ..select.registry import make_policy
+from ..skewing.artifact import SkewArtifact
+from ..skewing.calibrate import cached_artifact
+from .layerwise import Observer, score_layerwise
+
+PATHS = ("layers", "steps")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy, its options, and what else `LLM` takes (`host_memory`, `eviction`, ...), as plain JSON values."""
+
+    policy: str = "full"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The policy and everything that was set, for tables."""
+        parts = [f"{key}={_plain(value)}" for key, value in (*self.options.items(), *self.engine.items())]
+        return " ".join([self.policy, *parts])
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells this variant from all others."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
+    """`full` first (everything is compared with it), then every other policy at every budget; with no budgets each
+    policy once, with its own rule. `options` are infinigen's."""
+    variants = [Variant("full")]
+    for policy in policies:
+        mine = dict(options or {}) if policy == "infinigen" else {}
+        if policy != "full":
+            variants += [Variant(policy, mine | {"budget": budget}) for budget in budgets] or [Variant(policy, mine)]
+    return variants
+
+
+@dataclass(frozen=True)
+class Text:
+    """tokens, of which the first `decode_from` are prefilled exactly, and those from `scored_from` on are scored."""
+
+    tokens: tuple[int, ...]
+    decode_from: int
+    scored_from: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.decode_from < self.scored_from < len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of one text: nats `[n]` and greedy match `[n]` of its scored tokens, and what they cost.
+
+    attended, link: mean over layers and decoded positions of the share of visible rows attended / fetched, dense layers
+    included; sparse_*: over the layers that select. link_bytes: fetched while decoding. missed, missed_worst: attention
+    mass outside the attended rows, mean and worst layer. output_error: of the attention output, |out - exact| /
+    |exact|, mean and worst layer (only path "layers" measures it). None where there is nothing to measure.
+    """
+
+    nats: list[float]
+    is_greedy: list[bool]
+    attended: float
+    link: float
+    sparse_attended: float
+    sparse_link: float
+    missed: float | None
+    missed_worst: float | None
+    output_error: float | None = None
+    output_error_worst: float | None = None
+
+
+class Subject:
+    """A model under measurement. `path` "steps" scores by `LLM.score`; "layers" computes the same layer by layer, many
+    times faster on a CPU, but knows no limit of the pool: variants with `engine` settings take the steps.
+
+    Raises what `LLM` raises; ConfigError for an unknown path.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: DType = "auto",
+        skew: str | None = None,
+        path: str = "layers",
+        batch: int = 32,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        check_choice("path", path, PATHS)
+        self.model, self.path, self.batch, self.progress = model, path, batch, progress
+        self._device, self._dtype, self._skew = device, dtype, skew
+        self._artifacts: dict[str, SkewArtifact] = {}
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model itself."""
+        return load_model(self.model, device=self._device, dtype=self._dtype)
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Shapes."""
+        return self.loaded.adapter.geometry
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What every row says of the model."""
+        adapter = self.loaded.adapter
+        return {
+            "model": self.loaded.name,
+            "fingerprint": self.loaded.fingerprint,
+            "dtype": str(adapter.dtype).removeprefix("torch."),
+            "device": str(adapter.device),
+            "layers": adapter.geometry.layers,
+        }
+
+    def artifact(self, method: SkewMethod) -> SkewArtifact:
+        """The skew artifact given, or the cached one of `method`."""
+        if method not in self._artifacts:
+            given = None if self._skew is None else SkewArtifact.load(Path(self._skew), self.loaded.fingerprint)
+            self._artifacts[method] = given or cached_artifact(self.loaded, method)
+        return self._artifacts[method]
+
+    def policy(self, variant: Variant) -> Policy:
+        """The variant's policy for this model. Raises ConfigError for options it does not have."""
+        adapter = self.loaded.adapter
+        return make_policy(
+            variant.policy,
+            variant.options,
+            geometry=adapter.geometry,
+            device=adapter.device,
+            dtype=adapter.dtype,
+            artifact=self.artifact,
+        )
+
+    def llm(self, variant: Variant) -> LLM:
+        """A runtime of its own for the variant."""
+        return LLM(
+            self.model,
+            policy=variant.policy,
+            policy_options=variant.options,
+            device=self._device,
+            dtype=self._dtype,
+            skew=self._skew,
+            **variant.engine,
+        )
+
+    def score(self, variant: Variant, texts: Sequence[Text], observe: Observer | None = None) -> list[Scored]:
+        """Each text under the variant, through the decode path; `observe` sees every layer (path "layers" only)."""
+        if self.path == "layers" and not variant.engine:
+            policy = self.policy(variant)
+            return [self._by_layer(policy, text, observe) for text in texts]
+        if observe is not None:
+            raise ConfigError("only path='layers' can be observed, and it knows no limit of the pool")
+        return self._by_step(self.llm(variant), texts)
+
+    def _by_layer(self, policy: Policy, text: Text, observe: Observer | None) -> Scored:
+        done = score_layerwise(
+            self.loaded.adapter, policy, text.tokens, text.decode_from, text.scored_from, observe=observe
+        )
+        link, attended, sparse = done.fractions
+        missed, worst = done.missed
+        errors = list(done.output_error.values())
+        self.progress()
+        return Scored(
+            nats=[-value for value in done.logprobs],
+            is_greedy=done.is_greedy,
+            attended=attended,
+            link=link,
+            sparse_attended=sparse,
+            sparse_link=done.sparse_link,
+            missed=missed,
+            missed_worst=worst,
+            output_error=sum(errors) / len(errors) if errors else None,
+            output_error_worst=max(errors) if errors else None,
+        )
+
+    def _by_step(self, llm: LLM, texts: Sequence[Text]) -> list[Scored]:
+        """Through `LLM.score`, texts with the same number of prefilled tokens in one call."""
+        done: dict[int, Scored] = {}
+        for start in sorted({text.decode_from for text in texts}):
+            which = [i for i, text in enumerate(texts) if text.decode_from == start]
+            prompts = [texts[i].tokens[: texts[i].scored_from] for i in which]
+            targets = [texts[i].tokens[texts[i].scored_from :] for i in which]
+            for i, score in zip(which, llm.score(prompts, targets, start, batch=self.batch), strict=True):
+                stats = score.stats
+                done[i] = Scored(
+                    nats=[-value for value in score.logprobs],
+                    is_greedy=score.is_greedy,
+                    attended=stats.attended_fraction,
+                    link=stats.link_fraction,
+                    sparse_attended=stats.sparse_attended_fraction,
+                    sparse_link=_sparse_link(stats.link_fraction, stats.dense_layers, stats.layers),
+                    missed=stats.missed_mass,
+                    missed_worst=stats.missed_mass_worst_layer,
+                )
+                self.progress()
+        return [done[i] for i in range(len(texts))]
+
+
+def _sparse_link(link: float, dense: Sequence[int], layers: int) -> float:
+    """The selecting layers' link fraction, from that of all layers. A dense layer fetches all but the resident rows;
+    the few of them are taken as fetched too, so that this is a lower bound."""
+    selecting = layers - len(dense)
+    return max(0.0, link * layers - len(dense)) / selecting if selecting else 0.0
+
+
+def text_digest(text: str) -> str:
+    """Short digest of a text, so that results of another text are never taken for its."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def encode_text(subject: Subject, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
+    """Token ids, each token's end in UTF-8 bytes of `text`, and the tokens that begin every text of this tokenizer
+    (BOS where it has one). Raises InputError without a fast tokenizer."""
+    tokenizer = subject.loaded.tokenizer
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        raise InputError(f"{subject.model} has no fast tokenizer, which measuring by bytes needs")
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    size = [0]
+    for character in text:
+        size.append(size[-1] + len(character.encode("utf-8", "surrogatepass")))
+    ends = [size[stop] for _, stop in encoded["offset_mapping"]]
+    probe: Any = tokenizer("a")["input_ids"]
+    bare: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return list(encoded["input_ids"]), ends, tuple(probe[: _leading(probe, bare)])
+
+
+def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
+    """How many special tokens stand before a text."""
+    return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))

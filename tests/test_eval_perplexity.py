@@ -1,0 +1,250 @@
+"""Perplexity, its bootstrap and its report: through the decode path, resumable, and able to tell policies apart."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
+
+from offload_rt import LLM
+from offload_rt.errors import ConfigError, InputError
+from offload_rt.eval.bootstrap import paired_bootstrap, perplexity_change, ratio_error, share_error
+from offload_rt.eval.layerwise import LayerView, score_layerwise
+from offload_rt.eval.perplexity import PerplexityConfig, cut_windows, run_perplexity
+from offload_rt.eval.report import Column, Report, RowStore
+from offload_rt.eval.subject import Subject, Text, Variant, encode_text, grid
+from offload_rt.models.registry import load_model
+from offload_rt.select.registry import make_policy
+from offload_rt.skewing.calibrate import cached_artifact
+
+BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "default": ("infinigen", {"recent": 8, "max_fraction": 0.3}),
+    "paper": ("infinigen", {"preset": "paper"}),
+    "normed": ("infinigen", {"source": "normed_input", "recent": 4, "sinks": 1, "dense_layers": ()}),
+    "repair": ("infinigen", {"scorer": "int4", "recent": 4, "budget": 0.2, "max_missed_mass": 0.05}),
+    "oracle": ("oracle", {"budget": 0.25, "recent": 8}),
+    "streaming": ("streaming", {"budget": 0.25, "recent": 8}),
+    "h2o": ("h2o", {"budget": 0.25, "recent": 8}),
+    "quest": ("quest", {"budget": 0.25, "recent": 8}),
+}
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(1, 199, size=count)]
+
+
+def by_layer(model: PreTrainedModel, policy: str, options: dict[str, Any], ids: Sequence[int], start: int) -> Any:
+    loaded = load_model(model)
+    adapter = loaded.adapter
+    made = make_policy(
+        policy,
+        options,
+        geometry=adapter.geometry,
+        device=adapter.device,
+        dtype=adapter.dtype,
+        artifact=lambda method: cached_artifact(loaded, method),
+    )
+    return score_layerwise(adapter, made, ids, start, start + 1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> None:
+    """In float64 only rounding differs, and never a choice: 1e-9 is far below what one other token would change."""
+    policy, options = VARIANTS[name]
+    model = tiny_model(architecture).double()
+    ids, start = tokens(150), 90
+    steps = LLM(model, policy=policy, policy_options=options).score([ids[: start + 1]], [ids[start + 1 :]])[0]
+    layers = by_layer(model, policy, options, ids, start)
+    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
+    assert layers.is_greedy == steps.is_greedy
+    stats = steps.stats
+    found = (stats.link_fraction, stats.attended_fraction, stats.sparse_attended_fraction)
+    assert layers.fractions == pytest.approx(found, abs=1e-12)
+    sampled = [masses for step, masses in layers.trace.missed if step % 16 == 0]
+    for (_, theirs), ours in zip(stats.missed_by_step, sampled, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+def test_nothing_prefilled_is_the_paper_s_simulation() -> None:
+    """With decode_from 0 and 1 every position goes through the policy, in both paths."""
+    model = tiny_model("llama").double()
+    ids = tokens(100)
+    for start in (0, 1):
+        steps = LLM(model, policy="infinigen", policy_options={"recent": 4}).score([ids[:2]], [ids[2:]], start)[0]
+        layers = by_layer(model, "infinigen", {"recent": 4}, ids, start)
+        assert layers.logprobs[1 - start :] == pytest.approx(steps.logprobs, abs=1e-9)
+
+
+def test_layer_by_layer_full_is_transformers() -> None:
+    model = tiny_model("llama").double()
+    ids = tokens(120)
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+    wanted = [float(expected[i, ids[i + 1]]) for i in range(60, 119)]
+    assert by_layer(model, "full", {}, ids, 60).logprobs == pytest.approx(wanted, abs=1e-9)
+
+
+def test_observer_sees_what_was_attended() -> None:
+    loaded = load_model(tiny_model("llama"))
+    options = {"budget": 0.25, "recent": 8, "sinks": 2}
+    adapter = loaded.adapter
+    policy = make_policy(
+        "oracle",
+        options,
+        geometry=adapter.geometry,
+        device=adapter.device,
+        dtype=adapter.dtype,
+        artifact=lambda method: cached_artifact(loaded, method),
+    )
+    seen: list[LayerView] = []
+    score_layerwise(adapter, policy, tokens(80), 60, 61, observe=seen.append)
+    assert [view.layer for view in seen] == list(range(adapter.geometry.layers))
+    assert torch.equal(seen[0].attended, seen[0].causal.expand_as(seen[0].attended))
+    for view in seen[1:]:
+        assert view.guess is not None
+        for t in range(19):
+            length = 60 + t + 1
+            assert view.attended[:, t].sum(1).tolist() == [length // 4] * 2
+            assert view.attended[:, t, :2].all()
+            assert view.attended[:, t, length - 8 : length].all()
+            assert not view.attended[:, t, length:].any()
+
+
+def test_bootstrap_interval_covers_and_pairs() -> None:
+    rng = np.random.default_rng(3)
+    base = rng.normal(300, 40, size=60)
+    weights = np.full(60, 100.0)
+    worse = base + rng.normal(2, 1, size=60)
+    interval = paired_bootstrap(worse, base, weights, change=perplexity_change)
+    true = math.expm1((worse - base).mean() / 100)
+    assert interval.value == pytest.approx(true, rel=1e-12)
+    assert interval.low < true < interval.high
+    assert interval.excludes_zero  # unpaired windows differ twenty times more than the policies do
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * 0.01 / math.sqrt(60), rel=0.25)
+    again = paired_bootstrap(worse, base, weights, change=perplexity_change)
+    assert again == interval
+
+
+def test_standard_errors() -> None:
+    values = np.random.default_rng(0).normal(5, 2, size=400)
+    assert ratio_error(values, np.ones(400)) == pytest.approx(values.std(ddof=1) / 20, rel=1e-9)
+    assert ratio_error([3.0], [1.0]) == 0.0
+    assert share_error(50, 100) == pytest.approx(0.05)
+    assert 0 < share_error(100, 100) < 0.01
+    assert share_error(0, 0) == 0.0
+
+
+def test_grid_begins_with_full() -> None:
+    made = grid(["full", "infinigen", "h2o"], [0.05, 0.1], {"scorer": "int2"})
+    assert [v.label for v in made] == [
+        "full",
+        "infinigen scorer=int2 budget=0.05",
+        "infinigen scorer=int2 budget=0.1",
+        "h2o budget=0.05",
+        "h2o budget=0.1",
+    ]
+    assert [v.label for v in grid(["infinigen"], [])] == ["full", "infinigen"]
+
+
+def test_windows_are_even_pieces_with_their_bytes() -> None:
+    subject = Subject("reference")
+    text = "“Naïve — café”, said he. " * 80
+    config = PerplexityConfig(context=64, windows=3, decode_from=40)
+    windows = cut_windows(subject, text, config)
+    ids, ends, lead = encode_text(subject, text)
+    assert ends[-1] == len(text.encode())
+    assert lead == ()
+    assert windows[0].text == Text(tuple(ids[:64]), 40, 41)
+    assert windows[-1].text.tokens == tuple(ids[-64:])
+    assert windows[0].bytes == ends[63] - ends[40]
+    assert windows[-1].bytes == ends[-1] - ends[len(ids) - 64 + 40]
+
+
+def test_text_too_short_is_refused() -> None:
+    with pytest.raises(InputError, match="fewer than one window of 64"):
+        cut_windows(Subject("reference"), "short", PerplexityConfig(context=64, windows=1))
+
+
+@pytest.mark.parametrize("wrong", [{"context": 1}, {"windows": 0}, {"context": 10, "decode_from": 9}])
+def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(reversed(wrong)))):
+        PerplexityConfig(**wrong)
+
+
+def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = BOOK.read_text(encoding="utf-8")[:20_000]
+    config = PerplexityConfig(context=128, windows=3, decode_from=96)
+    variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8})
+    variants[-1] = Variant("streaming", {"budget": 0.2, "recent": 8})
+    report = run_perplexity(Subject("reference"), text, "arrow", variants, config, tmp_path)
+    record = json.loads((tmp_path / "perplexity.json").read_text())
+    assert record["rows"] == json.loads(json.dumps(report.rows))
+    assert record["about"]["fingerprint"] == load_model("reference").fingerprint
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+    full, ours, streaming = record["rows"]
+    assert full["sparse_attended"] == 0
+    assert full["attended"] == 1
+    assert ours["sparse_attended"] == pytest.approx(0.2, abs=0.01)
+    assert (
+        ours["against_full_perplexity_low"] <= ours["against_full_perplexity"] <= ours["against_full_perplexity_high"]
+    )
+    assert streaming["against_infinigen_perplexity"] == pytest.approx(
+        (1 + streaming["against_full_perplexity"]) / (1 + ours["against_full_perplexity"]) - 1
+    )
+    with (tmp_path / "perplexity.csv").open() as file:
+        assert [row["policy"] for row in csv.DictReader(file)] == ["full", "infinigen", "streaming"]
+    assert "streaming budget=0.2 recent=8" in (tmp_path / "perplexity.md").read_text()
+    assert (tmp_path / "perplexity_by_attended_share.png").read_bytes()[:4] == b"\x89PNG"
+
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(Subject, "score", forbidden)
+    again = run_perplexity(Subject("reference"), text, "arrow", variants, config, tmp_path)
+    assert again.rows == report.rows
+    with pytest.raises(AssertionError, match="measured again"):
+        run_perplexity(Subject("reference"), text + "x", "arrow", variants, config, tmp_path)
+
+
+def test_both_paths_give_one_row(tmp_path: Path) -> None:
+    text = BOOK.read_text(encoding="utf-8")[:8_000]
+    config = PerplexityConfig(context=96, windows=2, decode_from=64)
+    rows = [
+        run_perplexity(Subject("reference", path=path), text, "t", [Variant("infinigen", {"recent": 8})], config, out)
+        for path, out in (("layers", tmp_path / "a"), ("steps", tmp_path / "b"))
+    ]
+    ours, steps = rows[0].rows[0], rows[1].rows[0]
+    for key in ("bits_per_byte", "attended", "link", "sparse_attended"):
+        assert ours[key] == pytest.approx(steps[key], abs=2e-5)  # bfloat16-free float32 rounding over 62 tokens
+
+
+def test_rows_are_whole_or_absent(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.put({"a": 1, "b": [1, 2]}, {"x": 0.5})
+    assert store.get({"b": [1, 2], "a": 1}) == {"x": 0.5}
+    assert store.get({"a": 1, "b": [1, 3]}) is None
+    (path,) = (tmp_path / "rows").iterdir()
+    path.write_text(path.read_text()[:20])
+    assert store.get({"a": 1, "b": [1, 2]}) is None
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot use"):
+        RowStore(tmp_path / "file")
+
+
+def test_tables_show_what_is_missing(tmp_path: Path) -> None:
+    report = Report("t", "T", {"seed": 1}, (Column("a", "a", ".1%"), Column("b", "b")), [{"a": 0.5}, {"b": []}])
+    assert "| 50.0% | – |\n| – | none |" in report.markdown()
+    assert [path.name for path in report.write(tmp_path)] == ["t.json", "t.csv", "t.md"]
