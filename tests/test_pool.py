@@ -98,6 +98,14 @@ def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
     assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
 
 
+def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
+    pool = make_pool(12)
+    pool.new_lease(3 * CHUNK)
+    second = pool.new_lease(3 * CHUNK)
+    assert len(pool.spans(second, range(3 * CHUNK))) == 1
+    assert pool.new_lease(CHUNK).chunks == [3], "and what was left over is used by what fits it"
+
+
 def test_views_are_contiguous_matrices_without_copies() -> None:
     pool = make_pool(12)
     lease = pool.new_lease(200)

@@ -29,6 +29,7 @@ STEPS = st.lists(
         st.tuples(st.just("place"), st.lists(st.integers(0, SLOTS - 1), min_size=LAYERS, max_size=LAYERS)),
         st.tuples(st.sampled_from([0, 1]), st.lists(st.integers(0, SLOTS - 1), max_size=6)),
     ),
+    min_size=8,
     max_size=50,
 )
 
@@ -82,6 +83,18 @@ def test_a_saturated_counter_halves_its_layer_only() -> None:
     assert state.counter.tolist() == [[254, 1, 0], [0, 1, 0]]
     state.touch(0, torch.tensor([0]), 300)
     assert state.counter.tolist() == [[127, 0, 0], [0, 1, 0]]
+
+
+def test_each_policy_compares_its_own_quantity_first() -> None:
+    state = SlotState.empty(1, 3)
+    for slot, position in ((0, 1), (1, 1000), (2, 2_000_000)):
+        state.place(torch.tensor([slot]), position, step=slot)
+    state.touch(0, torch.tensor([0]), 3)
+    state.touch(0, torch.tensor([0, 1]), 4)
+    state.touch(0, torch.tensor([0]), 5)
+    protected = torch.zeros(1, 3, dtype=torch.bool)
+    order = {policy: victims(policy, state, protected, 3).tolist() for policy in RANKINGS}
+    assert order == {"fifo": [[0, 1, 2]], "lru": [[2, 1, 0]], "counter": [[2, 1, 0]]}
 
 
 @pytest.mark.parametrize("policy", RANKINGS)
