@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +66,7 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         AttentionInterface.register("blocked_causal", blocked_causal_attention)
         self._prepare_data(data, tokenizer or init_from)
-        self.step = 0
+        self.step, self.stopped = 0, False
         self.model = build_model(config, init_from)
         self.model.to(self.device)  # type: ignore[arg-type]  # transformers types its argument as itself
         self.optimizer = build_optimizer(self.model, config)
@@ -175,14 +178,17 @@ class Run:
             )
 
     def train(self, console: Console) -> None:
-        """Train to the end, logging, evaluating and saving on the way; a kill loses what followed the last save."""
+        """Train to the end, logging, evaluating and saving on the way.
+
+        SIGTERM and Ctrl-C end it after the current step, saved; a kill loses what followed the last save.
+        """
         config, steps = self.config, self.config.steps()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        with Progress(*columns, TimeRemainingColumn(), console=console) as progress, self._stopping_on_signals():
             task = progress.add_task("training", total=steps, completed=self.step)
             losses: list[float] = []
             since, at = time.monotonic(), self.step
-            while self.step < steps:
+            while self.step < steps and not self.stopped:
                 losses.append(self.train_step())
                 progress.update(task, completed=self.step, description=f"loss {losses[-1]:.3f}")
                 if self.step % config.evaluate_every == 0 or self.step == steps:
@@ -193,9 +199,21 @@ class Run:
                         f"step {self.step}: loss {np.mean(losses):.3f}, {rate:.0f} tokens/s, {found}"
                     )
                     losses, since, at = [], time.monotonic(), self.step
-                if self.step % config.checkpoint_every == 0 or self.step == steps:
+                if self.step % config.checkpoint_every == 0 or self.step == steps or self.stopped:
                     self.save()
         self.export(self.out / "checkpoint")
+
+    @contextmanager
+    def _stopping_on_signals(self) -> Iterator[None]:
+        def stop(number: int, frame: object) -> None:
+            self.stopped = True
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def export(self, folder: Path) -> None:
         """An ordinary transformers folder, bf16 safetensors in shards under 16 MiB."""

@@ -352,6 +352,21 @@ def test_killed_run_resumes_bit_for_bit(books, tmp_path):
     torch.testing.assert_close(exported.state_dict(), {k: v.bfloat16() for k, v in resumed.model.state_dict().items()})
 
 
+def test_interrupted_run_loses_no_step(books, tmp_path):
+    class Interrupted(Run):
+        def train_step(self) -> float:
+            if self.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().train_step()
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    run = Interrupted(TINY, books, tmp_path, None, None)
+    run.train(Console(quiet=True))
+    assert run.step == 5
+    assert _state(tmp_path)["step"] == 5  # between two regular checkpoints
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
 def test_other_settings_do_not_resume(books, tmp_path):
     run = Run(TINY, books, tmp_path, None, None)
     run.train_step()
