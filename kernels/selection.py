@@ -204,12 +204,26 @@ def _select_cpu(scores: torch.Tensor, alpha: float, max_fraction: float) -> torc
     flat: Array = scores.reshape(-1, candidates).numpy()
     passing = flat >= flat.max(1, keepdims=True) - flat.dtype.type(alpha)
     n = token_count(int(np.count_nonzero(passing)), len(flat), candidates, max_fraction)
-    tokens = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
-    if len(tokens) == n:
-        return torch.from_numpy(np.tile(tokens, (kv_heads, 1)))
+    anywhere = np.bitwise_or.reduce(passing, axis=0)
+    if group == 1:
+        chosen = [_best_passing(*row, anywhere, n) for row in zip(flat, passing, strict=True)]
+        return torch.from_numpy(np.stack(chosen))
+    tokens = np.flatnonzero(anywhere)
     passed = torch.from_numpy(flat.take(tokens, axis=1)).view(kv_heads, group, -1)
     values = group_scores(passed, group_lse(scores))
     return torch.from_numpy(tokens[_top_rows(values.numpy(), n)])
+
+
+def _best_passing(scores: Array, passing: Array, anywhere: Array, n: int) -> npt.NDArray[np.int64]:
+    """int64 `[n]`: the best of one query head that is its own KV head, from scores `[N]`, among the tokens that pass
+    some head (bool `[N]` `anywhere`, at least n). Those that pass this head (`passing`) are above all others, so only
+    the side on which the n-th lies is ranked."""
+    own: npt.NDArray[np.int64] = np.flatnonzero(passing)
+    if len(own) >= n:
+        return own[_top_rows(scores.take(own)[None], n)[0]]
+    others = np.flatnonzero(anywhere & ~passing)
+    best: npt.NDArray[np.int64] = others[_top_rows(scores.take(others)[None], n - len(own))[0]]
+    return np.concatenate((own, best))
 
 
 def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:
