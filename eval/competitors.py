@@ -25,7 +25,7 @@ from ..select.full import Full
 from ..select.registry import make_policy
 from ..transfer.link import Link
 from .planted import Given, Planted, PlantedAdapter
-from .stages import ADAPTER, STATE, StageClock, Staged, StagedLink
+from .stages import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
 
 TOKEN = 7
 """The token that every step decodes: speed does not depend on it."""
@@ -184,7 +184,7 @@ class Ours:
         about a microsecond to each of some ten calls a layer."""
         clock, sequence, runner = StageClock(read), self._sequence, self._runner
         model = runner.model
-        staged: Any = Staged(model.adapter, clock, ADAPTER)
+        staged: Any = Staged(model.adapter, clock, ADAPTER, after=REST)
         link: Any = StagedLink(runner.link, clock)
         state: Any = Staged(sequence.state, clock, STATE)
         other = Runner(replace(model, adapter=staged), self._policy, runner.pool, link, runner.config)

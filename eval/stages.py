@@ -52,25 +52,25 @@ class StageClock:
             try:
                 return function(*args, **options)
             finally:
-                self.enter(REST if before == ATTENTION else before) if after is None else self.enter(after)
+                self.enter(before if after is None else after)
 
         return call
 
 
 class Staged:
-    """`inner` with the methods named in `stages` timed; all else is passed on."""
+    """`inner` with the methods named in `stages` timed (`after`: see `StageClock.timed`); all else is passed on."""
 
-    def __init__(self, inner: Any, clock: StageClock, stages: Mapping[str, str]) -> None:
+    def __init__(self, inner: Any, clock: StageClock, stages: Mapping[str, str], after: str | None = None) -> None:
         self._inner = inner
         for method, stage in stages.items():
-            setattr(self, method, clock.timed(getattr(inner, method), stage))
+            setattr(self, method, clock.timed(getattr(inner, method), stage, after))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
 class StagedLink(Staged):
-    """A link whose tickets are timed too. Attention is what follows `wait`, up to the next timed call."""
+    """A link whose tickets are timed too. Attention is what follows `wait`, up to the model's next call."""
 
     def __init__(self, inner: Any, clock: StageClock) -> None:
         super().__init__(inner, clock, LINK)
