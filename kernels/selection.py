@@ -219,11 +219,10 @@ def _best_passing(scores: Array, passing: Array, anywhere: Array, n: int) -> npt
     some head (bool `[N]` `anywhere`, at least n). Those that pass this head (`passing`) are above all others, so only
     the side on which the n-th lies is ranked."""
     own: npt.NDArray[np.int64] = np.flatnonzero(passing)
-    if len(own) >= n:
-        return own[_top_rows(scores.take(own)[None], n)[0]]
-    others = np.flatnonzero(anywhere & ~passing)
-    best: npt.NDArray[np.int64] = others[_top_rows(scores.take(others)[None], n - len(own))[0]]
-    return np.concatenate((own, best))
+    others: npt.NDArray[np.int64] = np.flatnonzero(anywhere & ~passing) if len(own) < n else own
+    kept = own if len(own) < n else own[:0]
+    best: npt.NDArray[np.int64] = others[_top_rows(scores.take(others)[None], n - len(kept))[0]]
+    return np.concatenate((kept, best))
 
 
 def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:

@@ -125,13 +125,14 @@ class DecodeStep:
         scale, parts = self.geometry.scales[layer], fetch.ticket.wait()
         if fetch.selection is None:
             return attend(q, parts, scale)[0]
-        tokens = attended_tokens(fetch.visible, fetch.selection.tokens)
+        selected = fetch.selection.tokens
         extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
         if extra is not None:
             parts = parts + self._fetch_repair(layer, sequence, fetch.visible, extra)
-            tokens = torch.cat((tokens, extra.tokens), dim=1)
+            selected = torch.cat((selected, extra.tokens), dim=1)
         out, lse = attend(q, parts, scale)
         if self.policy.wants_weights:
+            tokens = attended_tokens(fetch.visible, selected)
             sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
         if sequence.trace.probing:
             sequence.trace.miss(layer, lse, scores_lse(q, sequence.keys(layer, fetch.visible.all), scale))

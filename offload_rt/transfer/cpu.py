@@ -36,7 +36,7 @@ class _DenseTicket:
 class _SparseTicket:
     """Rows of `tokens` `[Hkv, n]`, gathered when they are needed: the newest is appended after the request."""
 
-    pool: HostPool
+    pages: _Pages
     scratch: _Scratch
     lease: Lease
     layer: int
@@ -44,8 +44,30 @@ class _SparseTicket:
     bytes: int
 
     def wait(self) -> list[KVPart]:
-        base = self.pool.row_base(self.lease)
-        return [self.scratch.gather(self.pool.rows, row_ids(self.pool.layout, base, self.layer, self.tokens))]
+        pool = self.pages.pool
+        return [
+            self.scratch.gather(pool.rows, row_ids(pool.layout, self.pages.of(self.lease), self.layer, self.tokens))
+        ]
+
+
+class _Pages:
+    """`HostPool.row_base` of each open lease, made again only when the lease's chunks have changed."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+        self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
+
+    def of(self, lease: Lease) -> torch.Tensor:
+        """int64 `[chunks]`."""
+        chunks, base = self._known.get(id(lease), ([], None))
+        if base is None or chunks != lease.chunks:
+            base = self.pool.row_base(lease)
+            self._known[id(lease)] = list(lease.chunks), base
+        return base
+
+    def forget(self, lease: Lease) -> None:
+        """The lease is closed; another may get its id."""
+        self._known.pop(id(lease), None)
 
 
 class _Scratch:
@@ -78,6 +100,7 @@ class CpuLink:
         self._pair_bytes = 2 * pool.layout.row_bytes
         self._token_bytes = pool.layout.kv_heads * self._pair_bytes
         self._resident: dict[int, int] = {}
+        self._pages = _Pages(pool)
         self._fetched, self._repaired = _Scratch(pool.rows), _Scratch(pool.rows)
 
     @property
@@ -93,6 +116,7 @@ class CpuLink:
     def close(self, lease: Lease) -> None:
         """See `Link.close`."""
         del self._resident[id(lease)]
+        self._pages.forget(lease)
 
     def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """See `Link.append`: k, v `[Hkv, m, d]`."""
@@ -105,13 +129,13 @@ class CpuLink:
             return _DenseTicket(self._pool, lease, layer, visible, len(visible.candidates) * self._token_bytes)
         tokens = attended_tokens(visible, selection.tokens)
         return _SparseTicket(
-            self._pool, self._fetched, lease, layer, tokens, selection.tokens.numel() * self._pair_bytes
+            self._pages, self._fetched, lease, layer, tokens, selection.tokens.numel() * self._pair_bytes
         )
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
         crossing = extra.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pool, self._repaired, lease, layer, extra.tokens, crossing)
+        return _SparseTicket(self._pages, self._repaired, lease, layer, extra.tokens, crossing)
 
     def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """See `Link.prefill_layer`: the rows returned are a view of the pool where its chunks are one run."""
