@@ -80,6 +80,40 @@ class LayerwiseScore:
         return layer_means(self.trace, self.dense_layers)
 
 
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The exact prefill of a text's first m tokens (lists are empty where m = 0): q `[H, m, d]`, k and v
+    `[Hkv, m, d]` of each layer. The same for
+    every policy, so it is computed once for all that are compared."""
+
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.nbytes for part in (self.q, self.k, self.v) for t in part)
+
+
+@torch.inference_mode()
+def prefill_layers(adapter: ModelAdapter, tokens: Sequence[int]) -> Prefix:
+    """Prefills `tokens` (none is allowed) exactly."""
+    geometry, found = adapter.geometry, Prefix([], [], [])
+    if not tokens:
+        return found
+    positions = torch.arange(len(tokens), device=adapter.device)
+    x = adapter.embed(torch.tensor(tokens, dtype=torch.int64, device=adapter.device), positions)
+    for layer in range(geometry.layers):
+        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
+        for part, tensor in ((found.q, q), (found.k, k), (found.v, v)):
+            part.append(tensor)
+        if layer < geometry.layers - 1:
+            out = attend_causal(q, k, v, geometry.scales[layer], geometry.windows[layer])
+            x = adapter.mlp(layer, adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1)))
+    return found
+
+
 @torch.inference_mode()
 def score_layerwise(
     adapter: ModelAdapter,
@@ -88,20 +122,28 @@ def score_layerwise(
     decode_from: int,
     scored_from: int,
     observe: Observer | None = None,
+    prefix: Prefix | None = None,
 ) -> LayerwiseScore:
-    """Scores tokens [scored_from, N) of `tokens`: the first `decode_from` are prefilled exactly, the others go through
-    the policy, the last one's own prediction excepted. 0 <= decode_from < scored_from < N."""
+    """Scores tokens [scored_from, N) of `tokens`: the first `decode_from` are prefilled exactly (or were, as `prefix`),
+    the others go through the policy, the last one's own prediction excepted. 0 <= decode_from < scored_from < N."""
     assert 0 <= decode_from < scored_from < len(tokens)
-    return _Pass(adapter, policy, tokens, decode_from, observe).run(scored_from)
+    prefix = prefix or prefill_layers(adapter, tokens[:decode_from])
+    return _Pass(adapter, policy, tokens, decode_from, prefix, observe).run(scored_from)
 
 
 class _Pass:
-    """One text on its way through the layers."""
+    """The decoded positions of one text on their way through the layers."""
 
     def __init__(
-        self, adapter: ModelAdapter, policy: Policy, tokens: Sequence[int], decode_from: int, observe: Observer | None
+        self,
+        adapter: ModelAdapter,
+        policy: Policy,
+        tokens: Sequence[int],
+        decode_from: int,
+        prefix: Prefix,
+        observe: Observer | None,
     ) -> None:
-        self.adapter, self.policy, self.observe = adapter, policy, observe
+        self.adapter, self.policy, self.prefix, self.observe = adapter, policy, prefix, observe
         self.geometry = adapter.geometry
         self.ids = torch.tensor(tokens, device=adapter.device)
         self.start, self.stop = decode_from, len(tokens) - 1
@@ -116,12 +158,12 @@ class _Pass:
 
     def run(self, scored_from: int) -> LayerwiseScore:
         """All layers, then the head."""
-        x = self.adapter.embed(self.ids[: self.stop], self.positions)
+        x = self.adapter.embed(self.ids[self.start : self.stop], self.positions[self.start :])
         guess: torch.Tensor | None = None
         for layer in range(self.geometry.layers):
             x, guess = self._layer(layer, x, guess)
         targets = self.ids[scored_from:]
-        logprobs = torch.log_softmax(self.adapter.logits(x[scored_from - 1 :]), dim=-1)
+        logprobs = torch.log_softmax(self.adapter.logits(x[scored_from - 1 - self.start :]), dim=-1)
         values = logprobs.gather(1, targets[:, None])[:, 0]
         greedy = values == logprobs.amax(1)
         dense = self.policy.dense_layers
@@ -130,19 +172,18 @@ class _Pass:
     def _layer(
         self, layer: int, x: torch.Tensor, guess: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x `[N, D]` -> (layer's output `[N, D]`, the next layer's speculated queries `[H, T, d]`)."""
-        adapter, start = self.adapter, self.start
+        """x `[T, D]` -> (layer's output `[T, D]`, the next layer's speculated queries `[H, T, d]`)."""
+        adapter, prefix = self.adapter, self.prefix
         attention_input = adapter.attention_input(layer, x)
-        q, k, v = adapter.qkv(layer, attention_input, self.positions)
+        q, k, v = adapter.qkv(layer, attention_input, self.positions[self.start :])
+        if self.start:
+            if layer not in self.policy.dense_layers:
+                self.state.on_queries(layer, prefix.q[layer], prefix.k[layer], 0)
+                self.state.on_keys(layer, prefix.k[layer], 0)
+            k, v = torch.cat((prefix.k[layer], k), 1), torch.cat((prefix.v[layer], v), 1)
         self._keys = {layer: k}
-        self.state.on_queries(layer, q[:, :start], k[:, :start], 0)
-        self.state.on_keys(layer, k[:, :start], 0)
-        outs = []
-        if start:
-            scale, window = self.geometry.scales[layer], self.geometry.windows[layer]
-            outs.append(attend_causal(q[:, :start], k[:, :start], v[:, :start], scale, window))
-        outs.append(self._decoded(layer, q[:, start:], k, v, guess))
-        residual = adapter.after_attention(layer, x, torch.cat(outs, 1).transpose(0, 1).flatten(1))
+        out = self._decoded(layer, q, k, v, guess)
+        residual = adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1))
         upcoming = self._speculate(layer + 1, x, attention_input, residual)
         return adapter.mlp(layer, residual), upcoming
 
@@ -154,9 +195,9 @@ class _Pass:
             return None
         adapter, at = self.adapter, self.positions[self.start :]
         source = {
-            "attention_input": lambda: attention_input[self.start :],
-            "normed_input": lambda: adapter.attention_input(layer, x[self.start :]),
-            "residual": lambda: adapter.attention_input(layer, residual[self.start :]),
+            "attention_input": lambda: attention_input,
+            "normed_input": lambda: adapter.attention_input(layer, x),
+            "residual": lambda: adapter.attention_input(layer, residual),
         }[self.policy.moment]()
         return adapter.query(layer, source, at)
 

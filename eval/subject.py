@@ -19,9 +19,12 @@ from ..select.base import Policy
 from ..select.registry import make_policy
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
-from .layerwise import Observer, score_layerwise
+from .layerwise import Observer, Prefix, prefill_layers, score_layerwise
 
 PATHS = ("layers", "steps")
+
+PREFIX_BYTES = 1 << 30
+"""Of exact prefills that are kept for the next policy."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Subject:
         self.model, self.path, self.batch, self.progress = model, path, batch, progress
         self._device, self._dtype, self._skew = device, dtype, skew
         self._artifacts: dict[str, SkewArtifact] = {}
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -179,8 +183,9 @@ class Subject:
         return self._by_step(self.llm(variant), texts)
 
     def _by_layer(self, policy: Policy, text: Text, observe: Observer | None) -> Scored:
+        prefix = self._prefix(text.tokens[: text.decode_from])
         done = score_layerwise(
-            self.loaded.adapter, policy, text.tokens, text.decode_from, text.scored_from, observe=observe
+            self.loaded.adapter, policy, text.tokens, text.decode_from, text.scored_from, observe, prefix
         )
         link, attended, sparse = done.fractions
         missed, worst = done.missed
@@ -198,6 +203,15 @@ class Subject:
             output_error=sum(errors) / len(errors) if errors else None,
             output_error_worst=max(errors) if errors else None,
         )
+
+    def _prefix(self, tokens: tuple[int, ...]) -> Prefix:
+        """The exact prefill of `tokens`, kept while there is room: policies see the same texts one after another."""
+        if tokens not in self._prefixes:
+            made = prefill_layers(self.loaded.adapter, tokens)
+            if made.nbytes + sum(prefix.nbytes for prefix in self._prefixes.values()) > PREFIX_BYTES:
+                return made
+            self._prefixes[tokens] = made
+        return self._prefixes[tokens]
 
     def _by_step(self, llm: LLM, texts: Sequence[Text]) -> list[Scored]:
         """Through `LLM.score`, texts with the same number of prefilled tokens in one call."""

@@ -1,0 +1,190 @@
+"""Retrieval: the share of needles found under each policy, by kind, length and distance, against full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import check_choice
+from ..errors import ConfigError
+from .bootstrap import paired_bootstrap, share_error
+from .figures import lines, picture
+from .needles import KINDS, Haystack, Passage
+from .perplexity import costs
+from .report import Column, Report, Row, RowStore
+from .subject import Subject, Variant, text_digest
+
+NEAREST = 128
+"""Upper end of the first band of distances, in tokens; each band is twice as far as the one before."""
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """lengths: tokens of a passage. passages: of each kind and length. kinds: names in KINDS."""
+
+    lengths: tuple[int, ...] = (1024, 2048)
+    passages: int = 20
+    kinds: tuple[str, ...] = tuple(KINDS)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            check_choice("kind", kind, KINDS)
+        if not self.lengths or min(self.lengths) < 64 or self.passages < 1 or not self.kinds:
+            raise ConfigError(f"need lengths of at least 64, passages and kinds, got {self}")
+
+
+def make_passages(haystack: Haystack, config: RetrievalConfig, length: int) -> list[Passage]:
+    """The passages of one length: the same for every policy, whatever the other lengths are."""
+    rng = np.random.default_rng([config.seed, length])
+    return [haystack.hide(rng, kind, length) for kind in config.kinds for _ in range(config.passages)]
+
+
+def measure(subject: Subject, variant: Variant, passages: Sequence[Passage], length: int) -> Row:
+    """The variant's row; `samples` holds [kind, distance, right] of each question. A question is right if every token
+    of its answers was the likeliest (which is the same as writing them greedily)."""
+    scored = subject.score(variant, [passage.text for passage in passages])
+    samples: list[tuple[str, int, bool]] = []
+    for passage, score in zip(passages, scored, strict=True):
+        first = passage.text.scored_from
+        for question in passage.questions:
+            right = all(score.is_greedy[position - first] for position in question.answers)
+            samples.append((passage.kind, question.distance, right))
+    return {
+        **subject.identity,
+        "policy": variant.policy,
+        "variant": variant.label,
+        "options": dict(variant.options),
+        "engine": dict(variant.engine),
+        "budget": variant.options.get("budget"),
+        "dense_layers": sorted(subject.policy(variant).dense_layers),
+        "length": length,
+        **costs(scored),
+        **accuracies(samples),
+        "samples": [list(sample) for sample in samples],
+    }
+
+
+def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
+    """Share right, its standard error and the number asked: of all, by kind and by distance."""
+    found: Row = _accuracy("", [right for _, _, right in samples])
+    for kind in dict.fromkeys(kind for kind, _, _ in samples):
+        found |= _accuracy(f" {kind}", [right for k, _, right in samples if k == kind])
+    furthest = max(distance for _, distance, _ in samples)
+    edges = [0, NEAREST]
+    while edges[-1] <= furthest:
+        edges.append(2 * edges[-1])
+    for low, high in pairwise(edges):
+        band = [right for _, distance, right in samples if low <= distance < high]
+        if band:
+            found |= _accuracy(f" at {low}-{high - 1}", band)
+    return found
+
+
+def _accuracy(name: str, rights: Sequence[bool]) -> Row:
+    return {
+        f"right{name}": sum(rights) / len(rights),
+        f"error{name}": share_error(sum(rights), len(rights)),
+        f"asked{name}": len(rights),
+    }
+
+
+def against(row: Row, base: Row) -> Row:
+    """Difference of the share right from `base`, with its paired 95 % interval over questions."""
+    mine, other = ([float(right) for _, _, right in r["samples"]] for r in (row, base))
+    change = paired_bootstrap(mine, other, np.ones(len(mine)))
+    shown = f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+    return {
+        "against_full": change.value,
+        "against_full_interval": [change.low, change.high],
+        "against_full_shown": shown,
+    }
+
+
+def run_retrieval(
+    subject: Subject,
+    book: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: RetrievalConfig,
+    out: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Measures every variant at every length, each compared with the first, which should be full; writes
+    retrieval.json, .csv, .md and two pictures to `out`. Rows that it holds are not measured again."""
+    store = RowStore(out)
+    haystack = Haystack(subject, book)
+    settings = {k: v for k, v in asdict(config).items() if k != "lengths"}
+    shared = {"suite": "retrieval", **subject.identity, "book": text_digest(book), "path": subject.path, **settings}
+    rows: list[Row] = []
+    for length in config.lengths:
+        passages = make_passages(haystack, config, length)
+        base: Row | None = None
+        for variant in variants:
+            key = shared | {"length": length, "variant": variant.key}
+            row = store.get(key)
+            if row is None:
+                row = measure(subject, variant, passages, length)
+                store.put(key, row)
+            base = base or row
+            rows.append(row | against(row, base))
+            say(f"{length} tokens, {variant.label}: {row['right']:.1%} of {row['asked']} right")
+    about = {**subject.identity, "book": name, "book_digest": shared["book"], "path": subject.path, **asdict(config)}
+    report = Report("retrieval", f"Needles found by {subject.loaded.name} in {name}", about, columns(rows), rows, NOTES)
+    report.write(out)
+    draw(report, config.kinds, out)
+    return report
+
+
+NOTES = (
+    "Share of questions whose answers are right in every token, read greedily; ± is the standard error; against full:",
+    "points, with a paired 95 % interval over questions. The question itself goes through the policy, the text before",
+    "it is prefilled exactly.",
+)
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """The table's columns: one for every kind and band of distance that was asked."""
+    names = dict.fromkeys(key[5:] for row in rows for key in row if key.startswith("right"))
+    shares = [
+        c for n in names for c in (Column(n.strip() or "right", f"right{n}", ".2f"), Column("±", f"error{n}", ".2f"))
+    ]
+    head = (
+        Column("length", "length"),
+        Column("policy", "variant"),
+        Column("dense layers", "dense_layers"),
+        Column("attended", "attended", ".1%"),
+        Column("of sparse layers", "sparse_attended", ".1%"),
+        Column("link", "link", ".1%"),
+        Column("missed mass", "missed", ".3f"),
+        Column("asked", "asked"),
+    )
+    return (*head, *shares[:2], Column("against full, points [95 %]", "against_full_shown"), *shares[2:])
+
+
+def draw(report: Report, kinds: Sequence[str], out: Path) -> None:
+    """Share right over the attended share, and by kind."""
+    longest = max(row["length"] for row in report.rows)
+    rows = [row for row in report.rows if row["length"] == longest]
+    series: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["sparse_attended"]):
+        if row["policy"] != "full":
+            series.setdefault(row["policy"], []).append((row["sparse_attended"], row["right"]))
+            errors.setdefault(row["policy"], []).append((row["error"], row["error"]))
+    title = f"{report.title}, {longest:,} tokens"
+    with picture(out / "needles_found_by_attended_share.png", title, series) as (axis,):
+        lines(
+            axis, series, x="attended share of the context in sparse layers", y="needles found", percent="xy",
+            errors=errors,
+        )  # fmt: skip
+        axis.axhline(rows[0]["right"], color="#222222", linewidth=0.8, label=rows[0]["variant"])
+    by_kind = {row["variant"]: [(float(i), row[f"right {kind}"]) for i, kind in enumerate(kinds)] for row in rows}
+    with picture(out / "needles_found_by_kind.png", title, {"kinds": list(kinds), "series": by_kind}) as (axis,):
+        lines(axis, by_kind, x="kind of needle", y="needles found", percent="y")
+        axis.set_xticks(range(len(kinds)), kinds)
