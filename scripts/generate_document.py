@@ -10,7 +10,6 @@ same arguments, the script reads the file back, sees how far the last chapter ha
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -18,17 +17,17 @@ from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.cli import read_text
 
 HEADING = "\n\nCHAPTER {number}\n\n"
-HEADING_PATTERN = re.compile(r"\n\nCHAPTER (\d+)\n\n")
 OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as the traveller told it."
 
 
 def progress(llm: LLM, document: str) -> tuple[int, int]:
-    """How far a document has come: its last chapter's number (0 before the first) and that chapter's tokens."""
-    headings = list(HEADING_PATTERN.finditer(document))
-    if not headings:
-        return 0, 0
-    written = document[headings[-1].end() :]
-    return int(headings[-1][1]), len(llm.encode(written, special_tokens=False)) if written else 0
+    """How far a document has come: its last chapter's number (0 before the first) and that chapter's tokens. Only the
+    next number counts as a heading: a model of novels writes headings of its own."""
+    chapter, start = 0, 0
+    while (found := document.find(heading := HEADING.format(number=chapter + 1), start)) >= 0:
+        chapter, start = chapter + 1, found + len(heading)
+    written = document[start:] if chapter else ""
+    return chapter, len(llm.encode(written, special_tokens=False)) if written else 0
 
 
 def append(path: Path, text: str) -> None:

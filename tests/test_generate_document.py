@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from offload_rt import LLM
 
 ROOT = Path(__file__).parents[1]
 TOKENS = 10
+HEADING = re.compile(r"\n\nCHAPTER (\d+)\n\n")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,12 @@ def write(script: ModuleType, llm: LLM, path: Path, chapters: int) -> str:
 def test_chapters_in_order_and_done_is_done(script: ModuleType, llm: LLM, document: Path) -> None:
     text = write(script, llm, document, 3)
     assert text.startswith(script.OPENING)
-    assert script.HEADING_PATTERN.findall(text) == ["1", "2", "3"]
-    assert all(len(part.strip()) > TOKENS // 2 for part in script.HEADING_PATTERN.split(text)[2::2])
+    assert HEADING.findall(text) == ["1", "2", "3"]
+    assert all(len(part.strip()) > TOKENS // 2 for part in HEADING.split(text)[2::2])
     assert script.progress(llm, text)[0] == 3
     longer = write(script, llm, document, 4)
     assert longer.startswith(text)
-    assert script.HEADING_PATTERN.findall(longer) == ["1", "2", "3", "4"]
+    assert HEADING.findall(longer) == ["1", "2", "3", "4"]
 
 
 def test_an_interrupted_document_goes_on_where_it_stopped(
@@ -85,7 +87,14 @@ def test_an_interrupted_document_goes_on_where_it_stopped(
     after = write(script, llm, document, 2)
     assert after.startswith(before)
     assert asked == [TOKENS - written]
-    assert script.HEADING_PATTERN.findall(after) == ["1", "2"]
+    assert HEADING.findall(after) == ["1", "2"]
+
+
+def test_headings_of_the_model_do_not_count(script: ModuleType, llm: LLM) -> None:
+    assert script.progress(llm, "Title") == (0, 0)
+    assert script.progress(llm, "Title\n\nCHAPTER 1\n\n") == (1, 0)
+    text = "Title\n\nCHAPTER 1\n\nOnce\n\nCHAPTER 102\n\nupon\n\nCHAPTER 1\n\na time"
+    assert script.progress(llm, text) == (1, len(llm.encode(text.split("CHAPTER 1\n\n", 1)[1])))
 
 
 def test_long_documents_keep_their_end_as_context(script: ModuleType, llm: LLM, document: Path) -> None:
