@@ -494,7 +494,7 @@ class TestFingerprint:
     def test_sees_a_sampled_weight(self, path: str, element: tuple[int, ...]) -> None:
         model = tiny_model("llama")
         before = fingerprint(model)
-        model.get_parameter(path)[element] += 1e-3
+        model.get_parameter(path)[element] += 0.1
         assert fingerprint(model) != before
 
     def test_samples_spread_over_rows_and_columns(self) -> None:
@@ -502,7 +502,7 @@ class TestFingerprint:
         for change in (slice(0, 7), (slice(None), slice(60, 64))):
             model = tiny_model("llama")
             before = fingerprint(model)
-            model.lm_head.weight[change] *= 1.01
+            model.lm_head.weight[change] *= 1.05
             assert fingerprint(model) != before
 
     @pytest.mark.parametrize(
@@ -521,10 +521,13 @@ class TestFingerprint:
     def test_sees_the_configuration(self, name: str, overrides: dict[str, Any]) -> None:
         assert fingerprint(tiny_model(name, **overrides)) != fingerprint(tiny_model(name))
 
-    def test_tells_models_and_dtypes_apart(self) -> None:
-        prints = [fingerprint(tiny_model(name)) for name in NAMES]
-        prints += [fingerprint(tiny_model("llama", seed=1)), fingerprint(tiny_model("llama", dtype=torch.bfloat16))]
+    def test_tells_models_apart(self) -> None:
+        prints = [fingerprint(tiny_model(name)) for name in NAMES] + [fingerprint(tiny_model("llama", seed=1))]
         assert len(set(prints)) == len(prints)
+
+    def test_is_the_same_in_bfloat16(self) -> None:
+        """What is calibrated in float32 on a CPU serves the same checkpoint in bfloat16 on a GPU."""
+        assert fingerprint(tiny_model("llama", dtype=torch.bfloat16)) == fingerprint(tiny_model("llama"))
 
     def test_numbers_are_numbers(self) -> None:
         """A checkpoint may write rope_theta as 10000 or as 10000.0."""

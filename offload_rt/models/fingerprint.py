@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_VERSION = 1
+_VERSION = 2
 _SAMPLES = 512
 """Elements of each tensor that are hashed: every element of a bias or gain of a small model, 0.3 MB of an 8B model."""
 _SPREAD = 2_654_435_761
@@ -42,20 +42,20 @@ _ESSENTIALS = (
 
 def fingerprint(model: Any) -> str:
     """sha256, 64 hex digits, of a loaded transformers model: its architecture, the configuration that changes its
-    numbers, and name, shape, dtype and a fixed sample of up to 512 elements of every weight.
+    numbers, and name, shape and a fixed sample of up to 512 elements of every weight, rounded to bfloat16.
 
-    The same on every device, for every layout of the checkpoint's files, and for every version of transformers; another
-    for another dtype. A change that touches none of the sampled elements (an edit of single weights by hand) goes
-    unseen; training changes them all.
+    The same on every device, for every layout of the checkpoint's files, for every version of transformers, and whether
+    a model is loaded in float32 or in bfloat16: what is calibrated on a CPU serves the same model on a GPU. What is
+    tied to a dtype (stored KV) must name it beside the fingerprint. A change that touches none of the sampled elements,
+    or is lost in the rounding, goes unseen; training changes them all.
     """
     digest = hashlib.sha256(f"offload-rt model {_VERSION}\n{_architecture(model)}\n".encode())
-    samples: dict[torch.dtype, list[torch.Tensor]] = {}
+    samples = []
     for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        samples.setdefault(weight.dtype, []).append(_sample(weight.detach()))
-    # One copy to the host per dtype, not one per weight.
-    for _, parts in sorted(samples.items(), key=lambda item: str(item[0])):
-        digest.update(torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        samples.append(_sample(weight.detach()).to(torch.bfloat16))
+    # One copy to the host, not one per weight.
+    digest.update(torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
