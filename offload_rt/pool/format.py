@@ -1,0 +1,114 @@
+"""The file of one stored chunk: a header that says exactly what it holds, and one block of bytes for each layer.
+
+    magic, header length, xxh3-64 of the header     (fixed, 24 bytes)
+    header: JSON                                    (namespace, lineage, parent key, tokens, layers, checksums)
+    zeros up to the next multiple of 4096
+    layer 0, layer 1, ...                           (`[Hkv, 2 (K, V), n, d]` each, as the pool's numbers are)
+
+A chunk of fewer than 64 tokens is the tail of a session. Everything in a header is compared with what is looked for,
+the tokens one by one: a file of other tokens, another model or another layout is a miss, and so is a damaged one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+LAYOUT_VERSION = 1
+"""Of the file and of the order of numbers in a layer's block; part of every namespace, so that other layouts miss."""
+
+MAGIC = b"OFFLDKV\n"
+ALIGNMENT = 4096
+_FIXED = struct.Struct("<8sQQ")
+_LARGEST_HEADER = 1 << 20
+
+
+@dataclass(frozen=True)
+class ChunkName:
+    """What a stored chunk is: everything that decides its numbers. tokens: little-endian int64, 8 bytes each."""
+
+    namespace: str
+    parent: bytes
+    lineage: str
+    tokens: bytes
+
+    @property
+    def count(self) -> int:
+        """n, tokens of the chunk."""
+        return len(self.tokens) // 8
+
+
+@dataclass(frozen=True)
+class ChunkHeader:
+    """A file's header. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each."""
+
+    name: ChunkName
+    layer_bytes: int
+    checksums: tuple[int, ...]
+
+    @property
+    def data_offset(self) -> int:
+        """Where layer 0 begins."""
+        return data_offset(self.name, len(self.checksums))
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.data_offset + len(self.checksums) * self.layer_bytes
+
+    def encode(self) -> bytes:
+        """The bytes before layer 0."""
+        body = _body(self.name, self.layer_bytes, self.checksums)
+        fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
+        return (fixed + body).ljust(self.data_offset, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> ChunkHeader | None:
+        """The header at the start of `data`; None where there is none, whole and of this version."""
+        if len(data) < _FIXED.size:
+            return None
+        magic, size, digest = _FIXED.unpack_from(data)
+        body = data[_FIXED.size : _FIXED.size + min(size, _LARGEST_HEADER)]
+        if magic != MAGIC or len(body) != size or xxhash.xxh3_64_intdigest(body) != digest:
+            return None
+        fields: dict[str, Any] = json.loads(body)
+        if fields.get("version") != LAYOUT_VERSION:
+            return None
+        name = ChunkName(
+            fields["namespace"], bytes.fromhex(fields["parent"]), fields["lineage"], bytes.fromhex(fields["tokens"])
+        )
+        return cls(name, fields["layer_bytes"], tuple(int(checksum, 16) for checksum in fields["checksums"]))
+
+
+def header_bytes(data: bytes) -> int:
+    """How many bytes of a file hold its header, from its first ones; 0 where they are no header's."""
+    if len(data) < _FIXED.size:
+        return 0
+    magic, size, _ = _FIXED.unpack_from(data)
+    return _FIXED.size + int(size) if magic == MAGIC and size <= _LARGEST_HEADER else 0
+
+
+def data_offset(name: ChunkName, layers: int) -> int:
+    """Where layer 0 begins: known before any checksum is, because these have a fixed width."""
+    size = _FIXED.size + len(_body(name, 0, (0,) * layers)) + 20  # 20: the most digits that layer_bytes can take
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def checksum(block: bytes | bytearray | memoryview) -> int:
+    """xxh3-64 of a layer's block."""
+    return xxhash.xxh3_64_intdigest(block)
+
+
+def _body(name: ChunkName, layer_bytes: int, checksums: tuple[int, ...]) -> bytes:
+    fields = asdict(name) | {
+        "version": LAYOUT_VERSION,
+        "parent": name.parent.hex(),
+        "tokens": name.tokens.hex(),
+        "layer_bytes": layer_bytes,
+        "checksums": [f"{value:016x}" for value in checksums],
+    }
+    return json.dumps(fields, sort_keys=True).encode()

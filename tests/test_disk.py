@@ -1,0 +1,393 @@
+"""The disk tier against a plain model, and against everything that happens to files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from offload_rt.errors import StoreError
+from offload_rt.pool.disk import DiskStore, EvictionOrder
+from offload_rt.pool.format import ChunkHeader, ChunkName
+
+LAYERS, LAYER_BYTES = 3, 512
+FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
+KILLS = int(os.environ.get("OFFLOAD_RT_SOAK", "20"))
+
+
+def tokens_of(number: int, count: int = 64) -> bytes:
+    return np.arange(number, number + count, dtype="<i8").tobytes()
+
+
+def blocks_of(number: int) -> list[bytes]:
+    return [random.Random(f"{number} {layer}").randbytes(LAYER_BYTES) for layer in range(LAYERS)]
+
+
+def save(store: DiskStore, number: int, parent: bytes | None = None) -> bool:
+    writer = store.begin(parent or store.root, "exact", tokens_of(number), LAYER_BYTES)
+    if writer is None:
+        return False
+    for layer, block in enumerate(blocks_of(number)):
+        writer.write(layer, memoryview(block))
+    return writer.commit()
+
+
+def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[bytes] | None:
+    found = store.find(parent or store.root, "exact", tokens_of(number))
+    if found is None:
+        return None
+    blocks = []
+    for layer in range(LAYERS):
+        into = bytearray(LAYER_BYTES)
+        if not store.read_layer(found, layer, memoryview(into)):
+            return None
+        blocks.append(bytes(into))
+    return blocks
+
+
+def open_store(folder: Path, limit: int | None = None, **options: object) -> DiskStore:
+    return DiskStore(folder, "model a", LAYERS, limit, **options)  # type: ignore[arg-type]
+
+
+class StoreAgainstModel(RuleBasedStateMachine):
+    """With room for all: every chunk saved and not removed is found. With a limit: never above it, never wrong bytes,
+    and what leaves is the least recently used."""
+
+    limited = False
+
+    @initialize(order=st.sampled_from(["lru", "fifo"]))
+    def start(self, order: EvictionOrder) -> None:
+        import tempfile
+
+        self.home = tempfile.TemporaryDirectory()
+        self.now = 10**18
+        self.order = order
+        self.limit = 4 * FILE_BYTES + 100 if self.limited else None
+        self.model: list[int] = []  # oldest first
+        self.reopen()
+
+    def reopen(self) -> None:
+        self.store = open_store(Path(self.home.name), self.limit, order=self.order, clock=lambda: self.now)
+
+    @rule(number=st.integers(0, 9))
+    def save_one(self, number: int) -> None:
+        assert save(self.store, number) == (number not in self.model)
+        if number not in self.model:
+            self.model.append(number)
+            if self.limited:
+                del self.model[:-4]
+
+    @rule(number=st.integers(0, 9))
+    def load_one(self, number: int) -> None:
+        assert load(self.store, number) == (blocks_of(number) if number in self.model else None)
+
+    @rule(numbers=st.lists(st.integers(0, 9), max_size=3, unique=True))
+    def touch_some(self, numbers: list[int]) -> None:
+        self.store.touch([self.store.key(self.store.root, "exact", tokens_of(number)) for number in numbers])
+        if self.order == "lru":
+            for number in reversed([n for n in numbers if n in self.model]):
+                self.model.remove(number)
+                self.model.append(number)
+
+    @rule(number=st.integers(0, 9))
+    def remove_one(self, number: int) -> None:
+        self.store.remove([self.store.key(self.store.root, "exact", tokens_of(number))])
+        if number in self.model:
+            self.model.remove(number)
+
+    @rule(number=st.integers(0, 9))
+    def abort_one(self, number: int) -> None:
+        writer = self.store.begin(self.store.root, "exact", tokens_of(number), LAYER_BYTES)
+        if writer is not None:
+            if self.limited and len(self.model) == 4:
+                del self.model[0]
+            writer.write(1, memoryview(bytes(LAYER_BYTES)))
+            writer.abort()
+
+    @rule(step=st.integers(-5 * 10**9, 10**10))
+    def clock_moves(self, step: int) -> None:
+        """Also backwards."""
+        self.now += step
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        self.reopen()
+
+    @invariant()
+    def holds(self) -> None:
+        self.store.check_integrity()
+        assert len(self.store) == len(self.model)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            self.home.cleanup()
+
+
+class LimitedStoreAgainstModel(StoreAgainstModel):
+    limited = True
+
+
+_settings = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+TestStore = StoreAgainstModel.TestCase
+TestStore.settings = _settings
+TestLimitedStore = LimitedStoreAgainstModel.TestCase
+TestLimitedStore.settings = _settings
+
+
+def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
+    name = ChunkName("model", b"p" * 16, "exact", tokens_of(3, 17))
+    header = ChunkHeader(name, 1 << 40, tuple(range(2**63, 2**63 + 80)))
+    data = header.encode()
+    assert len(data) == header.data_offset and len(data) % 4096 == 0
+    assert ChunkHeader.decode(data) == header
+    assert name.count == 17
+
+
+def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
+    """2,000 sampled single-bit flips: the answer is a miss or the right bytes, and no exception."""
+    store = open_store(tmp_path)
+    save(store, 1)
+    [path] = tmp_path.glob("*/*/*.kv")
+    whole, rng, right = path.read_bytes(), random.Random(0), blocks_of(1)
+    used = len(ChunkHeader.decode(whole).encode().rstrip(b"\0"))  # type: ignore[union-attr]
+    misses = 0
+    for _ in range(2000):
+        bit = rng.randrange(8 * len(whole))
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        store._enter(path, len(whole))
+        answer = load(store, 1)
+        assert answer in (None, right)
+        in_padding = used <= bit // 8 < 4096
+        assert (answer is None) != in_padding, "only the zeros behind the header are nobody's"
+        misses += answer is None
+    assert misses > 500
+
+
+@pytest.mark.parametrize("size", [0, 1, 23, 24, 200, 4095, 4096, 4097, FILE_BYTES - 1, FILE_BYTES + 1])
+def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, size: int) -> None:
+    store = open_store(tmp_path)
+    save(store, 1)
+    [path] = tmp_path.glob("*/*/*.kv")
+    path.write_bytes(path.read_bytes().ljust(size, b"x")[:size])
+    store.close()
+    store = open_store(tmp_path)
+    assert load(store, 1) is None
+    store.check_integrity()
+    assert save(store, 1) and load(store, 1) == blocks_of(1)
+
+
+def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file has the name that is looked for: what is compared is what the header says."""
+    store = open_store(tmp_path)
+    save(store, 1)
+    [path] = tmp_path.glob("*/*/*.kv")
+    for parent, lineage, tokens in (
+        (b"x" * 16, "exact", tokens_of(1)),
+        (store.root, "other", tokens_of(1)),
+        (store.root, "exact", tokens_of(2)),
+        (store.root, "exact", tokens_of(1, 63)),
+    ):
+        disguise = store._path(store.key(parent, lineage, tokens))
+        disguise.parent.mkdir(exist_ok=True)
+        disguise.write_bytes(path.read_bytes())
+        store._enter(disguise, FILE_BYTES)
+        assert store.find(parent, lineage, tokens) is None
+    store.close()
+    other = DiskStore(tmp_path, "model b", LAYERS)
+    assert load(other, 1) is None
+    other._path(other.key(other.root, "exact", tokens_of(1))).parent.mkdir()
+    forged = other._path(other.key(other.root, "exact", tokens_of(1)))
+    forged.write_bytes(path.read_bytes())
+    other._enter(forged, FILE_BYTES)
+    assert load(other, 1) is None
+    other.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("offload_rt.pool.format.LAYOUT_VERSION", 0)
+        older = open_store(tmp_path)
+        save(older, 5)
+        older.close()
+    store = open_store(tmp_path)
+    assert load(store, 5) is None and load(store, 1) == blocks_of(1)
+
+
+def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 3 * FILE_BYTES)
+    writers = [store.begin(store.root, "exact", tokens_of(n), LAYER_BYTES) for n in range(5)]
+    assert [writer is not None for writer in writers] == [True] * 3 + [False] * 2
+    assert store.bytes_used == 3 * FILE_BYTES
+    for writer in writers[:3]:
+        assert writer is not None
+        writer.abort()
+    assert store.bytes_used == 0
+    store.check_integrity()
+
+
+def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 3 * FILE_BYTES + 100)
+    store.put("session", b"x" * 50)
+    for number in range(3):
+        save(store, number)
+    store.pin([store.key(store.root, "exact", tokens_of(n)) for n in (0, 1, 2)])
+    assert not save(store, 7)
+    store.unpin([store.key(store.root, "exact", tokens_of(1))])
+    assert save(store, 7)
+    assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
+    assert store.get("session") == b"x" * 50
+    with pytest.raises(StoreError, match="full"):
+        store.put("huge", bytes(5 * FILE_BYTES))
+
+
+def test_a_path_leaves_from_its_end(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 4 * FILE_BYTES)
+    keys, parent = [], store.root
+    for number in range(4):
+        save(store, number, parent)
+        parent = store.key(parent, "exact", tokens_of(number))
+        keys.append(parent)
+    store.touch(keys)
+    save(store, 9)
+    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
+
+
+def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:
+    now = 10**18
+    store = open_store(tmp_path, ttl=60, clock=lambda: now)
+    save(store, 1)
+    now += 50 * 10**9
+    save(store, 2)
+    now -= 3600 * 10**9
+    assert save(store, 3) and load(store, 1) and load(store, 2)
+    store.close()
+    store = open_store(tmp_path, ttl=60, clock=lambda: now)
+    assert load(store, 1) and load(store, 2) and load(store, 3)
+    store.check_integrity()
+    now += 2 * 3600 * 10**9
+    save(store, 4)
+    assert [load(store, n) is not None for n in (1, 2, 3, 4)] == [False, False, False, True]
+
+
+def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(StoreError, match=f"written by another process .process {os.getpid()}"):
+        open_store(tmp_path)
+    readers = [open_store(tmp_path, read_only=True) for _ in range(3)]
+    save(store, 1)
+    assert all(load(reader, 1) == blocks_of(1) for reader in readers)
+    found = readers[0].find(store.root, "exact", tokens_of(1))
+    assert found is not None
+    store.remove([found.key])
+    assert not readers[0].read_layer(found, 0, memoryview(bytearray(LAYER_BYTES)))
+    store.close()
+    open_store(tmp_path).close()
+
+
+def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    names = ("thesis.doc", "a/b.kv", f"{'0' * 32}/note.txt", f"{'0' * 32}/ab/thesis.kv")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    store = open_store(tmp_path, FILE_BYTES, ttl=0)
+    save(store, 1)
+    save(store, 2)
+    assert store.bytes_used == FILE_BYTES
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+
+
+def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot use the store"):
+        open_store(tmp_path / "file")
+
+
+def test_damaged_documents_are_put_aside(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("one", b"history")
+    [path] = tmp_path.glob("*/one.doc")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert store.get("one") is None and store.documents() == {}
+    assert len(list(tmp_path.glob("*/one.damaged"))) == 1
+    store.put("one", b"new")
+    assert store.get("one") == b"new" and store.delete("one") and not store.delete("one")
+    assert len(store.documents()) == 0
+
+
+def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refuses at every call that writes, one after the other: nothing half-written is ever found."""
+    import errno
+
+    store = open_store(tmp_path)
+    save(store, 1)
+    for name in ("pwrite", "fsync", "replace", "open"):
+        real = getattr(os, name)
+
+        def refuse(*args: object, name: str = name, real: object = real, **options: object) -> object:
+            if name == "open" and not args[1] & os.O_WRONLY:  # type: ignore[operator]
+                return real(*args, **options)  # type: ignore[operator]
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            assert not save(store, 2)
+            if name != "pwrite":
+                with pytest.raises(StoreError) if name != "open" else pytest.MonkeyPatch.context():
+                    store.put("d", b"x")
+        store.check_integrity()
+        assert load(store, 2) is None and load(store, 1) == blocks_of(1)
+    assert store.failures >= 3 and "No space" in store.last_error
+    store.delete("d")
+    assert save(store, 2)
+
+
+def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
+    """kill -9, again and again: what is found afterwards is right, nothing is above the limit, the lock is free, and
+    temporaries are gone. (`make soak` does it 200 times.)"""
+    rng, saved, cut = random.Random(1), 0, 0
+    for start in range(0, KILLS * 1000, 1000):
+        child = fork_saver(tmp_path, start)
+        time.sleep(rng.random() * 0.03)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        cut += len(list(tmp_path.rglob("*.tmp")))
+        store = open_store(tmp_path, 40 * FILE_BYTES)
+        store.check_integrity()
+        assert not list(tmp_path.rglob("*.tmp"))
+        for number in range(start, start + 100):
+            blocks = load(store, number)
+            assert blocks in (None, blocks_of(number))
+            saved += blocks is not None
+        store.close()
+    assert saved > 0 and cut > 0
+
+
+def fork_saver(folder: Path, start: int) -> int:
+    """A process that has begun to save chunks from `start` on, and goes on for ever."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
+        child = os.fork()
+    if child == 0:
+        try:
+            store = open_store(folder, 40 * FILE_BYTES)
+            os.write(writing, b"x")
+            for number in itertools.count(start):
+                save(store, number)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.close(reading)
+    return child
