@@ -110,6 +110,10 @@ class KVPart:
     k: torch.Tensor
     v: torch.Tensor
 
+    def mix(self, weights: torch.Tensor) -> torch.Tensor:
+        """The values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`, in v's dtype."""
+        return torch.bmm(weights.to(self.v.dtype), self.v)
+
 
 @dataclass
 class Lease:

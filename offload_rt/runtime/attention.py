@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import KVPart
-from ..kernels.reference import attend_part, attention_weights, merge_lse
+from ..kernels.reference import attention_weights, merge_lse
 
 
 def attend(q: torch.Tensor, parts: list[KVPart], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,9 +15,15 @@ def attend(q: torch.Tensor, parts: list[KVPart], scale: float) -> tuple[torch.Te
     """
     heads, d = q.shape
     grouped = q.view(parts[0].k.shape[0], -1, d)
-    done = [attend_part(grouped, part.k, part.v, scale) for part in parts if part.k.shape[1]]
+    done = [_attend_part(grouped, part, scale) for part in parts if part.k.shape[1]]
     out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
     return out.to(q.dtype).reshape(heads, d), lse.reshape(heads)
+
+
+def _attend_part(q: torch.Tensor, part: KVPart, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.reference.attend_part`, the values weighted where the part has them. q `[Hkv, G, d]`."""
+    weights, lse = attention_weights(q, part.k, scale)
+    return part.mix(weights).to(lse.dtype), lse
 
 
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
