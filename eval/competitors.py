@@ -198,9 +198,11 @@ class Ours:
 
 @dataclass(frozen=True)
 class Field:
-    """What competitors are made from."""
+    """What competitors are made from. `model` is for transformers, as transformers makes it; `own`, the same weights,
+    is for us, in the memory order that `load_model` gives a checkpoint."""
 
     model: Any
+    own: Any
     planted: Planted
     context: Context
     room: int
@@ -209,7 +211,7 @@ class Field:
     @property
     def loaded(self) -> LoadedModel:
         """The model with planted queries."""
-        adapter = PlantedAdapter(adapter_for(self.model), self.planted)
+        adapter = PlantedAdapter(adapter_for(self.own), self.planted)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 
     def peer(self, name: str, cache: Cache) -> Peer:

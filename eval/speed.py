@@ -4,6 +4,7 @@ synchronised wall time), medians and quartiles. Written as JSON, a table and a p
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import statistics
@@ -24,6 +25,7 @@ from rich.table import Table
 from ..config import check_choice
 from ..core import CHUNK
 from ..errors import ConfigError, InputError
+from ..models.column_order import order_by_columns
 from ..models.registry import adapter_for
 from ..pool.pool import HostPool
 from ..transfer.cpu import CpuLink
@@ -157,7 +159,7 @@ def make_field(model: Any, length: int, room: int, fraction: float) -> Field:
     planted = Planted.draw(geometry, length, fraction)
     slots = length + len(MAKERS) * (room - length + CHUNK)
     pool = HostPool(geometry, adapter.dtype, geometry.kv_bytes(2 * slots, adapter.dtype), pin=_is_cuda(model))
-    return Field(model, planted, Context(pool, _link(model, pool), planted, room), room)
+    return Field(model, _own(model), planted, Context(pool, _link(model, pool), planted, room), room)
 
 
 def _competitors(names: Sequence[str], field: Field, console: Console) -> list[Competitor]:
@@ -169,6 +171,14 @@ def _competitors(names: Sequence[str], field: Field, console: Console) -> list[C
             except Skipped as reason:
                 console.print(f"skipped {name}: it {reason}")
     return made
+
+
+def _own(model: Any) -> Any:
+    if _is_cuda(model):
+        return model
+    own = copy.deepcopy(model)
+    order_by_columns(own)
+    return own
 
 
 def _is_cuda(model: Any) -> bool:

@@ -24,6 +24,7 @@ from .checkpoint import (
     resolve_dtype,
     unsupported,
 )
+from .column_order import order_by_columns
 from .fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def load_model(
         chosen = resolve_device(device)
         own_tokenizer = read_tokenizer(place) if tokenizer is None else None
         loaded = read_weights(place, config, chosen, resolve_dtype(dtype, config, chosen))
+        if chosen.type == "cpu":
+            order_by_columns(loaded)
     else:
         loaded = model
         _check_loaded(loaded, str(device), str(dtype).removeprefix("torch."))
