@@ -20,6 +20,7 @@ from ..runtime.metrics import Trace, fractions
 from ..runtime.runner import Runner
 from ..runtime.sequence import Sequence as Decoded
 from ..runtime.sequence import key_reader
+from ..runtime.slots import AppendOnly
 from ..select.base import Policy
 from ..select.full import Full
 from ..select.registry import make_policy
@@ -153,7 +154,8 @@ class Ours:
         context.link.open(lease, policy.sinks, policy.recent)
         keys = key_reader(context.pool, lease)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
-        self._sequence = Decoded(0, [TOKEN] * context.room, lease, keys, policy.new_state(keys), trace)
+        state, slots = policy.new_state(keys), AppendOnly(context.pool)
+        self._sequence = Decoded(0, [TOKEN] * context.room, lease, slots, keys, state, trace, lease.length)
 
     def fill(self, layer: int, kv: KVPart) -> None:
         """The policy learns the keys; the rows are in the context already."""

@@ -177,6 +177,8 @@ class Given:
     moment: Moment = "attention_input"
     sinks, recent = RESIDENT
     wants_weights = False
+    wants_queries = False
+    evictable = False
     lineage = "ideal"
 
     def __init__(self, planted: Planted, device: torch.device, dense_layers: tuple[int, ...] = ()) -> None:

@@ -46,6 +46,7 @@ def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
     is the operator that it runs."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
+    out: torch.Tensor
     out, lse = flash(q, k[:, :, -m:], v[:, :, -m:], 0.0, True, scale=scale)
     if k.shape[2] > m:
         past, past_lse = flash(q, k[:, :, :-m], v[:, :, :-m], 0.0, False, scale=scale)

@@ -128,6 +128,30 @@ def info(args: argparse.Namespace) -> int:
     return 0
 
 
+def bench(args: argparse.Namespace) -> int:
+    """Measures a decode step against transformers' caches, on random weights. `bench --help` lists its options."""
+    from .eval import speed
+
+    return speed.bench(args.arguments)
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Measures perplexity, retrieval, harness tasks or attention under each policy; tables go to stdout and --out."""
+    from .eval.command import run_eval
+
+    console = _stderr(args.quiet)
+    return run_eval(args, read_text, lambda line: console.print(line, soft_wrap=True, markup=False))
+
+
+def lm_eval(args: argparse.Namespace) -> int:
+    """Runs the LM Evaluation Harness' own command line with our runtime as its model "offload-rt"."""
+    try:
+        from .eval.lm_eval_adapter import main as harness
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'offload-rt[eval]'") from error
+    return harness(args.arguments)
+
+
 # ------------------------------------------------------------------------------------------------ parts of generate
 
 
@@ -292,7 +316,33 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
         configure(command)
         command.set_defaults(run=function)
+    _eval_commands(commands)
+    _bench_command(commands)
     return parser
+
+
+def _eval_commands(commands: Any) -> None:
+    """`eval`, whose flags stand beside what they measure, and `lm-eval`, whose arguments all go to the harness."""
+    from .eval.command import eval_flags
+
+    summary = (evaluate.__doc__ or "").strip()
+    command = commands.add_parser("eval", help=summary.split(";")[0], description=summary)
+    command.add_argument("model", metavar="MODEL", help="'reference', a local folder or a hub id")
+    command.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
+    eval_flags(command)
+    command.set_defaults(run=evaluate)
+    summary = (lm_eval.__doc__ or "").strip()
+    command = commands.add_parser("lm-eval", help=summary.rstrip("."), add_help=False, prefix_chars="\0")
+    command.add_argument("arguments", nargs="*")
+    command.set_defaults(run=lm_eval)
+
+
+def _bench_command(commands: Any) -> None:
+    """`bench`, whose arguments stand beside what they measure: reading them there loads transformers."""
+    summary = (bench.__doc__ or "").strip()
+    command = commands.add_parser("bench", help=summary.split(". ")[0], add_help=False, prefix_chars="\0")
+    command.add_argument("arguments", nargs="*")
+    command.set_defaults(run=bench)
 
 
 def _generate_flags(parser: argparse.ArgumentParser) -> None:

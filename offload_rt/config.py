@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from .errors import ConfigError
@@ -15,6 +15,8 @@ Source = Literal["attention_input", "normed_input", "residual"]
 Scorer = Literal["partial", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
 SkewMethod = Literal["svd", "balanced"]
+EarlyStopping = bool | Literal["never"]
+KVFormatName = Literal["auto", "int8", "int4", "int2"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 _UNITS = {"": 1, "B": 1} | {
@@ -77,7 +79,16 @@ def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
 @dataclass(frozen=True)
 class SamplingParams:
     """How new tokens are chosen. `temperature=0` is greedy; the filters apply in transformers' order: repetition
-    penalty, temperature, top-k, top-p, min-p. The same seed gives the same text. `stop` is one string or several."""
+    penalty, temperature, top-k, top-p, min-p. The same seed gives the same text. `stop` is one string or several.
+
+    n: completions of each prompt, which is computed once. Each has a seed of its own, made from `seed` and its number;
+        the first one's is `seed` itself, so that it equals the completion of n=1.
+    num_beams: above 1, beam search as transformers' `generate(num_beams=...)`, with `temperature=0` (it draws nothing);
+        `n` of the beams are returned, best first.
+    length_penalty: a beam's score is its log-probability over its length to this power: above 0 favours long ones.
+    early_stopping: True stops when there are `num_beams` finished ones, False when better ones are unlikely, "never"
+        when there cannot be any.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -88,6 +99,10 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    n: int = 1
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -104,6 +119,32 @@ class SamplingParams:
             f"repetition_penalty={self.repetition_penalty} must be positive; 1 is none",
         )
         _check(all(self.stop), "a stop string must not be empty")
+        _check(self.n >= 1, f"n={self.n} must be at least 1")
+        _check(self.num_beams >= 1, f"num_beams={self.num_beams} must be at least 1; 1 is no beam search")
+        _check(math.isfinite(self.length_penalty), f"length_penalty={self.length_penalty} must be finite")
+        _check(
+            self.early_stopping in (True, False, "never"),
+            f"early_stopping={self.early_stopping!r}: True, False, 'never'",
+        )
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.num_beams > 1:
+            _check(
+                self.temperature == 0,
+                f"num_beams={self.num_beams} with temperature={self.temperature}: beam search draws no random tokens; "
+                "set temperature=0, or num_beams=1 and n completions",
+            )
+            _check(
+                self.n <= self.num_beams, f"n={self.n} completions of num_beams={self.num_beams} beams: at most those"
+            )
+            return
+        changed = self.length_penalty != 1.0 or self.early_stopping is not False
+        _check(not changed, "length_penalty and early_stopping are for beam search: set num_beams above 1")
+        _check(
+            self.n == 1 or self.temperature > 0,
+            f"n={self.n} greedy completions would all be the same: set temperature above 0, or num_beams",
+        )
 
 
 @dataclass(frozen=True)
@@ -130,11 +171,11 @@ class InfiniGenOptions:
 
     alpha: float | None = None
     partial_ratio: float = 0.3
-    max_fraction: float = 0.2
+    max_fraction: float = 0.1
     source: Source = "residual"
     scorer: Scorer = "partial"
     columns: Columns = "calibration"
-    skew: SkewMethod = "svd"
+    skew: SkewMethod = "balanced"
     sinks: int = 4
     recent: int = 64
     dense_layers: tuple[int, ...] = (0,)
@@ -163,13 +204,24 @@ class InfiniGenOptions:
     def preset(cls, name: str, **overrides: Any) -> Self:
         """Preset "default" (what measures best here) or "paper" (DESIGN section 6 as published: no window, partial
         scorer, attention input, columns by prompt, layer 0 dense), with `overrides` on top."""
-        check_choice("preset", name, ("default", "paper"))
-        base = cls()
-        if name == "paper":
-            base = replace(
-                base, source="attention_input", scorer="partial", columns="prompt", skew="svd", sinks=0, recent=1
-            )
-        return from_mapping(cls, {f.name: getattr(base, f.name) for f in fields(cls)} | overrides)
+        check_choice("preset", name, _PRESETS)
+        return from_mapping(cls, _PRESETS[name] | overrides)
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": {
+        "partial_ratio": 0.3,
+        "max_fraction": 0.2,
+        "source": "attention_input",
+        "scorer": "partial",
+        "columns": "prompt",
+        "skew": "svd",
+        "sinks": 0,
+        "recent": 1,
+        "dense_layers": (0,),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -207,21 +259,45 @@ class QuestOptions(BudgetOptions):
 
 
 @dataclass(frozen=True)
+class EvictionOptions:
+    """What gives way when a sequence outgrows the pool (paper §4.4, DESIGN section 7).
+
+    policy: "fifo", "lru", or "counter" (saturating counts of selections).
+    protect: "window" spares sinks and recent tokens; "none" spares only the recent ones, as the paper's FIFO.
+    """
+
+    policy: Literal["fifo", "lru", "counter"] = "counter"
+    protect: Literal["window", "none"] = "window"
+
+    def __post_init__(self) -> None:
+        check_choice("eviction", self.policy, ("fifo", "lru", "counter"))
+        check_choice("protect", self.protect, ("window", "none"))
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """What a runtime is built from, besides the model and the policy's own options.
 
     host_memory: bytes of KV the host pool may hold (a hard limit); None takes half of the memory that is free.
+    eviction: None makes a full pool an error.
     prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
+    prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
     missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
+    prefix_sharing: keep the KV of prompts in a prefix tree and reuse it where another prompt begins alike. Reused rows
+        are exact: a result does not depend on what ran before.
     progress: show a progress bar for prefills that take more than two seconds.
     """
 
     host_memory: int | None = None
+    eviction: EvictionOptions | None = None
     prefill_slice: int = 512
+    prefill_tokens: int = 512
     missed_mass_every: int = 16
+    prefix_sharing: bool = True
     progress: bool = False
 
     def __post_init__(self) -> None:
         _check(self.host_memory is None or self.host_memory > 0, f"host_memory={self.host_memory} must be positive")
         _check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
+        _check(self.prefill_tokens >= 1, f"prefill_tokens={self.prefill_tokens} must be at least 1")
         _check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")

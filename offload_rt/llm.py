@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import DType, EngineConfig, SamplingParams, SkewMethod, parse_size
+from .config import DType, EngineConfig, EvictionOptions, SamplingParams, SkewMethod, from_mapping, parse_size
 from .core import ModelGeometry
 from .errors import InputError
 from .models.registry import LoadedModel, load_model
 from .pool.pool import HostPool
 from .runtime.engine import Engine
-from .runtime.generation import Completion, Event, Generation
+from .runtime.generation import Completion, Event, Served
 from .runtime.metrics import Stats
 from .runtime.progress import Progress
 from .runtime.runner import Runner
@@ -39,9 +39,11 @@ class LLM:
     policy, policy_options: "full", "infinigen", ... and its options; for infinigen `preset="paper"` is one of them.
     device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there (float32 on a CPU).
     host_memory: hard limit on KV bytes in host memory, an int or "200GiB"; None takes half of what is free.
-    eviction: None (a sequence that outgrows the pool is an error).
+    eviction: "fifo", "lru" or "counter", or `EvictionOptions` as a mapping: what gives way when a sequence outgrows the
+        pool. None makes it an error.
     skew: path of a skew artifact; None calibrates once on the packaged text and caches by model fingerprint.
     tokenizer: for a loaded model, or to replace a checkpoint's own. Without one, prompts are lists of token ids.
+    prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls.
     progress: show progress bars on stderr for long work.
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError. Not thread-safe.
@@ -56,19 +58,20 @@ class LLM:
         device: str = "auto",
         dtype: DType | torch.dtype = "auto",
         host_memory: int | str | None = None,
-        eviction: str | None = None,
+        eviction: str | Mapping[str, Any] | None = None,
         skew: str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        prefix_sharing: bool = True,
         progress: bool = False,
     ) -> None:
         limit = None if host_memory is None else parse_size(host_memory, "host_memory")
-        config = EngineConfig(host_memory=limit)
+        config = EngineConfig(host_memory=limit, eviction=_eviction(eviction), prefix_sharing=prefix_sharing)
         loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
         self._progress = Progress(enabled=progress)
         chosen = _policy(loaded, policy, policy_options or {}, skew)
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, pin=loaded.adapter.device.type == "cuda")
         self._runner = Runner(loaded, chosen, pool, _link(loaded, pool), config)
-        self._last: Generation | None = None
+        self._last: Served | None = None
 
     @property
     def name(self) -> str:
@@ -98,9 +101,13 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest.
 
-        Raises InputError for an empty prompt or wrong ids, ModelError for too many positions, PoolFullError.
+        Raises InputError for an empty prompt or wrong ids and for several completions, ModelError for too many
+        positions, PoolFullError.
         """
-        return self._stream(self.encode(prompt), params or SamplingParams())
+        params = params or SamplingParams()
+        if params.n > 1 or params.num_beams > 1:
+            raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
+        return self._stream(self.encode(prompt), params)
 
     def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Event]:
         with self._progress.prefill(self.geometry.layers) as on_prefill:
@@ -115,9 +122,10 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Completions of `prompts`, in order, decoded in one batch that requests join and leave.
+        """Completions of `prompts`, in order, `params.n` of each, decoded in one batch that requests join and leave.
 
-        `params` is one for all or one per prompt. Raises as `stream`; no completion is returned if one prompt fails.
+        What prompts have in common is found, computed and stored once, and attended to together. `params` is one for
+        all or one per prompt. Raises as `stream`; no completion is returned if one prompt fails.
         """
         encoded = [self.encode(prompt) for prompt in _as_list(prompts)]
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
@@ -126,7 +134,7 @@ class LLM:
         engine = Engine(self._runner, max_batch=MAX_BATCH)
         generations = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
-            with self._progress.items("generate", len(generations)) as on_done:
+            with self._progress.items("generate", sum(one.n for one in each)) as on_done:
                 while not engine.idle:
                     for event in engine.step():
                         if event.finish_reason is not None:
@@ -134,7 +142,7 @@ class LLM:
         finally:
             for generation in generations:
                 engine.cancel(generation)
-        return [generation.completion() for generation in generations]
+        return [completion for generation in generations for completion in generation.completions()]
 
     def score(
         self,
@@ -179,6 +187,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _eviction(eviction: str | Mapping[str, Any] | None) -> EvictionOptions | None:
+    if eviction is None:
+        return None
+    return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
 
 
 def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: str | Path | None) -> Policy:

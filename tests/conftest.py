@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+torch.set_num_threads(1)
+"""Tiny tensors gain nothing from threads, and threads that wait for each other on a busy machine cost minutes."""
+
 NO_CUDA = pytest.mark.skip(reason="no CUDA device on this machine")
 
 

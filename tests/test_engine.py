@@ -41,12 +41,13 @@ def test_requests_join_and_leave_mid_decode() -> None:
         steps += 1
     assert list(got.values()) == alone
     assert widest == 4
-    assert llm._runner.pool.bytes_used == 0
+    assert llm._runner.pool.bytes_held == 0
 
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
     """While a second prompt is prefilled, the first request gets a token every step, one layer at a time."""
     engine = Engine(make_llm()._runner, max_batch=2)
+    object.__setattr__(engine.runner.config, "prefill_tokens", 50)  # of 200, in four layers: one layer a step
     engine.add(tiny_prompt(5), greedy(30))
     engine.step()
     engine.add(tiny_prompt(200, seed=1), greedy(3))
@@ -75,7 +76,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     while not engine.idle:
         events += engine.step()
     assert [event.request for event in events] == [1] * 5
-    assert llm._runner.pool.bytes_used == 0
+    assert llm._runner.pool.bytes_held == 0
 
 
 def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
@@ -89,7 +90,7 @@ def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
     for generation in (prefilling, waiting, running, running):
         engine.cancel(generation)
         engine.check_integrity()
-    assert engine.idle and llm._runner.pool.bytes_used == 0
+    assert engine.idle and llm._runner.pool.bytes_held == 0
     assert running.completion().finish_reason == "cancelled"
     assert len(running.new_tokens) == 2 and waiting.stats(llm._runner) is None
 
@@ -101,7 +102,7 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
     stream.close()  # type: ignore[attr-defined]
     stats = llm.last_stats
     assert stats is not None and (stats.prompt_tokens, stats.new_tokens) == (40, 10) and len(texts) == 10
-    assert llm._runner.pool.bytes_used == 0
+    assert llm._runner.pool.bytes_held == 0
 
 
 def test_statistics_count_what_full_moves() -> None:
@@ -145,4 +146,4 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
     short = LLM(tiny_model("llama", max_position_embeddings=64), policy="full", host_memory="8MiB")
     with pytest.warns(UserWarning, match="made for 64"):
         short.generate([tiny_prompt(60)], greedy(10))
-    assert llm._runner.pool.bytes_used == 0
+    assert llm._runner.pool.bytes_held == 0

@@ -69,7 +69,7 @@ def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any
     [completion] = llm.generate([prompt], GREEDY)
     assert completion.token_ids == greedy_reference(model, prompt, 64)
     assert completion.finish_reason == "length"
-    assert runner_of(llm).pool.bytes_used == 0
+    assert runner_of(llm).pool.bytes_held == 0
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
@@ -144,5 +144,5 @@ def test_score_is_transformers_log_softmax_whatever_is_prefilled() -> None:
         assert scores[0].logprobs == pytest.approx(expected, abs=2e-5)
         assert scores[1].logprobs == pytest.approx(expected[:10], abs=2e-5)
         assert scores[0].is_greedy == [rows[i - 1].argmax().item() == tokens[i] for i in range(30, 50)]
-    assert runner_of(llm).pool.bytes_used == 0
+    assert runner_of(llm).pool.bytes_held == 0
     runner_of(llm).check_integrity()

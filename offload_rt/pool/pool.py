@@ -104,6 +104,11 @@ class HostPool:
         return self._chunks.used * self.chunk_bytes
 
     @property
+    def bytes_held(self) -> int:
+        """Bytes of all chunks that some lease holds, each once."""
+        return (self._chunks.used - self.idle_chunks) * self.chunk_bytes
+
+    @property
     def rows(self) -> torch.Tensor:
         """`[R, d]`, the pool's memory by row id (`ArenaLayout`)."""
         return self._arena.rows
@@ -112,6 +117,16 @@ class HostPool:
         """Makes slabs ready for `tokens` more tokens, as far as there are any: call it when a sequence is admitted, for
         its prompt and all it may generate, so that nothing is pinned in the middle of decoding. Reserves nothing."""
         self._activate(_chunks_of(tokens), run=0)
+
+    def check_fits(self, tokens: int) -> None:
+        """Raises PoolFullError where the whole pool could not hold one sequence of `tokens` tokens."""
+        if (count := _chunks_of(tokens)) > self.chunk_count:
+            raise PoolFullError(self._full(count, count - self.chunk_count))
+
+    def check_spare(self, chunks: int) -> None:
+        """Raises PoolFullError where fewer than `chunks` chunks are free or idle."""
+        if (missing := chunks - self.free_chunks - self.idle_chunks) > 0:
+            raise PoolFullError(self._full(chunks, missing))
 
     def new_lease(self, tokens: int) -> Lease:
         """A lease of length 0 with slots for `tokens` tokens, in one run if there is one. PoolFullError where they

@@ -18,6 +18,7 @@ from ..select.base import Policy
 from ..transfer.link import Link, Ticket
 from ..transfer.plan import attended_tokens
 from .attention import attend, group_weights, scores_lse
+from .segments import Segment, Sharing, attend_batch
 from .sequence import Sequence
 
 
@@ -30,13 +31,25 @@ class Fetch:
     ticket: Ticket
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """What a layer attends to: rows of each sequence, and rows of segments that several sequences share."""
+
+    own: list[Fetch]
+    shared: list[tuple[Segment, Ticket]]
+
+
 class DecodeStep:
     """Computes the next token of each sequence of a batch: token `tokens[position]` of each goes in, logits come out.
-    Room for one token must be reserved in every lease; the caller commits `position + 1` afterwards. Sequences never
-    see each other: each gets what it would get alone."""
+    `slots.begin_step` must have made room for it; the caller commits it afterwards. Sequences never see each other:
+    each gets what it would get alone, though what several have in common is fetched once for all, and in dense layers
+    read once. `batch` is in the order of its `sharing`."""
 
-    def __init__(self, batch: Seq[Sequence], adapter: ModelAdapter, policy: Policy, link: Link) -> None:
+    def __init__(
+        self, batch: Seq[Sequence], adapter: ModelAdapter, policy: Policy, link: Link, sharing: Sharing
+    ) -> None:
         self.batch, self.adapter, self.policy, self.link = batch, adapter, policy, link
+        self.sharing = sharing
         self.geometry = adapter.geometry
         self.positions = torch.tensor([s.position for s in batch], device=adapter.device)
         self._visible: dict[int | None, list[Visible]] = {}
@@ -79,45 +92,73 @@ class DecodeStep:
         if window not in self._visible:
             sinks, recent = self.policy.sinks, self.policy.recent
             self._visible[window] = [
-                Visible.of(s.position + 1, sinks=sinks, recent=recent, window=window) for s in self.batch
+                Visible.of(s.slots.context, sinks=sinks, recent=recent, window=window) for s in self.batch
             ]
         return self._visible[window]
 
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v `[Hkv, B, d]`: the newest token becomes resident, is written back, and is made known to the policy."""
+        """k, v `[Hkv, B, d]`: the newest token becomes resident, is written back, and is made known to the policy; in
+        a full pool the token that leaves the window moves to its victim's slot first."""
         for b, sequence in enumerate(self.batch):
-            key, value, at = k[:, b : b + 1], v[:, b : b + 1], sequence.position
-            sequence.trace.bytes_to_host += self.link.append(sequence.lease, layer, at, key, value)
-            if layer not in self.policy.dense_layers:
-                sequence.state.on_keys(layer, key, at)
+            key, value, slot = k[:, b : b + 1], v[:, b : b + 1], sequence.slots.newest
+            selecting = layer not in self.policy.dense_layers
+            if (moved := sequence.slots.displaced(layer)) is not None:
+                self.link.move(sequence.lease, layer, *moved)
+                if selecting:
+                    sequence.state.on_moved(layer, *moved)
+            sequence.trace.bytes_to_host += self.link.append(sequence.lease, layer, slot, key, value)
+            if selecting:
+                sequence.state.on_keys(layer, key, slot)
 
-    def _fetch_dense(self, layer: int) -> list[Fetch] | None:
-        """Requests everything, if `layer` exists and is dense."""
+    def _fetch_dense(self, layer: int) -> Fetched | None:
+        """Requests everything, if `layer` exists and is dense: first what is shared, then what each has for itself."""
         if layer == self.geometry.layers or layer not in self.policy.dense_layers:
             return None
-        return self._fetch(layer, [None] * len(self.batch))
+        seen, segments, leases = self._see(layer), self.sharing.segments, [s.lease for s in self.batch]
+        if any(visible.all.start for visible in seen):
+            segments = ()  # a sliding window, which begins elsewhere for each
+        shared = [
+            (segment, self.link.fetch_range(leases[segment.first], layer, segment.tokens)) for segment in segments
+        ]
+        for segment, ticket in shared:
+            self.batch[segment.first].trace.bytes_to_device += ticket.bytes
+        own = [self.sharing.own(b, visible) for b, visible in enumerate(seen)] if shared else seen
+        tickets = [self.link.fetch(lease, layer, visible, None) for lease, visible in zip(leases, own, strict=True)]
+        return Fetched(self._count(layer, tickets, [None] * len(tickets)), shared)
 
-    def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> list[Fetch]:
+    def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Fetched:
         """`attention_input` `[B, D]`: the guess of what layer `layer` will project."""
         return self._fetch_selected(layer, self.adapter.query(layer, attention_input, self.positions))
 
-    def _fetch_selected(self, layer: int, q: torch.Tensor) -> list[Fetch]:
-        """q `[H, B, d]`: layer `layer`'s query, guessed or true."""
-        seen = self._see(layer)
-        return self._fetch(layer, [s.state.select(layer, q[:, b], seen[b]) for b, s in enumerate(self.batch)])
+    def _fetch_selected(self, layer: int, q: torch.Tensor) -> Fetched:
+        """q `[H, B, d]`: layer `layer`'s query, guessed or true. Each sequence selects for itself; of what they have in
+        common, the union crosses the link."""
+        seen, leases = self._see(layer), [s.lease for s in self.batch]
+        selections = [s.state.select(layer, q[:, b], seen[b]) for b, s in enumerate(self.batch)]
+        for sequence, selection in zip(self.batch, selections, strict=True):
+            sequence.slots.selected(layer, selection.tokens)
+        if self.sharing.overlapping:
+            tickets = self.link.fetch_together(leases, layer, seen, selections)
+        else:
+            tickets = [self.link.fetch(ls, layer, v, s) for ls, v, s in zip(leases, seen, selections, strict=True)]
+        return Fetched(self._count(layer, tickets, selections), [])
 
-    def _fetch(self, layer: int, selections: Seq[Selection | None]) -> list[Fetch]:
+    def _count(self, layer: int, tickets: Seq[Ticket], selections: Seq[Selection | None]) -> list[Fetch]:
+        """Enters in each sequence's trace what it attends to in `layer`, and the bytes on the link."""
         fetches = []
-        for sequence, visible, selection in zip(self.batch, self._see(layer), selections, strict=True):
-            ticket = self.link.fetch(sequence.lease, layer, visible, selection)
+        for sequence, visible, ticket, selection in zip(self.batch, self._see(layer), tickets, selections, strict=True):
             sequence.trace.bytes_to_device += ticket.bytes
             sequence.trace.rows(layer, visible, len(visible.candidates) if selection is None else selection.count)
             fetches.append(Fetch(visible, selection, ticket))
         return fetches
 
-    def _attend(self, layer: int, q: torch.Tensor, fetched: Seq[Fetch]) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, fetched: Fetched) -> torch.Tensor:
         """q `[H, B, d]`, true queries. Returns `[B, H * d]`."""
-        outs = [self._attend_one(layer, sequence, q[:, b], fetched[b]) for b, sequence in enumerate(self.batch)]
+        if fetched.shared:
+            own = (fetch.ticket.wait() for fetch in fetched.own)
+            shared = ((segment, ticket.wait()) for segment, ticket in fetched.shared)
+            return attend_batch(q, own, shared, self.geometry.scales[layer]).transpose(0, 1).flatten(1)
+        outs = [self._attend_one(layer, s, q[:, b], fetched.own[b]) for b, s in enumerate(self.batch)]
         return torch.stack(outs).flatten(1)
 
     def _attend_one(self, layer: int, sequence: Sequence, q: torch.Tensor, fetch: Fetch) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,15 @@ class Trace:
         """Whether the current step measures the missed mass."""
         return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
 
+    def copy(self) -> Trace:
+        """An independent copy."""
+        rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
+        return replace(self, **rows)  # type: ignore[arg-type]
+
+    def restart(self, reused: int) -> Trace:
+        """Of a sequence that begins with `reused` computed tokens of this one's: nothing has been spent on it."""
+        return Trace(self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused)
+
     def begin_step(self) -> None:
         """A decode step starts."""
         self.attended.append([0.0] * self.layers)
@@ -64,7 +73,9 @@ def _mean(rows: list[list[float]]) -> float:
 class Stats:
     """What one request cost and how much of the context it used. Times are wall-clock seconds, sizes bytes.
 
-    link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device.
+    link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device. Rows that several sequences
+        share cross once a step and are counted for the first of them: the sum over the batch is what crossed.
+    reused_tokens: prompt tokens whose KV another sequence had computed.
     kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
     scoring_bytes_device: scoring keys of this sequence.
     link_fraction, attended_fraction: mean over layers and decode steps, dense layers included.

@@ -19,8 +19,9 @@ from .sequence import Sequence
 
 class Prefill:
     """The prefill of tokens [lease.length, stop) of one sequence, one layer a call, so that running decodes need not
-    wait for all of it. The pool must have room reserved. When the last layer is done, `logits` holds what follows
-    token stop - 1, if it was asked for, and the caller commits the lease."""
+    wait for all of it. What the lease has already (a reused prefix) is loaded layer by layer, and its keys are made
+    known to the policy if they are not yet. The pool must have room reserved. When the last layer is done, `logits`
+    holds what follows token stop - 1, if it was asked for, and the caller commits the lease."""
 
     def __init__(
         self, sequence: Sequence, stop: int, adapter: ModelAdapter, link: Link, *, slice_tokens: int, want_logits: bool
@@ -32,9 +33,15 @@ class Prefill:
         self._adapter, self._link = adapter, link
         self._slice_tokens, self._want_logits = slice_tokens, want_logits
         self._start = sequence.lease.length
+        self._learn_from = 0 if sequence.unlearned else self._start
         self._positions = torch.arange(self._start, stop, device=adapter.device)
         tokens = torch.tensor(sequence.tokens[self._start : stop], device=adapter.device)
         self._hidden = adapter.embed(tokens, self._positions)
+
+    @property
+    def tokens(self) -> int:
+        """How many it computes."""
+        return self.stop - self._start
 
     @property
     def done(self) -> bool:
@@ -42,7 +49,7 @@ class Prefill:
         return self.layer == self._adapter.geometry.layers
 
     def _slices(self) -> Iterator[slice]:
-        tokens = self.stop - self._start
+        tokens = self.tokens
         return (slice(a, min(a + self._slice_tokens, tokens)) for a in range(0, tokens, self._slice_tokens))
 
     def run_layer(self) -> None:
@@ -70,7 +77,7 @@ class Prefill:
             q = adapter.query(layer, attention_input, self._positions[s])
             self.sequence.state.on_queries(layer, q, kv.k, self._start + s.start)
             if last:
-                if not self._want_logits or s.stop < self.stop - self._start:
+                if not self._want_logits or s.stop < self.tokens:
                     continue
                 q, s = q[:, -1:], slice(s.stop - 1, s.stop)
             seen = self._start + s.stop
@@ -78,4 +85,4 @@ class Prefill:
             attended = attended.transpose(0, 1).reshape(s.stop - s.start, -1)
             residual = adapter.after_attention(layer, self._hidden[s], attended)
             self._hidden[s] = adapter.mlp(layer, residual)
-        self.sequence.state.on_keys(layer, kv.k[:, self._start :], self._start)
+        self.sequence.state.on_keys(layer, kv.k[:, self._learn_from :], self._learn_from)

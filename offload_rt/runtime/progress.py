@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 2.0
 
 
 class Progress:
-    """Makes progress bars; `enabled=False` makes none. A bar vanishes when its work is done."""
+    """Makes progress bars; `enabled=False`, or a stderr that is no terminal, shows none. A bar vanishes when its work is done."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -47,7 +47,8 @@ class Progress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not self._enabled)
+        console = Console(stderr=True)
+        bar = Bar(*columns, console=console, transient=True, disable=not (self._enabled and console.is_terminal))
         task = bar.add_task(what, total=total)
         began, shown = time.monotonic(), False
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..config import EngineConfig
-from ..errors import InputError, ModelError
+from ..core import CHUNK, Lease, ModelGeometry
+from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..models.registry import LoadedModel
 from ..pool.pool import HostPool
 from ..select.base import Policy
@@ -19,7 +20,12 @@ from ..transfer.link import Link
 from .decode import DecodeStep
 from .metrics import Stats, Trace, fractions, layer_means
 from .prefill import Prefill
+from .segments import SharedPrefixes
 from .sequence import Sequence, key_reader
+from .slots import AppendOnly, Overwriting, Slots
+
+EXACT = "exact"
+"""Lineage of rows that exact attention made, by prefill or under policy "full"."""
 
 
 class Runner:
@@ -31,9 +37,19 @@ class Runner:
         self.adapter = model.adapter
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
+        geometry = self.adapter.geometry
+        self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers)
+        if config.eviction is not None:
+            _check_evictable(policy, geometry)
 
-    def new_sequence(self, tokens: Seq[int], capacity: int) -> Sequence:
-        """A sequence with nothing computed and room for `capacity` tokens.
+    @property
+    def selects(self) -> bool:
+        """Whether tokens decoded under the policy have other rows than exact attention would give them."""
+        return self.policy.lineage != EXACT
+
+    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
+        """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
+        `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
 
         Raises InputError for token ids the model does not have, ModelError for more positions than it has,
         PoolFullError where the pool has no room.
@@ -43,20 +59,80 @@ class Runner:
         if wrong is not None:
             raise InputError(f"token id {wrong} is not in the vocabulary of {self.model.name} (0-{geometry.vocab - 1})")
         self._check_positions(capacity)
-        lease = self.pool.new_lease(capacity)
-        keys = key_reader(self.pool, lease)
-        trace = Trace(geometry.layers, self.config.missed_mass_every)
-        return self._register(Sequence(next(self._ids), list(tokens), lease, keys, self.policy.new_state(keys), trace))
-
-    def fork(self, sequence: Sequence, capacity: int) -> Sequence:
-        """A sequence with the same computed tokens, sharing their chunks, with room for `capacity` tokens."""
-        lease = self.pool.fork(sequence.lease)
-        self.pool.reserve(lease, capacity)
-        keys = key_reader(self.pool, lease)
-        before = sequence.trace
-        trace = Trace(before.layers, before.missed_every, before.prefill_seconds, prompt_tokens=before.prompt_tokens)
+        lease = self._lease(tokens[:reuse], self._affordable(len(tokens), capacity))
+        keys, known = key_reader(self.pool, lease), lease.length
+        trace = Trace(geometry.layers, self.config.missed_mass_every, reused_tokens=known)
+        state, slots = self.policy.new_state(keys), self._new_slots()
         return self._register(
-            Sequence(next(self._ids), list(sequence.tokens), lease, keys, sequence.state.fork(keys), trace)
+            Sequence(next(self._ids), list(tokens), lease, slots, keys, state, trace, known, known, known)
+        )
+
+    def _lease(self, known: Seq[int], capacity: int) -> Lease:
+        """Room for `capacity` tokens, behind what the prefix tree has of `known`."""
+        if not self.config.prefix_sharing or self.policy.wants_queries:
+            return self.pool.new_lease(capacity)
+        lease = self.pool.match(known, EXACT)
+        if not lease.length:
+            return self.pool.new_lease(capacity)
+        return self._reserved(lease, capacity)
+
+    def _reserved(self, lease: Lease, capacity: int) -> Lease:
+        """The lease with room for `capacity` tokens; given back where there is none (PoolFullError)."""
+        try:
+            self.pool.reserve(lease, capacity)
+        except PoolFullError:
+            self.pool.release(lease)
+            raise
+        return lease
+
+    def check_fits(self, tokens: int) -> None:
+        """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
+        where it would not fit an empty pool and nothing may give way."""
+        self._check_positions(tokens)
+        if self.config.eviction is None:
+            self.pool.check_fits(tokens)
+
+    def check_spare(self, chunks: int) -> None:
+        """Raises PoolFullError where the pool has no `chunks` chunks to give."""
+        self.pool.check_spare(chunks)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Room for the next token. Raises PoolFullError; never with eviction, which makes room by itself."""
+        if self.config.eviction is None:
+            self.pool.reserve(sequence.lease, sequence.position + 1)
+
+    def _affordable(self, prompt: int, capacity: int) -> int:
+        """Tokens to take room for: all that may come, or with eviction what the pool has now, but never less than the
+        prompt and one token."""
+        if self.config.eviction is None:
+            return capacity
+        return max(prompt + 1, min(capacity, self.pool.idle_chunks * CHUNK))
+
+    def _new_slots(self) -> Slots:
+        if self.config.eviction is None:
+            return AppendOnly(self.pool)
+        return Overwriting(self.pool, self.config.eviction, self.policy.sinks, self.policy.recent)
+
+    def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
+        """A sequence with the same computed tokens, sharing their chunks, with room for `capacity` tokens: only the
+        filled slots of a partly filled last chunk are copied. What it cost so far is counted as reused, or with
+        `same_trace` goes on with the original's counts. Raises PoolFullError."""
+        self.link.settle(sequence.lease)
+        lease = self._reserved(self.pool.fork(sequence.lease), capacity)
+        keys, before = key_reader(self.pool, lease), sequence.trace
+        trace = before.copy() if same_trace else before.restart(reused=sequence.position)
+        return self._register(
+            Sequence(
+                next(self._ids),
+                list(sequence.tokens),
+                lease,
+                sequence.slots.fork(),
+                keys,
+                sequence.state.fork(keys),
+                trace,
+                sequence.position,
+                sequence.exact,
+            )
         )
 
     def _register(self, sequence: Sequence) -> Sequence:
@@ -65,15 +141,23 @@ class Runner:
         return sequence
 
     def free(self, sequence: Sequence) -> None:
-        """Gives back everything the sequence holds."""
+        """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
         self.link.close(sequence.lease)
+        self._publish(sequence)
         self.pool.release(sequence.lease)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
+        the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
+        if self.config.prefix_sharing:
+            lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
+            self.pool.publish(sequence.lease, sequence.tokens, lineage)
 
     @torch.inference_mode()
     def begin_prefill(self, sequence: Sequence, stop: int, *, want_logits: bool) -> Prefill:
         """The exact prefill of tokens [position, stop), to be advanced with `advance_prefill`."""
-        sequence.trace.prompt_tokens = stop
+        sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         size = self.config.prefill_slice
         return Prefill(sequence, stop, self.adapter, self.link, slice_tokens=size, want_logits=want_logits)
 
@@ -82,9 +166,14 @@ class Runner:
         """Runs one layer; commits the tokens after the last."""
         began = time.perf_counter()
         prefill.run_layer()
+        sequence = prefill.sequence
         if prefill.done:
-            self.pool.commit(prefill.sequence.lease, prefill.stop)
-        trace = prefill.sequence.trace
+            self.pool.commit(sequence.lease, prefill.stop)
+            sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
+            sequence.position, sequence.unlearned = prefill.stop, 0
+            self.link.settle(sequence.lease)
+            self._publish(sequence)
+        trace = sequence.trace
         trace.prefill_seconds += time.perf_counter() - began
 
     def prefill(
@@ -107,10 +196,13 @@ class Runner:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
         began = time.perf_counter()
         for sequence in batch:
-            self.pool.reserve(sequence.lease, sequence.position + 1)
-        logits = DecodeStep(batch, self.adapter, self.policy, self.link).run()
+            sequence.slots.begin_step(sequence.lease, sequence.position)
+        sharing = self.prefixes.of([sequence.lease for sequence in batch])
+        ordered = [batch[i] for i in sharing.order]
+        logits = DecodeStep(ordered, self.adapter, self.policy, self.link, sharing).run()[sharing.inverse]
         for sequence in batch:
-            self.pool.commit(sequence.lease, sequence.position + 1)
+            sequence.position += 1
+            self.pool.commit(sequence.lease, sequence.slots.context)
         seconds = time.perf_counter() - began
         for sequence in batch:
             sequence.trace.decode_seconds += seconds
@@ -170,3 +262,17 @@ class Runner:
         self.pool.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
+
+
+def _check_evictable(policy: Policy, geometry: ModelGeometry) -> None:
+    """Raises ConfigError where overwriting slots would not mean what it says."""
+    if not policy.evictable:
+        raise ConfigError(
+            f"policy {policy.name!r} knows tokens by their place and cannot run with eviction, which moves them; use "
+            "'full', 'infinigen' or 'oracle', or leave eviction out"
+        )
+    if any(window is not None for window in geometry.windows):
+        raise ConfigError(
+            "eviction overwrites tokens in any order, but this model's sliding window hides them by age: leave "
+            "eviction out (tokens outside the window are never attended anyway)"
+        )

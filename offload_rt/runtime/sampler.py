@@ -16,18 +16,22 @@ from transformers import (
 
 from ..config import SamplingParams
 
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: keeps the seeds of one request's completions away from those of neighbouring seeds."""
+
 
 class Sampler:
     """Chooses tokens for one sequence. Its random numbers come from a CPU generator of its own, so the same seed
-    gives the same text on every device and whatever else is in the batch. `seed=None` draws a fresh seed."""
+    gives the same text on every device and whatever else is in the batch. `seed=None` draws a fresh seed; completion
+    `sample` of n has a seed of its own, made from `seed` and its number (0: `seed` itself)."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, sample: int = 0) -> None:
         self._greedy = params.temperature == 0
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(params.seed)
+            self._generator.manual_seed((params.seed + sample * _SEED_STEP) % (1 << 63))
         self._processors = LogitsProcessorList()
         if params.repetition_penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))

@@ -1,55 +1,122 @@
-"""Who runs: a queue of waiting generations and the list of running ones."""
+"""Who runs: a queue of waiting requests, the one whose prompt is prefilled, and those that decode."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from ..errors import OffloadError, PoolFullError
-from .generation import Generation
+from .generation import Served
+from .prefill import Prefill
 from .runner import Runner
 
 
 class Scheduler:
-    """First come, first served. A generation waits until the pool has room for its prompt and its new tokens; one
-    that would not fit an empty pool is refused at once. Owns `waiting` and `running`; a generation is in at most one
-    of them."""
+    """First come, first served. A request is admitted when the pool has room for its prompt and a chunk for each
+    running sequence besides; it then grows chunk by chunk. When the pool runs out, the youngest gives way: it keeps its
+    tokens, goes back to the head of the queue, and computes their KV again when there is room (what the prefix tree
+    still has of it is not computed again). The oldest is never preempted, so something always finishes; one that would
+    not fit an empty pool is refused at once.
+
+    Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them."""
 
     def __init__(self, runner: Runner, max_batch: int) -> None:
         self._runner, self._max_batch = runner, max_batch
-        self.waiting: deque[Generation] = deque()
-        self.running: list[Generation] = []
+        self.waiting: deque[Served] = deque()
+        self.prefilling: tuple[Served, Prefill] | None = None
+        self.running: list[Served] = []
+        self.preemptions = 0
+        self._full = False
 
-    def add(self, generation: Generation) -> None:
-        """Queues a generation."""
-        self.waiting.append(generation)
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits, prefills or runs."""
+        return not (self.waiting or self.prefilling or self.running)
 
-    def admit(self) -> Generation | None:
-        """The next generation to prefill, with its sequence made; None where none waits or fits now.
+    def add(self, request: Served) -> None:
+        """Queues a request."""
+        self.waiting.append(request)
 
-        Raises what `Generation.start` raises, PoolFullError only where nothing runs that could make room; the
-        generation is taken out of the queue.
+    def admit(self) -> None:
+        """Starts the prefill of the next request, if none is running, one waits and it fits now.
+
+        Raises what `Served.start` raises, PoolFullError only where nothing runs that could make room; the request is
+        taken out of the queue.
         """
-        if not self.waiting or len(self.running) >= self._max_batch:
-            return None
-        generation = self.waiting[0]
+        if self.prefilling is not None or not self.waiting or self._full:
+            return
+        served = self.waiting[0]
+        width = sum(r.width for r in self.running)
+        if self.running and width + served.width > self._max_batch:
+            return
         try:
-            generation.start(self._runner)
+            sequence, stop = served.start(self._runner)
+            if self.running:
+                self._runner.check_spare(width)
         except OffloadError as error:
+            served.drop(self._runner)
             if isinstance(error, PoolFullError) and self.running:
-                return None
+                self._full = True  # until somebody leaves: trying every step would cost every step
+                return
             self.waiting.popleft()
             raise
-        return self.waiting.popleft()
+        self.waiting.popleft()
+        self.prefilling = served, self._runner.begin_prefill(sequence, stop, want_logits=True)
 
-    def remove(self, generation: Generation) -> None:
-        """Takes a generation out of wherever it is."""
-        if generation in self.waiting:
-            self.waiting.remove(generation)
-        elif generation in self.running:
-            self.running.remove(generation)
+    def prefilled(self) -> list[Served]:
+        """The prefill is done: its request runs, and so do the completions that fork from it, those that fit; the
+        others wait. Returns all that begin to run."""
+        assert self.prefilling is not None and self.prefilling[1].done
+        served, prefill = self.prefilling
+        self.prefilling = None
+        started = [served]
+        for fork in served.take_pending():
+            try:
+                fork.fork_from(self._runner, prefill.sequence)
+                started.append(fork)
+            except PoolFullError:
+                self.waiting.append(fork)
+        self.running += started
+        return started
+
+    def make_room(self) -> None:
+        """Takes room for the next step of all that run, oldest first, at the expense of the youngest.
+
+        Raises PoolFullError where not even one alone can go on; it is then in no queue and holds nothing.
+        """
+        for served in list(self.running):
+            while served in self.running:
+                try:
+                    served.reserve(self._runner)
+                    break
+                except PoolFullError:
+                    if self.prefilling is None and self.running == [served]:
+                        self.running.clear()
+                        served.finish(self._runner, "cancelled")
+                        raise
+                    self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
+
+    def preempt(self, served: Served) -> None:
+        """Sends a request back to the head of the queue; it gives back what it holds."""
+        self.remove(served)
+        served.drop(self._runner)
+        self.waiting.appendleft(served)
+        self.preemptions += 1
+        self._full = True  # what was given back is for those that run; it waits until one of them leaves
+
+    def remove(self, served: Served) -> None:
+        """Takes a request out of wherever it is."""
+        self._full = False
+        if self.prefilling is not None and self.prefilling[0] is served:
+            self.prefilling = None
+        if served in self.waiting:
+            self.waiting.remove(served)
+        elif served in self.running:
+            self.running.remove(served)
 
     def check_integrity(self) -> None:
-        """Asserts that nobody is in both queues and that only started generations run."""
-        assert not set(self.waiting) & set(self.running)
-        assert all(g.sequence is not None for g in self.running)
-        assert all(g.sequence is None for g in self.waiting)
+        """Asserts that nobody is in two places and that only those that started hold sequences."""
+        prefilling = [] if self.prefilling is None else [self.prefilling[0]]
+        everybody = [*self.waiting, *prefilling, *self.running]
+        assert len({id(served) for served in everybody}) == len(everybody)
+        assert all(served.sequences for served in [*self.running, *prefilling])
+        assert not any(served.sequences for served in self.waiting)

@@ -10,29 +10,31 @@ from ..core import Lease
 from ..pool.pool import HostPool
 from ..select.base import KeyReader, PolicyState
 from .metrics import Trace
+from .slots import Slots
 
 
 @dataclass(eq=False)
 class Sequence:
-    """tokens: prompt and what was generated. The first `lease.length` of them have K and V in every layer; a decode
-    step computes the next one. The sequence owns `lease` and `state`; both fork with it."""
+    """tokens: prompt and what was generated. The first `position` of them have been computed in every layer; a decode
+    step computes the next one. The rows of the first `exact` come from exact attention; those of the first `unlearned`
+    from the prefix tree, and the policy's state learns their keys with the next prefill. `slots` says where rows lie in
+    `lease`. The sequence owns lease, slots and state; all three fork with it."""
 
     id: int
     tokens: list[int]
     lease: Lease
+    slots: Slots
     keys: KeyReader
     state: PolicyState
     trace: Trace
-
-    @property
-    def position(self) -> int:
-        """Index of the token that the next decode step computes."""
-        return self.lease.length
+    position: int = 0
+    exact: int = 0
+    unlearned: int = 0
 
     def check_integrity(self) -> None:
         """Asserts that tokens, lease and policy state agree."""
-        assert self.lease.length <= len(self.tokens)
-        assert self.lease.length <= self.lease.capacity
+        assert self.lease.length <= self.position <= len(self.tokens)
+        assert self.lease.length == min(self.position, self.lease.capacity)
         self.state.check_integrity()
 
 

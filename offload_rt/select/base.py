@@ -45,8 +45,13 @@ class PolicyState(Protocol):
         ...
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys `[Hkv, m, d]` (post-RoPE) of tokens [start, start + m) entered the cache of the layer; `start` is
-        where the last call for this layer ended."""
+        """Keys `[Hkv, m, d]` (post-RoPE) entered the slots [start, start + m) of the layer's cache; `start` is where
+        the last call for this layer ended, or a slot whose token has been moved or evicted."""
+        ...
+
+    def on_moved(self, layer: int, source: int, target: int) -> None:
+        """The token in slot `source` now lies in slot `target`, whose own token is gone; `on_keys` for `source`
+        follows. Only called if the policy is `evictable`."""
         ...
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
@@ -103,6 +108,16 @@ class Policy(Protocol):
     @property
     def wants_weights(self) -> bool:
         """Whether `on_attended` is called."""
+        ...
+
+    @property
+    def wants_queries(self) -> bool:
+        """Whether the state has to see every query of the prompt (`on_queries`): then no prefix of it can be reused."""
+        ...
+
+    @property
+    def evictable(self) -> bool:
+        """Whether tokens of a sequence may be moved and overwritten (DESIGN section 7)."""
         ...
 
     @property

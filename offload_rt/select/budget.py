@@ -30,6 +30,8 @@ class BudgetPolicy:
 
     name: str
     wants_weights = False
+    evictable = False
+    wants_queries = False
 
     def __init__(self, options: BudgetOptions, geometry: ModelGeometry) -> None:
         """Raises ConfigError where an option does not fit the model."""

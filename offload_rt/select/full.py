@@ -33,6 +33,8 @@ class Full:
     sinks: int = 0
     recent: int = 1
     wants_weights: bool = False
+    evictable: bool = True
+    wants_queries: bool = False
     lineage: str = "exact"
 
     @property

@@ -116,6 +116,7 @@ class H2O(BudgetPolicy):
     name = "h2o"
     moment: Moment = "attention_input"
     wants_weights = True
+    wants_queries = True
 
     def __init__(self, options: BudgetOptions, geometry: ModelGeometry, device: torch.device) -> None:
         super().__init__(options, geometry)

@@ -47,10 +47,14 @@ class InfiniGenState(PassiveState):
             self._keys.observe(layer, q)
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys k `[Hkv, m, d]` of tokens [start, start + m) enter the scoring keys, skewed once."""
+        """Keys k `[Hkv, m, d]` enter the scoring keys at slot `start`, skewed once."""
         if layer not in self._policy.dense_layers:
-            assert start == self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
-            self._keys.write(layer, k)
+            assert start <= self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
+            self._keys.write(layer, k, start)
+
+    def on_moved(self, layer: int, source: int, target: int) -> None:
+        """The scoring key of a token moves with its rows."""
+        self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
         """DESIGN section 6, steps 1 to 4, with the (speculated) query q `[H, d]`; with a `budget`, that many tokens
@@ -99,6 +103,7 @@ class InfiniGen:
 
     name = "infinigen"
     wants_weights = False
+    evictable = True
 
     def __init__(
         self,
@@ -119,6 +124,7 @@ class InfiniGen:
         self.moment: Moment = options.source
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = frozenset(options.dense_layers)
+        self.wants_queries = options.scorer == "partial" and options.columns == "prompt"
         self.lineage = self._lineage(artifact)
         self._new_keys = self._keys_factory(artifact.to(device), device, dtype)
 

@@ -40,6 +40,7 @@ class Oracle(BudgetPolicy):
     """Selects with the true query."""
 
     name = "oracle"
+    evictable = True
     moment: Moment = "query"
 
     def new_state(self, keys: KeyReader) -> OracleState:

@@ -21,6 +21,9 @@ class PassiveState:
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Nothing to learn from keys `[Hkv, m, d]`."""
 
+    def on_moved(self, layer: int, source: int, target: int) -> None:
+        """Nothing is remembered by slot."""
+
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
         """Nothing is added."""
         return None

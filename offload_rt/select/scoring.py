@@ -153,8 +153,12 @@ class ScoringKeys(Protocol):
         """Queries `[H, m, d]` of the prompt went by."""
         ...
 
-    def write(self, layer: int, k: torch.Tensor) -> None:
-        """Keys k `[Hkv, m, d]` follow those that the layer has."""
+    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Keys k `[Hkv, m, d]` enter the slots from `start` on, at most where those that the layer has end."""
+        ...
+
+    def move(self, layer: int, source: int, target: int) -> None:
+        """The key in slot `source` also takes slot `target`."""
         ...
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
@@ -195,17 +199,21 @@ class PartialKeys:
         """Queries `[H, m, d]` of the prompt, for columns chosen from it."""
         self._columns.observe(layer, q)
 
-    def write(self, layer: int, k: torch.Tensor) -> None:
-        """Skews keys k `[Hkv, m, d]` and appends them as columns."""
+    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Skews keys k `[Hkv, m, d]` and stores them as columns."""
         if layer not in self._bases:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
             self._keys[layer] = GrowingTensor((kv_heads, r, 0), 2, self._dtype, self._device)
-        basis, start = self._bases[layer].key, self.length(layer)
-        stop = start + k.shape[1]
-        data = self._keys[layer].reserve(stop)
+        basis, stop = self._bases[layer].key, start + k.shape[1]
+        self._lengths[layer] = max(self.length(layer), stop)
+        data = self._keys[layer].reserve(self._lengths[layer])
         data[:, :, start:stop] = torch.bmm(basis.transpose(1, 2), k.to(basis.dtype).transpose(1, 2))
-        self._lengths[layer] = stop
+
+    def move(self, layer: int, source: int, target: int) -> None:
+        """Copies a column."""
+        data = self._keys[layer].reserve(self.length(layer))
+        data[:, :, target] = data[:, :, source]
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """As `ScoringKeys.scores`; reads r numbers per token and KV head."""
@@ -266,23 +274,31 @@ class QuantisedKeys:
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """Nothing to choose: all columns are kept."""
 
-    def write(self, layer: int, k: torch.Tensor) -> None:
-        """Skews, quantises and packs keys k `[Hkv, m, d]`; a byte that other tokens began is completed."""
-        quantiser, start = self._quantisers[layer], self.length(layer)
+    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Skews, quantises and packs keys k `[Hkv, m, d]`; other tokens in the same bytes keep their codes."""
+        quantiser = self._quantisers[layer]
         kv_heads, added, d = k.shape
         if layer not in self._packed:
             self._packed[layer] = GrowingTensor((kv_heads, 0, d), 1, torch.int8, self._device)
-        stop = start + added
-        first, last = start // self._fields, -(-stop // self._fields)
-        data = self._packed[layer].reserve(last)
+        first, last = start // self._fields, -(-(start + added) // self._fields)
+        begun, known = start - first * self._fields, self.length(layer)
+        self._lengths[layer] = max(known, start + added)
+        data = self._packed[layer].reserve(-(-self._lengths[layer] // self._fields))
         codes = torch.zeros(kv_heads, (last - first) * self._fields, d, dtype=torch.uint8, device=self._device)
-        begun = start - first * self._fields
-        if begun:
-            codes[:, :begun] = unpack(data[:, first : first + 1], self._bits)[:, :begun]
+        if known > first * self._fields:
+            there = min(last, -(-known // self._fields)) - first
+            codes[:, : there * self._fields] = unpack(data[:, first : first + there], self._bits)
         skewed = skew(k, quantiser.basis.key)
         codes[:, begun : begun + added] = quantise(skewed, quantiser.mean, quantiser.step, self._bits)
         data[:, first:last] = pack(codes, self._bits)
-        self._lengths[layer] = stop
+
+    def move(self, layer: int, source: int, target: int) -> None:
+        """Copies one token's codes between bytes."""
+        data = self._packed[layer].reserve(-(-self.length(layer) // self._fields))
+        (byte, field), (into, place) = divmod(source, self._fields), divmod(target, self._fields)
+        codes = unpack(data[:, into : into + 1], self._bits)
+        codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
+        data[:, into : into + 1] = pack(codes, self._bits)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """As `ScoringKeys.scores`; reads bits * d / 8 bytes per token and KV head."""

@@ -8,7 +8,7 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,21 +17,21 @@ import torch.nn.functional as F
 from ..core import KVPart, Lease, Selection, Visible
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Ticket
-from .plan import attended_tokens, row_ids
+from .plan import attended_tokens, row_ids, union_rows
 
 
 @dataclass(frozen=True)
 class _DenseTicket:
-    """All visible rows, as views of the pool."""
+    """All rows of `tokens`, as views of the pool."""
 
     pool: HostPool
     lease: Lease
     layer: int
-    visible: Visible
+    tokens: range
     bytes: int
 
     def wait(self) -> list[KVPart]:
-        return self.pool.runs(self.lease, self.layer, self.visible.all)
+        return self.pool.runs(self.lease, self.layer, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -147,19 +147,46 @@ class CpuLink:
         del self._resident[id(lease)]
         self._pages.forget(lease)
 
+    def settle(self, lease: Lease) -> None:
+        """See `Link.settle`: `append` blocks until its rows are written."""
+
     def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """See `Link.append`: k, v `[Hkv, m, d]`."""
         self._pool.write(lease, layer, start, k, v)
         return k.shape[1] * self._token_bytes
 
+    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+        """See `Link.move`."""
+        [row] = self._pool.runs(lease, layer, range(source, source + 1))
+        self._pool.write(lease, layer, target, row.k, row.v)
+
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """See `Link.fetch`."""
         if selection is None:
-            return _DenseTicket(self._pool, lease, layer, visible, len(visible.candidates) * self._token_bytes)
+            return _DenseTicket(self._pool, lease, layer, visible.all, len(visible.candidates) * self._token_bytes)
+        return self._sparse(lease, layer, visible, selection, selection.tokens.numel())
+
+    def _sparse(self, lease: Lease, layer: int, visible: Visible, selection: Selection, crossing: int) -> _SparseTicket:
+        """Resident and selected rows, of which `crossing` pairs of K and V are counted."""
         tokens = attended_tokens(visible, selection.tokens)
-        return _SparseTicket(
-            self._pages, self._fetched, lease, layer, tokens, selection.tokens.numel() * self._pair_bytes
-        )
+        return _SparseTicket(self._pages, self._fetched, lease, layer, tokens, crossing * self._pair_bytes)
+
+    def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
+        """See `Link.fetch_range`."""
+        return _DenseTicket(self._pool, lease, layer, tokens, len(tokens) * self._token_bytes)
+
+    def fetch_together(
+        self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
+    ) -> list[Ticket]:
+        """See `Link.fetch_together`: each gathers its own rows from the pool, only the count is of the union."""
+        layout = self._pool.layout
+        rows = [
+            row_ids(layout, self._pages.of(lease), layer, selection.tokens)[0]
+            for lease, selection in zip(leases, selections, strict=True)
+        ]
+        _, _, counts = union_rows(rows)
+        each = zip(leases, visible, selections, counts, strict=True)
+        return [self._sparse(lease, layer, seen, selection, count) for lease, seen, selection, count in each]
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""

@@ -6,7 +6,7 @@ into pinned staging by the host, which has to know the indices: one host sync fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,15 @@ from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
 from ..pool.pool import HostPool
 from .lanes import CudaLane, Lane, Mark
 from .link import PrefilledLayer, Ticket
-from .plan import row_ids
+from .plan import row_ids, union_rows
 from .residency import Residency
 
 
 @dataclass(frozen=True)
 class _Ticket:
     """Fetched rows `staged` `[2, Hkv, n, d]`, valid on the device behind `mark`, and the resident rows that go before
-    them (read at `wait`: the newest is stored after the request)."""
+    them (read at `wait`: the newest is stored after the request). With `places` `[Hkv, n]`, `staged` is `[2, U, d]`,
+    rows of several sequences, and `places` are this one's."""
 
     lane: Lane
     mark: Mark
@@ -31,10 +32,12 @@ class _Ticket:
     residency: Residency | None = None
     layer: int = 0
     visible: Visible | None = None
+    places: torch.Tensor | None = None
 
     def wait(self) -> list[KVPart]:
         self.lane.hold_compute(self.mark, self.staged)
-        parts = [KVPart(self.staged[0], self.staged[1])] if self.staged.shape[2] else []
+        rows = self.staged if self.places is None else self.staged[:, self.places]
+        parts = [KVPart(rows[0], rows[1])] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
             return parts
         parts = [*self.residency.part(self.layer, self.visible), *parts]
@@ -92,6 +95,11 @@ class CudaLink:
         self._written.pop(id(lease), None)
         del self._residency[id(lease)]
 
+    def settle(self, lease: Lease) -> None:
+        """See `Link.settle`."""
+        if (written := self._written.get(id(lease))) is not None:
+            written.synchronize()
+
     def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """See `Link.append`."""
         self._residency[id(lease)].store(layer, start, k, v)
@@ -106,6 +114,14 @@ class CudaLink:
             self._written[id(lease)] = self._write_back.mark()
         return k.shape[1] * self._token_bytes
 
+    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+        """See `Link.move`: both rows are in the pool, so the copy stays on the host, behind the write-back of the row
+        and the reads of the slot it overwrites."""
+        self._written[id(lease)].synchronize()
+        self._prefetch.mark().synchronize()
+        [row] = self._pool.runs(lease, layer, range(source, source + 1))
+        self._pool.write(lease, layer, target, row.k, row.v)
+
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """See `Link.fetch`."""
         if selection is None:
@@ -114,6 +130,31 @@ class CudaLink:
             staged, mark = self._fetch_rows(lease, layer, selection.tokens)
         residency = self._residency[id(lease)]
         return _Ticket(self._prefetch, mark, staged, self._bytes(staged), residency, layer, visible)
+
+    def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
+        """See `Link.fetch_range`."""
+        staged, mark = self._fetch_range(lease, layer, tokens)
+        return _Ticket(self._prefetch, mark, staged, self._bytes(staged))
+
+    def fetch_together(
+        self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
+    ) -> list[Ticket]:
+        """See `Link.fetch_together`: the union is gathered and copied once; each sequence's rows are picked from it on
+        the device."""
+        layout = self._pool.layout
+        rows = [
+            row_ids(layout, self._pool.row_base(lease), layer, selection.tokens.cpu())[0]
+            for lease, selection in zip(leases, selections, strict=True)
+        ]
+        union, places, counts = union_rows(rows)
+        for lease in leases:
+            self.settle(lease)
+        staged, mark = self._fetch_ids(torch.stack((union, union + layout.plane_rows)))
+        sizes = [count * self._pair_bytes for count in counts]
+        return [
+            _Ticket(self._prefetch, mark, staged, size, self._residency[id(lease)], layer, seen, place.to(self._device))
+            for lease, seen, place, size in zip(leases, visible, places, sizes, strict=True)
+        ]
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
@@ -152,12 +193,15 @@ class CudaLink:
     def _fetch_rows(self, lease: Lease, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Rows of `tokens` `[Hkv, n]`, `[2, Hkv, n, d]` on the device."""
         ids = row_ids(self._pool.layout, self._pool.row_base(lease), layer, tokens.cpu())
-        if (written := self._written.get(id(lease))) is not None:
-            written.synchronize()
+        self.settle(lease)
+        return self._fetch_ids(ids)
+
+    def _fetch_ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """The rows `ids`, of any shape, with d numbers each, on the device: gathered by the host into pinned memory."""
         pinned = self._pinned_buffer(ids.numel())
-        torch.index_select(self._pool.rows, 0, ids.view(-1), out=pinned)
+        torch.index_select(self._pool.rows, 0, ids.reshape(-1), out=pinned)
         with self._prefetch.behind_compute():
-            staged = self._staging(tokens.shape[1])
+            staged = torch.empty(*ids.shape, pinned.shape[1], dtype=self._dtype, device=self._device)
             staged.view(-1, pinned.shape[1]).copy_(pinned, non_blocking=True)
             mark = self._prefetch.mark()
         self._pinned.append((pinned, mark))

@@ -6,7 +6,7 @@ place, the same numbers appear as on CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,13 +57,33 @@ class Link(Protocol):
         """A sequence ends; its resident rows are dropped."""
         ...
 
+    def settle(self, lease: Lease) -> None:
+        """Waits until everything appended is in the pool: before its chunks are shared with another sequence."""
+        ...
+
     def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """New rows k, v `[Hkv, m, d]` of tokens [start, start + m): the resident ones stay, all are written back to
+        """New rows k, v `[Hkv, m, d]` in the slots [start, start + m): the resident ones stay, all are written back to
         the pool asynchronously. Returns the bytes written back."""
+        ...
+
+    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+        """The row in slot `source`, resident until now, replaces the one in slot `target` of the pool: it leaves the
+        window, and the next `append` takes its place."""
         ...
 
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """Starts moving the selected candidates (None: all of them). Resident rows cost nothing."""
+        ...
+
+    def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
+        """Starts moving all rows of `tokens`, resident or not, for all sequences that hold the same chunks."""
+        ...
+
+    def fetch_together(
+        self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
+    ) -> list[Ticket]:
+        """Like `fetch` of each, but rows of shared chunks that several selected cross once: the first one's ticket
+        counts them. Each ticket still gives its own sequence's rows and no others."""
         ...
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..core import CHUNK, Visible
@@ -16,6 +18,21 @@ def attended_tokens(visible: Visible, selected: torch.Tensor) -> torch.Tensor:
     heads = selected.shape[0]
     resident = torch.tensor([*visible.sinks, *visible.recent], dtype=torch.int64, device=selected.device)
     return torch.cat((resident.expand(heads, -1), selected), dim=1)
+
+
+def union_rows(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
+    """Rows that several sequences ask for, each once.
+
+    rows: row ids int64 `[Hkv, n]` of each sequence. Returns the union int64 `[U]`; for each sequence the places
+    `[Hkv, n]` of its rows in the union; and how many rows each is the first to ask for (they sum to U).
+    """
+    flat = torch.cat([ids.flatten() for ids in rows])
+    union, places = torch.unique(flat, return_inverse=True)
+    sizes = [ids.numel() for ids in rows]
+    owners = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes))
+    first = torch.full((len(union),), len(rows)).scatter_reduce_(0, places, owners, "amin")
+    counts = torch.bincount(first, minlength=len(rows)).tolist()
+    return union, [p.view(ids.shape) for p, ids in zip(places.split(sizes), rows, strict=True)], counts
 
 
 def row_ids(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:

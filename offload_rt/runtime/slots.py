@@ -1,0 +1,174 @@
+"""Where a sequence's tokens lie in its lease, and which give way when the pool is full (InfiniGen §4.4).
+
+Slots [0, sinks) hold the first tokens and the last `recent` slots the newest ones, so that what a policy selects from
+is one range in every layer, before and after eviction begins. From then on the last slots are a ring: the token that
+leaves the window moves to its victim's slot, layer by layer, and the newest token takes its place in the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..config import EvictionOptions, format_size
+from ..core import CHUNK, Lease
+from ..errors import PoolFullError
+from ..pool.eviction import SlotState, victims
+from ..pool.pool import HostPool
+
+
+class Slots(Protocol):
+    """The slots of one sequence. `begin_step` decides where the newest token goes; the rest holds for that step."""
+
+    @property
+    def newest(self) -> int:
+        """Slot of the token that this step computes."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """N: slots in use, the newest included."""
+        ...
+
+    def displaced(self, layer: int) -> tuple[int, int] | None:
+        """(slot, victim): the row in `slot` has to move to `victim` before the newest token takes `slot`."""
+        ...
+
+    def begin_step(self, lease: Lease, position: int) -> None:
+        """The token at `position` is next. Raises PoolFullError where there is no room for it."""
+        ...
+
+    def selected(self, layer: int, slots: torch.Tensor) -> None:
+        """Rows of `slots` int64 `[Hkv, n]` were selected in this step."""
+        ...
+
+    def fork(self) -> Slots:
+        """An independent copy."""
+        ...
+
+
+class AppendOnly:
+    """Token t in slot t for ever: a full pool is an error."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self.newest = -1
+
+    @property
+    def context(self) -> int:
+        """See `Slots.context`."""
+        return self.newest + 1
+
+    def displaced(self, layer: int) -> tuple[int, int] | None:
+        """Nothing ever moves."""
+        return None
+
+    def begin_step(self, lease: Lease, position: int) -> None:
+        """See `Slots.begin_step`."""
+        self._pool.reserve(lease, position + 1)
+        self.newest = position
+
+    def selected(self, layer: int, slots: torch.Tensor) -> None:
+        """Nobody asks."""
+
+    def fork(self) -> AppendOnly:
+        """See `Slots.fork`."""
+        twin = AppendOnly(self._pool)
+        twin.newest = self.newest
+        return twin
+
+
+class Overwriting:
+    """Token t in slot t while the pool has room; then the newest tokens overwrite victims of their own sequence, and
+    the sequence keeps its size for ever. Sinks and the recent window are spared; with `protect="none"` the sinks are
+    not. Chunks that another sequence holds are never overwritten, chunks that only the prefix tree holds leave it.
+
+    Mutated by `begin_step` (positions, victims) and `selected` (use); the rows themselves are the link's to move.
+    """
+
+    def __init__(self, pool: HostPool, options: EvictionOptions, sinks: int, recent: int) -> None:
+        self._pool, self._options = pool, options
+        self._sinks = sinks if options.protect == "window" else 0
+        self._recent = recent
+        self._layers = pool.layout.layers
+        self._state = SlotState.empty(self._layers, 0)
+        self._known = 0
+        self._victims: list[int] | None = None
+        self.newest = -1
+        self.context = 0
+
+    @property
+    def overwriting(self) -> bool:
+        """Whether the sequence has stopped growing."""
+        return self._victims is not None
+
+    def displaced(self, layer: int) -> tuple[int, int] | None:
+        """See `Slots.displaced`."""
+        return None if self._victims is None else (self.newest, self._victims[layer])
+
+    def begin_step(self, lease: Lease, position: int) -> None:
+        """See `Slots.begin_step`."""
+        if self._victims is None and not self._grow(lease, position):
+            self._need(lease.capacity > self._sinks + self._recent, lease)
+            self._victims = []
+        if self._victims is None:
+            self.newest, self.context = position, position + 1
+        else:
+            self._overwrite(lease, position)
+
+    def selected(self, layer: int, slots: torch.Tensor) -> None:
+        """See `Slots.selected`."""
+        self._state.touch(layer, slots.to(self._state.position.device), self._known - 1)
+
+    def fork(self) -> Overwriting:
+        """See `Slots.fork`; a sequence that overwrites cannot be forked, for its chunks change in place."""
+        assert not self.overwriting
+        twin = Overwriting(self._pool, self._options, self._sinks, self._recent)
+        twin._state = self._state.clone()
+        twin._known, twin.newest, twin.context = self._known, self.newest, self.context
+        return twin
+
+    def _grow(self, lease: Lease, position: int) -> bool:
+        """Room for one more token at the end, and every token up to it entered in the table; False if there is none."""
+        try:
+            self._pool.reserve(lease, position + 1)
+        except PoolFullError:
+            return False
+        if lease.capacity > self._state.position.shape[1]:
+            self._state = self._state.grown(lease.capacity)
+        self._state.fill(range(self._known, position + 1))
+        self._known = position + 1
+        return True
+
+    def _overwrite(self, lease: Lease, position: int) -> None:
+        slots = lease.capacity
+        first = slots - self._recent
+        self.newest, self.context = first + (position - slots) % self._recent, slots
+        chosen = victims(self._options.policy, self._state, self._protected(lease, first).expand(self._layers, -1))
+        self._need(bool((chosen >= 0).all()), lease)
+        self._state.move(self.newest, chosen[:, 0])
+        self._state.place(torch.full((self._layers,), self.newest), position, position)
+        self._known = position + 1
+        self._victims = chosen[:, 0].tolist()
+
+    def _protected(self, lease: Lease, first: int) -> torch.Tensor:
+        """bool `[slots]`: sinks, the ring from slot `first` on, and chunks that others hold. The ring's own chunks
+        must be this sequence's, since it writes there."""
+        protected = torch.zeros(lease.capacity, dtype=torch.bool)
+        protected[: self._sinks] = True
+        protected[first:] = True
+        for index in range(self._sinks // CHUNK, len(lease.chunks)):
+            if not self._pool.claim(lease, index):
+                self._need((index + 1) * CHUNK <= first, lease)
+                protected[index * CHUNK : (index + 1) * CHUNK] = True
+        return protected
+
+    def _need(self, possible: bool, lease: Lease) -> None:
+        if not possible:
+            held = lease.capacity * self._pool.chunk_bytes // CHUNK
+            raise PoolFullError(
+                f"the host pool is full and this sequence's {lease.capacity} token slots ({format_size(held)}) have "
+                f"none to overwrite: {self._sinks} sinks, {self._recent} recent tokens and shared chunks are spared; "
+                f"raise host_memory from {format_size(self._pool.limit_bytes)} or lower the policy's sinks and recent"
+            )

@@ -1,0 +1,206 @@
+"""A pool that is really bounded: memory never passes the limit, and what is evicted is what the plain model evicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
+from offload_rt.config import EvictionOptions
+from offload_rt.core import CHUNK
+from offload_rt.models.adapter import ModelAdapter
+from offload_rt.runtime.slots import Overwriting
+
+CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {"recent": 8}),
+    ("infinigen", {"preset": "paper"}),
+    ("infinigen", {"recent": 5, "sinks": 3, "scorer": "int4", "dense_layers": ()}),
+    ("infinigen", {"recent": 5, "scorer": "int2", "source": "attention_input"}),
+    ("oracle", {"budget": 0.3, "recent": 16}),
+]
+
+
+def make_llm(policy: str, options: dict[str, Any], chunks: int, eviction: Any, name: str = "llama") -> LLM:
+    return LLM(
+        tiny_model(name, dtype=torch.float64),
+        policy=policy,
+        policy_options=options,
+        dtype="float64",
+        host_memory=chunks * CHUNK_BYTES,
+        eviction=eviction,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "eviction"),
+    [(*chosen, "counter") for chosen in POLICIES] + [(*POLICIES[1], "fifo"), (*POLICIES[1], "lru")],
+)
+def test_generation_goes_on_far_past_the_limit_in_flat_memory(
+    policy: str, options: dict[str, Any], eviction: str
+) -> None:
+    """Ten times as many tokens as the pool holds; the arena's own count is checked at every step."""
+    llm = make_llm(policy, options, 2, eviction)
+    pool, runner = llm._runner.pool, llm._runner
+    for event in llm.stream(tiny_prompt(50), SamplingParams(max_new_tokens=10 * 2 * CHUNK, temperature=0)):
+        assert pool.bytes_used <= 2 * CHUNK_BYTES
+        if event.index % 200 == 0:
+            runner.check_integrity()
+    stats = llm.last_stats
+    assert stats is not None and stats.new_tokens == 20 * CHUNK
+    assert stats.kv_bytes_host == 2 * CHUNK_BYTES and pool.bytes_held == 0
+
+
+@pytest.mark.parametrize(("policy", "options"), POLICIES)
+def test_eviction_changes_nothing_while_there_is_room(policy: str, options: dict[str, Any]) -> None:
+    params = SamplingParams(max_new_tokens=100, temperature=0)
+    [bounded] = make_llm(policy, options, 3, "counter").generate([tiny_prompt(90)], params)
+    [free] = make_llm(policy, options, 30, None).generate([tiny_prompt(90)], params)
+    assert bounded.token_ids == free.token_ids
+
+
+def plain_step(
+    adapter: ModelAdapter, token: int, position: int, kept: list[list[tuple[int, torch.Tensor, torch.Tensor]]]
+) -> torch.Tensor:
+    """Logits `[V]` of one token that attends to the (position, k, v) lists of each layer and to itself."""
+    geometry, at = adapter.geometry, torch.tensor([position])
+    x = adapter.embed(torch.tensor([token]), at)
+    for layer in range(geometry.layers):
+        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), at)
+        kept[layer].append((position, k[:, 0], v[:, 0]))
+        keys, values = (torch.stack([row[i] for row in kept[layer]], 1) for i in (1, 2))
+        keys, values = (x.repeat_interleave(geometry.group, 0) for x in (keys, values))
+        weights = torch.softmax(q @ keys.transpose(1, 2) * geometry.scales[layer], -1)
+        x = adapter.mlp(layer, adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1)))
+    return adapter.logits(x)[0]
+
+
+@pytest.mark.parametrize("protect", ["window", "none"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, protect: str) -> None:
+    """Policy full has no window (sinks 0, recent 1), so FIFO keeps the newest tokens, whose K and V were computed when
+    the older ones were still there: a plain model with lists gives the same logits for 300 steps."""
+    tokens = tiny_prompt(420)
+    llm = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name=name)
+    if name != "llama":
+        chunk_bytes = llm._runner.pool.chunk_bytes
+        llm = LLM(
+            tiny_model(name, dtype=torch.float64),
+            policy="full",
+            dtype="float64",
+            host_memory=2 * chunk_bytes,
+            eviction={"policy": "fifo", "protect": protect},
+        )
+    runner = llm._runner
+    kept: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = [[] for _ in range(runner.adapter.geometry.layers)]
+    for position, token in enumerate(tokens[:120]):
+        plain_step(runner.adapter, token, position, kept)
+    sequence = runner.new_sequence(tokens[:120], 120)
+    sequence.tokens += tokens[120:]
+    runner.prefill(sequence, 120)
+    for position, token in enumerate(tokens[120:], start=120):
+        for layer in kept:
+            if len(layer) == 2 * CHUNK:
+                layer.pop(0)
+        expected = plain_step(runner.adapter, token, position, kept)
+        torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=1e-6)
+    runner.check_integrity()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    policy=st.sampled_from(["fifo", "lru", "counter"]),
+    protect=st.sampled_from(["window", "none"]),
+    sinks=st.integers(0, 5),
+    recent=st.integers(1, 70),
+    prompt=st.integers(1, 120),
+    steps=st.integers(1, 150),
+    seed=st.integers(0, 9),
+)
+def test_slots_hold_what_a_plain_list_says(
+    policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, seed: int
+) -> None:
+    """Every layer's rows after random selections: keys in the pool equal the keys of the positions that a plain model
+    keeps, sinks first, the ring last; protected tokens are always there."""
+    llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
+    pool = llm._runner.pool
+    lease = pool.new_lease(prompt)
+    slots = Overwriting(pool, EvictionOptions(policy, protect), sinks, recent)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(seed)
+    rows = [[float(p) for p in range(prompt)] for _ in range(4)]
+    for layer in range(4):
+        value = torch.tensor(rows[layer]).double()[None, :, None].expand(2, -1, 16)
+        pool.write(lease, layer, 0, value, -value)
+    pool.commit(lease, prompt)
+    for position in range(prompt, prompt + steps):
+        slots.begin_step(lease, position)
+        for layer in range(4):
+            value = torch.full((2, 1, 16), float(position), dtype=torch.float64)
+            if (moved := slots.displaced(layer)) is not None:
+                [row] = pool.runs(lease, layer, range(moved[0], moved[0] + 1))
+                pool.write(lease, layer, moved[1], row.k, row.v)
+                rows[layer][moved[1]] = rows[layer][moved[0]]
+            pool.write(lease, layer, slots.newest, value, -value)
+            rows[layer][slots.newest :] = [float(position), *rows[layer][slots.newest + 1 :]]
+            chosen = torch.randint(0, slots.context, (2, 7), generator=generator)
+            slots.selected(layer, chosen)
+        pool.commit(lease, slots.context)
+    state = slots._state
+    for layer in range(4):
+        [run] = pool.runs(lease, layer, range(slots.context))
+        assert run.k[0, :, 0].tolist() == rows[layer] == state.position[layer, : slots.context].tolist()
+        assert len(set(rows[layer])) == slots.context, "a token is held twice"
+        newest = set(range(max(0, prompt + steps - recent), prompt + steps))
+        spared = newest | (set(range(min(sinks, prompt))) if protect == "window" else set())
+        assert spared <= set(rows[layer])
+        assert set(rows[layer][-min(recent, slots.context) :]) == set(
+            sorted(rows[layer])[-min(recent, slots.context) :]
+        )
+    pool.release(lease)
+    pool.check_integrity()
+
+
+def test_rows_that_a_fork_holds_are_spared() -> None:
+    """Two sequences share the first chunk of a prompt in a pool that holds no more than both: the first overwrites its
+    own chunks only, and the second still gives what it gives alone."""
+    alone = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
+    llm = make_llm("full", {}, 5, "fifo")
+    runner = llm._runner
+    first = runner.new_sequence(tiny_prompt(128), 129)
+    runner.prefill(first, 127)
+    second = runner.fork(first, 168)
+    first.tokens += tiny_prompt(200, seed=4)
+    second.tokens += tiny_prompt(40, seed=5)
+    logprobs: list[float] = []
+    runner.decode([second])
+    for step in range(140):
+        logits = runner.decode([first])
+        if step < 39:
+            logprobs.append(torch.log_softmax(runner.decode([second])[0], -1)[second.tokens[second.position]].item())
+    runner.check_integrity()
+    assert isinstance(first.slots, Overwriting) and first.slots.overwriting and logits.isfinite().all()
+    assert logprobs[:38] == pytest.approx(alone.logprobs[1:39], abs=1e-9)
+    for sequence in (first, second):
+        runner.free(sequence)
+    assert runner.pool.bytes_held == 0
+
+
+def test_what_cannot_be_evicted_is_refused() -> None:
+    with pytest.raises(ConfigError, match="moves them"):
+        make_llm("h2o", {"budget": 0.2}, 3, "lru")
+    with pytest.raises(ConfigError, match="sliding window"):
+        make_llm("full", {}, 3, "lru", name="mistral")
+    with pytest.raises(ConfigError, match="did you mean 'lru'"):
+        make_llm("full", {}, 3, "lrru")
+    with pytest.raises(ConfigError, match="protects"):
+        make_llm("full", {}, 3, {"policy": "fifo", "protects": "none"})
+    llm = make_llm("infinigen", {"recent": 200}, 3, "counter")
+    with pytest.raises(PoolFullError, match="none to overwrite: 4 sinks, 200 recent"):
+        llm.generate([tiny_prompt(100)], SamplingParams(max_new_tokens=200))
+    assert llm._runner.pool.bytes_held == 0
