@@ -24,7 +24,7 @@ from rich.table import Table
 
 from ..config import check_choice
 from ..core import CHUNK
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, OffloadError
 from ..models.column_order import order_by_columns
 from ..models.registry import adapter_for
 from ..pool.pool import HostPool
@@ -348,7 +348,7 @@ def bench_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `bench`."""
     default = BenchConfig()
     parser.add_argument("--out", default="out", metavar="DIR", help="folder for JSON, table and picture (default: out)")
-    parser.add_argument("--shape", default=default.shape, metavar="|".join(SHAPES))
+    parser.add_argument("--shape", default=default.shape, metavar="|".join(SHAPES), help="of the random Llama")
     parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of the shape")
     parser.add_argument("--contexts", type=_numbers, default=default.contexts, metavar="16384,32768", help="tokens")
     parser.add_argument("--fraction", type=float, default=default.fraction, metavar="F", help="share of planted tokens")
@@ -372,21 +372,19 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(MAKERS) if text == "all" else tuple(text.split(","))
 
 
-def bench(args: argparse.Namespace) -> None:
-    """The command, from parsed `bench_flags`."""
-    names = ("shape", "layers", "contexts", "fraction", "competitors", "turns", "threads", "device", "dtype")
-    run_bench(BenchConfig(**{name: getattr(args, name) for name in names}), Path(args.out), Console())
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """`python -m offload_rt.eval.speed`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def bench(argv: Sequence[str] | None = None) -> int:
+    """The command `offload-rt bench`, from its arguments: 0. Raises what `run_bench` raises."""
+    parser = argparse.ArgumentParser(prog="offload-rt bench", description=__doc__)
     bench_flags(parser)
-    try:
-        bench(parser.parse_args(argv))
-    except (ConfigError, InputError) as error:
-        sys.exit(f"bench: {error}")
+    args = vars(parser.parse_args(argv))
+    out = Path(args.pop("out"))
+    run_bench(BenchConfig(**args), out, Console())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        bench()
+    except OffloadError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        sys.exit(2)
