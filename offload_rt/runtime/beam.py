@@ -35,7 +35,7 @@ class Beams:
         """eos_tokens: how many tokens end a text; that many more candidates are kept, as any of them may end."""
         width = params.num_beams
         self._params, self._prompt, self._ended = params, prompt, ended
-        self.candidates = max(2, 1 + eos_tokens) * width
+        self._candidates = max(2, 1 + eos_tokens) * width
         self._processors = LogitsProcessorList()
         if params.repetition_penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -57,7 +57,7 @@ class Beams:
             history = torch.tensor([[*self._prompt, *tokens] for tokens in self.running], device=logits.device)
             log_probs = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, log_probs))
         total = (log_probs.cpu() + self._scores[:, None]).flatten()
-        scores, flat = torch.topk(total, self.candidates)
+        scores, flat = torch.topk(total, self._candidates)
         parents, tokens = (flat // logits.shape[1]).tolist(), (flat % logits.shape[1]).tolist()
         grown = [[*self.running[parent], token] for parent, token in zip(parents, tokens, strict=True)]
         ends = torch.tensor([self._ended(candidate) is not None for candidate in grown])
@@ -125,14 +125,13 @@ class BeamGeneration:
     def start(self, runner: Runner) -> tuple[Sequence, int]:
         """See `Served.start`."""
         assert not self.sequences
-        if self._beams.candidates > self.width * runner.adapter.geometry.vocab:
-            raise InputError(f"num_beams={self.width} is too many for {runner.adapter.geometry.vocab} tokens")
         if runner.config.eviction is not None:
             raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
         prompt = self.request.prompt
         runner.check_fits(len(prompt) + self.params.max_new_tokens)
         sequence = runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt))
         self.sequences = [sequence]
+        runner.check_spare(self.width - 1)
         return sequence, len(prompt)
 
     def take_pending(self) -> list[Generation]:

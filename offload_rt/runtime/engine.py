@@ -10,6 +10,7 @@ import torch
 
 from ..config import SamplingParams
 from ..core import Request
+from ..errors import PoolFullError
 from .beam import BeamGeneration
 from .generation import Event, Generation, Served
 from .runner import Runner
@@ -86,7 +87,14 @@ class Engine:
         return []
 
     def _accept(self, served: Served, logits: torch.Tensor) -> list[Event]:
-        events = served.accept(self.runner, logits)
+        try:
+            events = served.accept(self.runner, logits)
+        except PoolFullError:  # beams that fork; they start again when there is room
+            if self.scheduler.running == [served]:
+                self._retire(served)
+                raise
+            self.scheduler.preempt(served)
+            return []
         if served.finish_reason is not None:
             self._retire(served)
         return events

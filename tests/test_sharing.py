@@ -1,0 +1,247 @@
+"""Requests that share prefixes give what they give alone, cost their common part once, and lose nothing when the pool
+runs out."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, PoolFullError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.runtime.engine import Engine
+from offload_rt.runtime.segments import SharedPrefixes
+from offload_rt.transfer.cuda import CudaLink
+from offload_rt.transfer.lanes import InlineLane
+
+CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+ROW = 2 * 2 * 16 * 8
+"""Bytes of K and V of one token in one layer."""
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, temperature=0)
+
+
+def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **options: Any) -> LLM:
+    """float64, and every shared chunk is a segment of its own worth."""
+    model = tiny_model(name, dtype=torch.float64)
+    llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": chunks * CHUNK_BYTES} | options))
+    runner = llm._runner
+    runner.prefixes = SharedPrefixes(ROW, pays_from=1)
+    if staged:
+        lanes = (InlineLane(), InlineLane())
+        runner.link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=lanes)
+    return llm
+
+
+def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    """Each by itself, with nothing to share."""
+    model = tiny_model("llama", dtype=torch.float64)
+    bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", prefix_sharing=False)
+    bare._runner.policy = llm._runner.policy
+    return [c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in bare.generate([prompt], p)]
+
+
+def tree(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts that branch off each other anywhere."""
+    prompts = [tiny_prompt(rng.randint(1, 200), seed=rng.randint(0, 1000))]
+    for _ in range(count - 1):
+        stem = rng.choice(prompts)
+        prompts.append(stem[: rng.randint(0, len(stem))] + tiny_prompt(rng.randint(1, 120), seed=rng.randint(0, 1000)))
+    return prompts
+
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {"recent": 8, "sinks": 2}),
+    ("infinigen", {"scorer": "int4", "recent": 16, "max_missed_mass": 0.05}),
+    ("infinigen", {"preset": "paper"}),
+    ("quest", {"budget": 0.4, "recent": 16}),
+    ("h2o", {"budget": 0.4, "recent": 16}),
+]
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
+@pytest.mark.parametrize(("policy", "options"), POLICIES)
+def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: dict[str, Any], staged: bool) -> None:
+    llm = make(policy=policy, policy_options=options, staged=staged)
+    prompts = tree(random.Random(3), 8)
+    params = [greedy(5 + 4 * i) for i in range(8)]
+    assert [c.token_ids for c in llm.generate(prompts, params)] == alone(llm, prompts, params)
+    again = llm.generate(prompts, params)
+    assert [c.token_ids for c in again] == alone(llm, prompts, params), "everything is in the tree by now"
+    reused = sum(c.stats.reused_tokens for c in again)
+    assert reused == (0 if llm._runner.policy.wants_queries else sum((len(p) - 1) // CHUNK * CHUNK for p in prompts))
+    llm._runner.check_integrity()
+    assert llm._runner.pool.bytes_held == 0
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 10_000))
+def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
+    """Random trees, random times, a pool that is often too small: tokens are those of each request alone."""
+    rng = random.Random(seed)
+    prompts = tree(rng, 6)
+    params = [greedy(rng.randint(1, 80)) for _ in prompts]
+    needed = max(len(p) + q.max_new_tokens for p, q in zip(prompts, params, strict=True))
+    llm = make(chunks=-(-needed // CHUNK) + rng.randint(0, 6))
+    engine = Engine(llm._runner, max_batch=4)
+    served = []
+    cancelled = set()
+    waiting = list(zip(prompts, params, strict=True))
+    while waiting or not engine.idle:
+        if waiting and rng.random() < 0.3:
+            served.append(engine.add(*waiting.pop(0)))
+        engine.step()
+        engine.check_integrity()
+        if served and rng.random() < 0.01:
+            index = rng.randrange(len(served))
+            cancelled.add(index)
+            engine.cancel(served[index])
+    for i, (one, expected) in enumerate(zip(served, alone(llm, prompts, params), strict=True)):
+        got = one.new_tokens  # type: ignore[attr-defined]
+        assert got == (expected[: len(got)] if i in cancelled else expected)
+    assert llm._runner.pool.bytes_held == 0
+
+
+def test_samples_and_beams_share_a_pool_with_others() -> None:
+    llm = make()
+    prompts = tree(random.Random(5), 4)
+    params = [
+        SamplingParams(max_new_tokens=20, seed=1, n=3),
+        SamplingParams(max_new_tokens=30, temperature=0, num_beams=3, n=2),
+        greedy(40),
+        SamplingParams(max_new_tokens=25, seed=2, temperature=0.7),
+    ]
+    assert [c.token_ids for c in llm.generate(prompts, params)] == alone(llm, prompts, params)
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_preemption_loses_nothing(policy: str) -> None:
+    """Six requests that need four chunks each in the end, in seven chunks: the youngest give way and start again."""
+    llm = make(chunks=7, policy=policy)
+    prompts, params = [tiny_prompt(70, seed=i) for i in range(6)], [greedy(150)] * 6
+    engine = Engine(llm._runner, max_batch=6)
+    served = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+    assert engine.scheduler.preemptions > 0
+    assert [one.completions()[0].token_ids for one in served] == alone(llm, prompts, params)
+    assert all(one.completions()[0].stats.prompt_tokens == 70 for one in served)
+
+
+def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
+    """A 2k prompt with 32 questions of 40 tokens: prefill tokens, KV bytes and link bytes a step, against the sums
+    without sharing. At least 90 % of the shared part must be saved; it is all of it but the first one's."""
+    llm = make(chunks=32 + 64 + 8)
+    pool, shared, batch = llm._runner.pool, 32 * CHUNK, 32
+    prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
+    done = llm.generate(prompts, greedy(16))
+    saved = sum(c.stats.reused_tokens for c in done)
+    assert saved == (batch - 1) * shared
+    assert pool.bytes_peak <= (32 + 2 * batch) * CHUNK_BYTES
+    assert pool.bytes_peak - 2 * batch * CHUNK_BYTES <= 0.1 * batch * 32 * CHUNK_BYTES
+    crossed = sum(c.stats.link_bytes_to_device for c in done)
+    prefill = (batch - 1) * shared * 4 * ROW
+    steps = [len(c.stats.attended_by_step) for c in done]
+    assert steps == [15] * batch
+    every_step_apart = sum(sum(range(shared + 40, shared + 55)) for _ in done) * 4 * ROW
+    assert crossed - prefill < 0.12 * every_step_apart
+
+
+def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
+    llm = make()
+    runner = llm._runner
+    first = runner.new_sequence(tiny_prompt(5 * CHUNK + 1), 6 * CHUNK)
+    runner.prefill(first, 5 * CHUNK)
+    batch = [first, *(runner.fork(first, 6 * CHUNK) for _ in range(3))]
+    before = sum(s.trace.bytes_to_device for s in batch)
+    logits = runner.decode(batch)
+    assert sum(s.trace.bytes_to_device for s in batch) - before == 5 * CHUNK * 4 * ROW
+    torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-9)
+    for sequence in batch:
+        runner.free(sequence)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
+def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
+    """Four forks that see the same tokens select the same rows: one of them pays. Alone, each pays."""
+    options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
+    llm = make(policy="infinigen", policy_options=options, staged=staged)
+    runner = llm._runner
+    first = runner.new_sequence(tiny_prompt(4 * CHUNK + 1), 5 * CHUNK)
+    runner.prefill(first, 4 * CHUNK)
+    batch = [first, *(runner.fork(first, 5 * CHUNK) for _ in range(3))]
+    start = [s.trace.bytes_to_device for s in batch]
+    runner.decode(batch)
+    crossed = [s.trace.bytes_to_device - before for s, before in zip(batch, start, strict=True)]
+    fetched = [sum(s.trace.fetched[-1]) for s in batch]
+    assert sorted(crossed)[:3] == [0, 0, 0] and fetched[0] > 0
+    assert max(crossed) == round(fetched[0] * (4 * CHUNK + 1)) * ROW
+    for sequence in batch:
+        runner.free(sequence)
+
+
+def test_waste_is_less_than_a_chunk_a_sequence() -> None:
+    """PagedAttention's three kinds: nothing is reserved ahead beyond the chunk in use, nothing lies between sequences
+    that nobody can use, and inside the last chunks at most 63 slots are empty."""
+    llm = make()
+    engine = Engine(llm._runner, max_batch=8)
+    served = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(200)) for i in range(8)]
+    pool = llm._runner.pool
+    while not engine.idle:
+        engine.step()
+        sequences = [s for one in served for s in one.sequences if s.position]
+        assert all(s.lease.capacity - s.position <= CHUNK for s in sequences)
+        held = {chunk for s in sequences for chunk in s.lease.chunks}
+        if engine.scheduler.prefilling is None:
+            assert pool.bytes_held == len(held) * CHUNK_BYTES
+
+
+def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
+    """Somebody outside the engine holds most of the pool: the one that runs cannot go on and says so."""
+    llm = make(chunks=6)
+    held = llm._runner.pool.new_lease(4 * CHUNK)
+    with pytest.raises(PoolFullError, match="1 chunks of 64 tokens .* are needed"):
+        llm.generate([tiny_prompt(100)], greedy(60))
+    assert llm._runner.pool.bytes_held == 4 * CHUNK_BYTES
+    llm._runner.pool.release(held)
+    assert len(llm.generate([tiny_prompt(100)], greedy(60))[0].token_ids) == 60
+
+
+@pytest.mark.slow
+def test_500_requests_in_a_pool_too_small_for_them() -> None:
+    """Random lengths and sharing, cancellations, preemptions; those that finish have the tokens they have alone (every
+    tenth is checked), and nothing leaks."""
+    rng = random.Random(7)
+    llm = make(chunks=24)
+    stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
+    prompts = [rng.choice(stems) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(500)]
+    params = [greedy(rng.randint(1, 60)) for _ in prompts]
+    engine = Engine(llm._runner, max_batch=16)
+    served = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    cancelled, steps = set(), 0
+    while not engine.idle:
+        engine.step()
+        steps += 1
+        if rng.random() < 0.05:
+            index = rng.randrange(500)
+            if served[index].finish_reason is None:
+                cancelled.add(index)
+            engine.cancel(served[index])
+        if steps % 100 == 0:
+            engine.check_integrity()
+    assert {i for i, one in enumerate(served) if one.finish_reason == "cancelled"} == cancelled
+    assert engine.scheduler.preemptions > 0 and 10 < len(cancelled) < 250
+    checked = [i for i in range(0, 500, 10) if i not in cancelled]
+    expected = alone(llm, [prompts[i] for i in checked], [params[i] for i in checked])
+    assert [served[i].completions()[0].token_ids for i in checked] == expected
+    assert llm._runner.pool.bytes_held == 0
+    llm._runner.check_integrity()
