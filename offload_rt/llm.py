@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import DType, EngineConfig, EvictionOptions, SamplingParams, SkewMethod, from_mapping, parse_size
+from .config import (
+    DType,
+    EngineConfig,
+    EvictionOptions,
+    KVFormatName,
+    SamplingParams,
+    SkewMethod,
+    from_mapping,
+    parse_size,
+)
 from .core import ModelGeometry
 from .errors import InputError
 from .models.registry import LoadedModel, load_model
@@ -24,6 +33,9 @@ from .select.base import Policy
 from .select.registry import make_policy
 from .skewing.artifact import SkewArtifact
 from .skewing.calibrate import cached_artifact
+from .transfer.cpu import CpuLink
+from .transfer.cuda import CudaLink
+from .transfer.lanes import InlineLane
 from .transfer.link import Link
 
 Prompt = str | Sequence[int]
@@ -43,6 +55,8 @@ class LLM:
         pool. None makes it an error.
     skew: path of a skew artifact; None calibrates once on the packaged text and caches by model fingerprint.
     tokenizer: for a loaded model, or to replace a checkpoint's own. Without one, prompts are lists of token ids.
+    kv_format: "auto" keeps rows of K and V in host memory as they are, "int8", "int4" and "int2" round them there:
+        fewer bytes in the pool and on the link. Prefill is exact in any case; rounded prefixes are not shared.
     prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls.
     progress: show progress bars on stderr for long work.
 
@@ -61,6 +75,7 @@ class LLM:
         eviction: str | Mapping[str, Any] | None = None,
         skew: str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        kv_format: KVFormatName = "auto",
         prefix_sharing: bool = True,
         progress: bool = False,
     ) -> None:
@@ -69,7 +84,8 @@ class LLM:
         loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
         self._progress = Progress(enabled=progress)
         chosen = _policy(loaded, policy, policy_options or {}, skew)
-        pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, pin=loaded.adapter.device.type == "cuda")
+        pin = loaded.adapter.device.type == "cuda"
+        pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
         self._runner = Runner(loaded, chosen, pool, _link(loaded, pool), config)
         self._last: Served | None = None
 
@@ -208,11 +224,10 @@ def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: st
 
 
 def _link(loaded: LoadedModel, pool: HostPool) -> Link:
-    adapter = loaded.adapter
-    if adapter.device.type == "cuda":
-        from .transfer.cuda import CudaLink
-
-        return CudaLink(pool, adapter.geometry, adapter.device)
-    from .transfer.cpu import CpuLink
-
-    return CpuLink(pool)
+    """In place where host memory is the device's and rows are stored as numbers; else rows are staged."""
+    device, geometry = loaded.adapter.device, loaded.adapter.geometry
+    if device.type == "cuda":
+        return CudaLink(pool, geometry, device)
+    if pool.format.exact:
+        return CpuLink(pool)
+    return CudaLink(pool, geometry, device, lanes=(InlineLane(), InlineLane()))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import ConfigError
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.core import CHUNK
 from offload_rt.pool.kv_format import Quantised, kv_format
 
 DIMS = [16, 24, 64, 80, 96, 128, 256]
@@ -57,3 +62,56 @@ def test_native_rows_are_the_rows() -> None:
     assert stored.encode(rows) is rows and stored.decode(rows) is rows and stored.exact
     with pytest.raises(ConfigError, match="did you mean 'int8'"):
         kv_format("int9", torch.float32, 64)  # type: ignore[arg-type]
+
+
+def make_llm(kv_format: str, policy: str = "full", **options: Any) -> LLM:
+    model = tiny_model("llama")
+    return LLM(model, policy=policy, policy_options=options, host_memory="8MiB", kv_format=kv_format)  # type: ignore[arg-type]
+
+
+def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
+    """Log-probabilities of 40 tokens after an exact prefill: int8 loses next to nothing, int2 most; bytes in the pool
+    and on the link are those of the rows' width."""
+    tokens = tiny_prompt(120)
+    [exact] = make_llm("auto").score([tokens[:80]], [tokens[80:]])
+    losses = []
+    for name, width in (("int8", 16 + 4), ("int4", 8 + 4), ("int2", 4 + 4)):
+        llm = make_llm(name)
+        [rounded] = llm.score([tokens[:80]], [tokens[80:]])
+        assert rounded.stats.link_bytes_to_device * 64 == exact.stats.link_bytes_to_device * width
+        assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
+        assert llm._runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
+        # The first scored token sees 79 rounded rows and one exact; no row is rounded in the prefill that made them.
+        losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))
+    assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "int4", "int2"])
+def test_formats_go_with_selection_forks_batches_and_eviction(kv_format: str) -> None:
+    """A budget of everything is full, with full's window (resident rows are not rounded); a batch gives what each gets
+    alone; forks and a bounded pool work on rounded rows."""
+    params = SamplingParams(max_new_tokens=30, temperature=0)
+    prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 130)]
+    full = [c.token_ids for c in make_llm(kv_format).generate(prompts, params)]
+    options = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "sinks": 0, "recent": 1}
+    everything = make_llm(kv_format, "infinigen", **options)
+    assert [c.token_ids for c in everything.generate(prompts, params)] == full
+    assert [make_llm(kv_format).generate([prompt], params)[0].token_ids for prompt in prompts] == full
+    twice = make_llm(kv_format).score([prompts[1]] * 2, [full[1]] * 2)
+    assert twice[0].logprobs == twice[1].logprobs
+    bounded = LLM(
+        tiny_model("llama"),
+        policy_options={"recent": 8},
+        host_memory=2 * everything._runner.pool.chunk_bytes,
+        kv_format=kv_format,  # type: ignore[arg-type]
+        eviction="lru",
+    )
+    [long] = bounded.generate([prompts[1]], SamplingParams(max_new_tokens=300, temperature=0))
+    assert len(long.token_ids) == 300 and bounded._runner.pool.bytes_used == 0
+
+
+def test_results_do_not_depend_on_what_ran_before() -> None:
+    """A rounded prefix is not reused: its rows are not what an exact prefill would attend to."""
+    llm, params = make_llm("int4"), SamplingParams(max_new_tokens=20, temperature=0)
+    first, second = (llm.generate([tiny_prompt(150)], params)[0] for _ in range(2))
+    assert first.token_ids == second.token_ids and second.stats.reused_tokens == 0

@@ -27,6 +27,11 @@ class KVFormat(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        ...
+
+    @property
     def storage(self) -> torch.dtype:
         """Of the stored elements."""
         ...
@@ -38,7 +43,7 @@ class KVFormat(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether stored rows are the rows themselves, to be attended where they lie."""
+        """Whether stored rows are the rows themselves, to be attended to where they lie."""
         ...
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -134,7 +139,8 @@ class Quantised:
         """See `KVFormat.decode`."""
         codes = self._unpack(stored[..., : self._code_bytes]).float().unflatten(-1, (self.groups, -1))
         scales = stored[..., self._code_bytes :].contiguous().view(torch.float16).float().unflatten(-1, (-1, 2))
-        return torch.addcmul(scales[..., :1], codes, scales[..., 1:]).flatten(-2).to(self.dtype)
+        rows: torch.Tensor = torch.addcmul(scales[..., :1], codes, scales[..., 1:]).flatten(-2).to(self.dtype)
+        return rows
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes `[..., d]`, 8 / bits neighbours to a byte, the first in the lowest bits."""
@@ -146,8 +152,9 @@ class Quantised:
         return packed
 
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        fields: list[torch.Tensor] = [(packed >> (self.bits * field)) & ((1 << self.bits) - 1) for field in range(8 // self.bits)]
-        return torch.stack(fields, dim=-1).flatten(-2)
+        fields = [(packed >> (self.bits * field)) & ((1 << self.bits) - 1) for field in range(8 // self.bits)]
+        codes: torch.Tensor = torch.stack(fields, dim=-1).flatten(-2)
+        return codes
 
 
 def kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:

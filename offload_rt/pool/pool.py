@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ..config import format_size
+from ..config import KVFormatName, format_size
 from ..core import CHUNK, KVPart, Lease, ModelGeometry
 from ..errors import MemoryLimitError, PoolFullError
 from .arena import Arena
 from .chunks import ChunkTable
+from .kv_format import kv_format as make_format
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import available_memory
 from .prefix_tree import PrefixTree
@@ -48,8 +50,8 @@ class HostPool:
     tokens below `lease.length`.
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
-    machine has, or below one chunk. With `pin`, slabs are pinned for CUDA when they are first needed. `namespace` names
-    the model and the number format in the keys of the prefix tree.
+    machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
+    for CUDA when they are first needed. `namespace` names the model in the keys of the prefix tree.
     """
 
     def __init__(
@@ -58,24 +60,27 @@ class HostPool:
         dtype: torch.dtype,
         limit_bytes: int | None,
         *,
+        kv_format: KVFormatName = "auto",
         pin: bool = False,
         namespace: str = "",
         slab_tokens: int = SLAB_TOKENS,
     ) -> None:
+        self.format = make_format(kv_format, dtype, geometry.head_dim)
+        stored = replace(geometry, head_dim=self.format.width)
         available = available_memory()
         if limit_bytes is None:
-            limit_bytes = min(available // 2, geometry.kv_bytes(MOST_TOKENS, dtype))
+            limit_bytes = min(available // 2, stored.kv_bytes(MOST_TOKENS, self.format.storage))
         elif limit_bytes > available:
             raise MemoryLimitError(
                 f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) is more than the "
                 f"{format_size(available)} ({available} bytes) of memory available here; lower host_memory"
             )
         self.limit_bytes = limit_bytes
-        self.layout = ArenaLayout.fit(geometry, dtype, limit_bytes, slab_tokens)
+        self.layout = ArenaLayout.fit(stored, self.format.storage, limit_bytes, slab_tokens)
         self.bytes_peak = 0
-        self._arena = Arena(self.layout, dtype, pin=pin)
+        self._arena = Arena(self.layout, self.format.storage, pin=pin)
         self._chunks = ChunkTable(self.layout.slab_chunks)
-        self._tree = PrefixTree(namespace)
+        self._tree = PrefixTree(f"{namespace} {self.format.name}")
         self._claimed: set[int] = set()
 
     @property
@@ -110,7 +115,7 @@ class HostPool:
 
     @property
     def rows(self) -> torch.Tensor:
-        """`[R, d]`, the pool's memory by row id (`ArenaLayout`)."""
+        """`[R, width]`, the pool's memory by row id (`ArenaLayout`), as `format` stores it."""
         return self._arena.rows
 
     def prepare(self, tokens: int) -> None:
@@ -163,11 +168,19 @@ class HostPool:
         held = lease.chunks[start // CHUNK : _chunks_of(tokens.stop)]
         assert all(self._chunks.refs(chunk) == 1 for chunk in held), "write to a shared chunk: reserve first"
         done = 0
-        for part in self.runs(lease, layer, tokens):
+        for part in self.stored(lease, layer, tokens):
             count = part.k.shape[1]
-            part.k.copy_(k[:, done : done + count])
-            part.v.copy_(v[:, done : done + count])
+            part.k.copy_(self.format.encode(k[:, done : done + count]))
+            part.v.copy_(self.format.encode(v[:, done : done + count]))
             done += count
+
+    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+        """The rows of slot `source` also take slot `target`, as they are stored."""
+        assert self._chunks.refs(lease.chunks[target // CHUNK]) == 1, "write to a shared chunk: claim first"
+        [row] = self.stored(lease, layer, range(source, source + 1))
+        [place] = self.stored(lease, layer, range(target, target + 1))
+        place.k.copy_(row.k)
+        place.v.copy_(row.v)
 
     def commit(self, lease: Lease, length: int) -> None:
         """Declares the tokens [lease.length, length) complete in all layers."""
@@ -191,14 +204,21 @@ class HostPool:
         return spans
 
     def view(self, layer: int, span: Span) -> KVPart:
-        """K and V `[Hkv, size, d]` of one layer and span, as views of the pool."""
+        """K and V `[Hkv, size, width]` of one layer and span, as views of the pool."""
         planes = self._arena.planes[span.slab, layer].narrow(2, span.offset, span.size)
         return KVPart(planes[:, 0], planes[:, 1])
 
-    def runs(self, lease: Lease, layer: int, tokens: range) -> list[KVPart]:
-        """K and V of the token slots `tokens` of one layer, as views `[Hkv, n, d]` of the pool in token order, one for
-        each contiguous run: each head's `[n, d]` is contiguous. For many layers: `spans` once, then `view` of each."""
+    def stored(self, lease: Lease, layer: int, tokens: range) -> list[KVPart]:
+        """K and V of the token slots `tokens` of one layer, as views `[Hkv, n, width]` of the pool in token order, one
+        for each contiguous run: each head's `[n, width]` is contiguous. For many layers: `spans` once, then `view`."""
         return [self.view(layer, span) for span in self.spans(lease, tokens)]
+
+    def runs(self, lease: Lease, layer: int, tokens: range) -> list[KVPart]:
+        """`stored` as numbers `[Hkv, n, d]`: the views themselves where the format is exact, else decoded copies."""
+        parts = self.stored(lease, layer, tokens)
+        if self.format.exact:
+            return parts
+        return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
 
     def row_base(self, lease: Lease) -> torch.Tensor:
         """int64 `[chunks]`: the row id of each chunk's first token in layer 0, head 0, K. Token t of layer l, head h

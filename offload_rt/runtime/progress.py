@@ -14,7 +14,8 @@ PATIENCE_SECONDS = 2.0
 
 
 class Progress:
-    """Makes progress bars; `enabled=False`, or a stderr that is no terminal, shows none. A bar vanishes when its work is done."""
+    """Makes progress bars; `enabled=False`, or a stderr that is no terminal, shows none. A bar vanishes when its work
+    is done."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled

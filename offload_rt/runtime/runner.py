@@ -47,6 +47,11 @@ class Runner:
         """Whether tokens decoded under the policy have other rows than exact attention would give them."""
         return self.policy.lineage != EXACT
 
+    @property
+    def _shares(self) -> bool:
+        """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
+        return self.config.prefix_sharing and self.pool.format.exact
+
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
         """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
         `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
@@ -69,7 +74,7 @@ class Runner:
 
     def _lease(self, known: Seq[int], capacity: int) -> Lease:
         """Room for `capacity` tokens, behind what the prefix tree has of `known`."""
-        if not self.config.prefix_sharing or self.policy.wants_queries:
+        if not self._shares or self.policy.wants_queries:
             return self.pool.new_lease(capacity)
         lease = self.pool.match(known, EXACT)
         if not lease.length:
@@ -132,8 +137,37 @@ class Runner:
                 trace,
                 sequence.position,
                 sequence.exact,
+                sequence.unlearned,
+                sequence.shift,
+                sequence.cut,
             )
         )
+
+    def match(self, tokens: Seq[int], cut: str = "") -> Lease:
+        """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them."""
+        if not self._shares:
+            return Lease()
+        return self.pool.match(tokens, EXACT + cut, self.policy.lineage + cut)
+
+    def adopt(
+        self, tokens: Seq[int], lease: Lease, *, capacity: int, exact: int, shift: int = 0, cut: str = ""
+    ) -> Sequence:
+        """A sequence whose first `lease.length` tokens were computed before: their rows are in the lease or will be
+        when the next prefill comes to their layer. It takes the lease, with room for `capacity` tokens; PoolFullError
+        gives the lease back."""
+        self._reserved(lease, capacity)
+        keys, known = key_reader(self.pool, lease), lease.length
+        trace = Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
+        state, slots = self.policy.new_state(keys), self._new_slots()
+        sequence = Sequence(
+            next(self._ids), list(tokens), lease, slots, keys, state, trace, known, exact, known, shift, cut
+        )
+        return self._register(sequence)
+
+    def reload(self, sequence: Sequence) -> None:
+        """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
+        self.link.close(sequence.lease)
+        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent)
 
     def _register(self, sequence: Sequence) -> Sequence:
         self.link.open(sequence.lease, self.policy.sinks, self.policy.recent)
@@ -150,16 +184,32 @@ class Runner:
     def _publish(self, sequence: Sequence) -> None:
         """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
         the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
-        if self.config.prefix_sharing:
+        if self._shares:
             lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
-            self.pool.publish(sequence.lease, sequence.tokens, lineage)
+            self.pool.publish(sequence.lease, sequence.tokens, lineage + sequence.cut)
 
     @torch.inference_mode()
-    def begin_prefill(self, sequence: Sequence, stop: int, *, want_logits: bool) -> Prefill:
-        """The exact prefill of tokens [position, stop), to be advanced with `advance_prefill`."""
+    def begin_prefill(
+        self,
+        sequence: Sequence,
+        stop: int,
+        *,
+        want_logits: bool,
+        before_layer: Callable[[int], None] = lambda layer: None,
+    ) -> Prefill:
+        """The exact prefill of tokens [position, stop), to be advanced with `advance_prefill`; `before_layer(layer)`
+        returns when the rows of a layer that were computed before are in the pool."""
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         size = self.config.prefill_slice
-        return Prefill(sequence, stop, self.adapter, self.link, slice_tokens=size, want_logits=want_logits)
+        return Prefill(
+            sequence,
+            stop,
+            self.adapter,
+            self.link,
+            slice_tokens=size,
+            want_logits=want_logits,
+            before_layer=before_layer,
+        )
 
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:

@@ -121,10 +121,11 @@ class _ScatteredPart(KVPart):
 
 
 class CpuLink:
-    """`Link` for the CPU. Gathers run at `wait`, in the caller's thread; a ticket's and a repair's rows are alive at
-    once and have a scratch buffer each."""
+    """`Link` for the CPU and an exact KV format. Gathers run at `wait`, in the caller's thread; a ticket's and a
+    repair's rows are alive at once and have a scratch buffer each."""
 
     def __init__(self, pool: HostPool) -> None:
+        assert pool.format.exact, "rows that have to be decoded cannot be attended to where they lie"
         self._pool = pool
         self._pair_bytes = 2 * pool.layout.row_bytes
         self._token_bytes = pool.layout.kv_heads * self._pair_bytes
@@ -157,8 +158,7 @@ class CpuLink:
 
     def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
         """See `Link.move`."""
-        [row] = self._pool.runs(lease, layer, range(source, source + 1))
-        self._pool.write(lease, layer, target, row.k, row.v)
+        self._pool.move(lease, layer, source, target)
 
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """See `Link.fetch`."""

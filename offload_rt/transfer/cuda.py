@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
+from ..pool.kv_format import KVFormat
 from ..pool.pool import HostPool
 from .lanes import CudaLane, Lane, Mark
 from .link import PrefilledLayer, Ticket
@@ -21,10 +22,11 @@ from .residency import Residency
 
 @dataclass(frozen=True)
 class _Ticket:
-    """Fetched rows `staged` `[2, Hkv, n, d]`, valid on the device behind `mark`, and the resident rows that go before
-    them (read at `wait`: the newest is stored after the request). With `places` `[Hkv, n]`, `staged` is `[2, U, d]`,
-    rows of several sequences, and `places` are this one's."""
+    """Fetched rows `staged` `[2, Hkv, n, width]`, in the pool's format, valid on the device behind `mark`, and the
+    resident rows that go before them (read at `wait`: the newest is stored after the request). With `places`
+    `[Hkv, n]`, `staged` is `[2, U, width]`, rows of several sequences, and `places` are this one's."""
 
+    format: KVFormat
     lane: Lane
     mark: Mark
     staged: torch.Tensor
@@ -36,7 +38,7 @@ class _Ticket:
 
     def wait(self) -> list[KVPart]:
         self.lane.hold_compute(self.mark, self.staged)
-        rows = self.staged if self.places is None else self.staged[:, self.places]
+        rows = self.format.decode(self.staged if self.places is None else self.staged[:, self.places])
         parts = [KVPart(rows[0], rows[1])] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
             return parts
@@ -45,7 +47,8 @@ class _Ticket:
 
 
 class CudaLink:
-    """`Link` for a device with memory of its own.
+    """`Link` for a device with memory of its own, and for any KV format: rows cross as they are stored and are decoded
+    on the device. (On a CPU, with `InlineLane`, it serves the formats that cannot be attended to in place.)
 
     Order. Rows enter the pool only in the write-back lane, behind the compute that made them, and leave it only in the
     prefetch lane, behind the last write-back of their sequence; a chunk changes hands only after `close`, which waits
@@ -65,7 +68,7 @@ class CudaLink:
         self._write_back: Lane
         self._prefetch, self._write_back = lanes or (CudaLane(device), CudaLane(device))
         self._pin = device.type == "cuda"
-        self._dtype = pool.rows.dtype
+        self._format = pool.format
         self._pair_bytes = 2 * pool.layout.row_bytes
         self._token_bytes = pool.layout.kv_heads * self._pair_bytes
         self._residency: dict[int, Residency] = {}
@@ -79,7 +82,7 @@ class CudaLink:
 
     def open(self, lease: Lease, sinks: int, recent: int) -> None:
         """See `Link.open`; the resident rows of a sequence that has tokens already are loaded."""
-        residency = Residency(self._geometry, self._dtype, self._device, sinks, recent)
+        residency = Residency(self._geometry, self._format.dtype, self._device, sinks, recent)
         self._residency[id(lease)] = residency
         for layer in range(self._geometry.layers if lease.length else 0):
             for tokens in (range(min(sinks, lease.length)), range(max(0, lease.length - recent), lease.length)):
@@ -105,10 +108,11 @@ class CudaLink:
         self._residency[id(lease)].store(layer, start, k, v)
         with self._write_back.behind_compute():
             at = 0
-            for run in self._pool.runs(lease, layer, range(start, start + k.shape[1])):
+            stored_k, stored_v = self._format.encode(k), self._format.encode(v)
+            for run in self._pool.stored(lease, layer, range(start, start + k.shape[1])):
                 piece = slice(at, at + run.k.shape[1])
-                _copy_heads(run.k, k[:, piece])
-                _copy_heads(run.v, v[:, piece])
+                _copy_heads(run.k, stored_k[:, piece])
+                _copy_heads(run.v, stored_v[:, piece])
                 at = piece.stop
             self._write_back.borrow(k, v)
             self._written[id(lease)] = self._write_back.mark()
@@ -119,8 +123,7 @@ class CudaLink:
         and the reads of the slot it overwrites."""
         self._written[id(lease)].synchronize()
         self._prefetch.mark().synchronize()
-        [row] = self._pool.runs(lease, layer, range(source, source + 1))
-        self._pool.write(lease, layer, target, row.k, row.v)
+        self._pool.move(lease, layer, source, target)
 
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """See `Link.fetch`."""
@@ -129,12 +132,12 @@ class CudaLink:
         else:
             staged, mark = self._fetch_rows(lease, layer, selection.tokens)
         residency = self._residency[id(lease)]
-        return _Ticket(self._prefetch, mark, staged, self._bytes(staged), residency, layer, visible)
+        return _Ticket(self._format, self._prefetch, mark, staged, self._bytes(staged), residency, layer, visible)
 
     def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
         """See `Link.fetch_range`."""
         staged, mark = self._fetch_range(lease, layer, tokens)
-        return _Ticket(self._prefetch, mark, staged, self._bytes(staged))
+        return _Ticket(self._format, self._prefetch, mark, staged, self._bytes(staged))
 
     def fetch_together(
         self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
@@ -152,14 +155,24 @@ class CudaLink:
         staged, mark = self._fetch_ids(torch.stack((union, union + layout.plane_rows)))
         sizes = [count * self._pair_bytes for count in counts]
         return [
-            _Ticket(self._prefetch, mark, staged, size, self._residency[id(lease)], layer, seen, place.to(self._device))
+            _Ticket(
+                self._format,
+                self._prefetch,
+                mark,
+                staged,
+                size,
+                self._residency[id(lease)],
+                layer,
+                seen,
+                place.to(self._device),
+            )
             for lease, seen, place, size in zip(leases, visible, places, sizes, strict=True)
         ]
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
         staged, mark = self._fetch_rows(lease, layer, extra.tokens)
-        return _Ticket(self._prefetch, mark, staged, self._bytes(staged))
+        return _Ticket(self._format, self._prefetch, mark, staged, self._bytes(staged))
 
     def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """See `Link.prefill_layer`."""
@@ -170,20 +183,21 @@ class CudaLink:
             stop += part.k.shape[1]
         loaded, mark = self._fetch_range(lease, layer, range(start))
         self._prefetch.hold_compute(mark, loaded)
-        k = torch.cat([loaded[0], *(part.k for part in fresh)], dim=1)
-        v = torch.cat([loaded[1], *(part.v for part in fresh)], dim=1)
+        before = self._format.decode(loaded)
+        k = torch.cat([before[0], *(part.k for part in fresh)], dim=1)
+        v = torch.cat([before[1], *(part.v for part in fresh)], dim=1)
         return PrefilledLayer(KVPart(k, v), self._bytes(loaded), written)
 
     def _bytes(self, staged: torch.Tensor) -> int:
         return staged.shape[1] * staged.shape[2] * self._pair_bytes
 
     def _fetch_range(self, lease: Lease, layer: int, tokens: range) -> tuple[torch.Tensor, Mark]:
-        """All rows of `tokens`, `[2, Hkv, n, d]` on the device."""
+        """All rows of `tokens` as stored, `[2, Hkv, n, width]` on the device."""
         with self._prefetch.behind_compute():
             self._behind_write_back(lease)
             staged = self._staging(len(tokens))
             at = 0
-            for run in self._pool.runs(lease, layer, tokens):
+            for run in self._pool.stored(lease, layer, tokens):
                 piece = slice(at, at + run.k.shape[1])
                 _copy_heads(staged[0, :, piece], run.k)
                 _copy_heads(staged[1, :, piece], run.v)
@@ -191,17 +205,17 @@ class CudaLink:
             return staged, self._prefetch.mark()
 
     def _fetch_rows(self, lease: Lease, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """Rows of `tokens` `[Hkv, n]`, `[2, Hkv, n, d]` on the device."""
+        """Rows of `tokens` `[Hkv, n]` as stored, `[2, Hkv, n, width]` on the device."""
         ids = row_ids(self._pool.layout, self._pool.row_base(lease), layer, tokens.cpu())
         self.settle(lease)
         return self._fetch_ids(ids)
 
     def _fetch_ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """The rows `ids`, of any shape, with d numbers each, on the device: gathered by the host into pinned memory."""
+        """The rows `ids`, of any shape, as stored, on the device: gathered by the host into pinned memory."""
         pinned = self._pinned_buffer(ids.numel())
         torch.index_select(self._pool.rows, 0, ids.reshape(-1), out=pinned)
         with self._prefetch.behind_compute():
-            staged = torch.empty(*ids.shape, pinned.shape[1], dtype=self._dtype, device=self._device)
+            staged = torch.empty(*ids.shape, pinned.shape[1], dtype=self._format.storage, device=self._device)
             staged.view(-1, pinned.shape[1]).copy_(pinned, non_blocking=True)
             mark = self._prefetch.mark()
         self._pinned.append((pinned, mark))
@@ -212,19 +226,19 @@ class CudaLink:
             self._prefetch.wait_for(written)
 
     def _staging(self, tokens: int) -> torch.Tensor:
-        shape = (2, self._geometry.kv_heads, tokens, self._geometry.head_dim)
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        shape = (2, self._geometry.kv_heads, tokens, self._format.width)
+        return torch.empty(shape, dtype=self._format.storage, device=self._device)
 
     def _pinned_buffer(self, rows: int) -> torch.Tensor:
-        """A pinned `[rows, d]` that no copy reads any more; two are in turn, so that one fills while one empties."""
-        head_dim = self._geometry.head_dim
+        """A pinned `[rows, width]` that no copy reads any more; two take turns: one fills while one empties."""
+        width = self._format.width
         if len(self._pinned) >= 2:
             buffer, mark = self._pinned.pop(0)
             mark.synchronize()
             whole = buffer.untyped_storage().nbytes() // buffer.itemsize
-            if whole >= rows * head_dim:
-                return buffer.as_strided((rows, head_dim), (head_dim, 1))
-        return torch.empty(rows, head_dim, dtype=self._dtype, pin_memory=self._pin)
+            if whole >= rows * width:
+                return buffer.as_strided((rows, width), (width, 1))
+        return torch.empty(rows, width, dtype=self._format.storage, pin_memory=self._pin)
 
 
 def _copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
