@@ -51,7 +51,7 @@ class DecodeStep:
         self.batch, self.adapter, self.policy, self.link = batch, adapter, policy, link
         self.sharing = sharing
         self.geometry = adapter.geometry
-        self.positions = torch.tensor([s.position for s in batch], device=adapter.device)
+        self.positions = torch.tensor([s.position + s.shift for s in batch], device=adapter.device)
         self._visible: dict[int | None, list[Visible]] = {}
 
     def run(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ one slice's queries, attention and MLP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -24,17 +24,27 @@ class Prefill:
     holds what follows token stop - 1, if it was asked for, and the caller commits the lease."""
 
     def __init__(
-        self, sequence: Sequence, stop: int, adapter: ModelAdapter, link: Link, *, slice_tokens: int, want_logits: bool
+        self,
+        sequence: Sequence,
+        stop: int,
+        adapter: ModelAdapter,
+        link: Link,
+        *,
+        slice_tokens: int,
+        want_logits: bool,
+        before_layer: Callable[[int], None] = lambda layer: None,
     ) -> None:
+        """`before_layer(layer)` is called before a layer is computed: the rows that the lease has already must be in
+        the pool when it returns."""
         assert sequence.lease.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.layer = 0
         self.logits: torch.Tensor | None = None
         self._adapter, self._link = adapter, link
-        self._slice_tokens, self._want_logits = slice_tokens, want_logits
+        self._slice_tokens, self._want_logits, self._before_layer = slice_tokens, want_logits, before_layer
         self._start = sequence.lease.length
         self._learn_from = 0 if sequence.unlearned else self._start
-        self._positions = torch.arange(self._start, stop, device=adapter.device)
+        self._positions = torch.arange(self._start, stop, device=adapter.device) + sequence.shift
         tokens = torch.tensor(sequence.tokens[self._start : stop], device=adapter.device)
         self._hidden = adapter.embed(tokens, self._positions)
 
@@ -56,6 +66,7 @@ class Prefill:
         """Computes one layer for all tokens."""
         last = self._adapter.geometry.layers - 1
         assert self.layer <= last
+        self._before_layer(self.layer)
         layer = self._link.prefill_layer(self.sequence.lease, self.layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_to_device += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host

@@ -18,7 +18,10 @@ class Sequence:
     """tokens: prompt and what was generated. The first `position` of them have been computed in every layer; a decode
     step computes the next one. The rows of the first `exact` come from exact attention; those of the first `unlearned`
     from the prefix tree, and the policy's state learns their keys with the next prefill. `slots` says where rows lie in
-    `lease`. The sequence owns lease, slots and state; all three fork with it."""
+    `lease`. The sequence owns lease, slots and state; all three fork with it.
+
+    `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
+    `cut` names what was cut: it belongs to the lineage of every chunk."""
 
     id: int
     tokens: list[int]
@@ -30,6 +33,8 @@ class Sequence:
     position: int = 0
     exact: int = 0
     unlearned: int = 0
+    shift: int = 0
+    cut: str = ""
 
     def check_integrity(self) -> None:
         """Asserts that tokens, lease and policy state agree."""
