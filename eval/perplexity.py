@@ -18,6 +18,9 @@ from .subject import Scored, Subject, Text, Variant, encode_text, text_digest
 
 LN2 = math.log(2)
 
+CHUNK = 256
+"""Scored tokens of a decoding chunk (paper, Figure 12)."""
+
 
 @dataclass(frozen=True)
 class PerplexityConfig:
@@ -76,6 +79,7 @@ def measure(subject: Subject, variant: Variant, windows: Sequence[Window]) -> Ro
         "nats": [sum(score.nats) for score in scored],
         "tokens": [len(score.nats) for score in scored],
         "bytes": [window.bytes for window in windows],
+        "chunks": [_chunks(score.nats) for score in scored],
     }
     dense = sorted(subject.policy(variant).dense_layers)
     return {
@@ -92,6 +96,13 @@ def measure(subject: Subject, variant: Variant, windows: Sequence[Window]) -> Ro
         **summary(samples),
         "samples": samples,
     }
+
+
+def _chunks(nats: Sequence[float]) -> list[float]:
+    """Mean nats of each whole chunk of a window (of a shorter window: of all of it)."""
+    whole = max(1, len(nats) // CHUNK)
+    size = min(CHUNK, len(nats))
+    return [sum(nats[i * size : (i + 1) * size]) / size for i in range(whole)]
 
 
 def costs(scored: Sequence[Scored]) -> Row:
@@ -139,17 +150,16 @@ def compare(row: Row, base: Row, name: str) -> Row:
     return found
 
 
-def run_perplexity(
+def measure_all(
     subject: Subject,
     text: str,
-    name: str,
     variants: Sequence[Variant],
     config: PerplexityConfig,
     out: Path,
     say: Callable[[str], None] = lambda line: None,
-) -> Report:
-    """Measures every variant on `text` (called `name` in the tables), each compared with the first, which should be
-    full; writes perplexity.json, .csv, .md and a picture to `out`. Rows that it holds are not measured again."""
+) -> list[Row]:
+    """A row per variant, each compared with the first (which should be full) and with infinigen at its budget. Rows
+    that `out` holds from an earlier run are not measured again."""
     store = RowStore(out)
     windows = cut_windows(subject, text, config)
     shared = {"suite": "perplexity", **subject.identity, "text": text_digest(text), **asdict(config)}
@@ -164,11 +174,31 @@ def run_perplexity(
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
         say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
     _against_rivals(rows)
-    about = {**subject.identity, "text": name, "text_digest": shared["text"], **asdict(config)}
-    about |= {"decode_from": config.start, "windows": len(windows), "path": subject.path, "bootstrap_seed": 0}
-    report = Report("perplexity", f"Perplexity of {subject.loaded.name} on {name}", about, COLUMNS, _shown(rows), NOTES)
+    return _shown(rows)
+
+
+def about(subject: Subject, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
+    """What holds for all rows of a text."""
+    found = {**subject.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
+    return found | {"decode_from": config.start, "path": subject.path, "bootstrap_seed": 0}
+
+
+def run_perplexity(
+    subject: Subject,
+    text: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: PerplexityConfig,
+    out: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """`measure_all` on `text` (called `name` in the tables), written as perplexity.json, .csv, .md and two pictures."""
+    rows = measure_all(subject, text, variants, config, out, say)
+    title = f"Perplexity of {subject.loaded.name} on {name}"
+    report = Report("perplexity", title, about(subject, text, name, config), COLUMNS, rows, NOTES)
     report.write(out)
     draw(report, out / "perplexity_by_attended_share.png")
+    draw_chunks(report, out / "perplexity_along_the_text.png")
     return report
 
 
@@ -241,3 +271,14 @@ def draw(report: Report, path: Path) -> None:
         )
         axis.axhline(0, color="#222222", linewidth=0.8)
         axis.axhline(0.01, color="#222222", linewidth=0.8, linestyle=":")
+
+
+def draw_chunks(report: Report, path: Path) -> None:
+    """Perplexity of each decoding chunk, in the order of the text (paper, Figure 12)."""
+    start = report.about["decode_from"]
+    series = {}
+    for row in report.rows:
+        chunks = np.exp(np.array(row["samples"]["chunks"]).mean(0))
+        series[row["variant"]] = [(start + CHUNK * (i + 0.5), float(value)) for i, value in enumerate(chunks)]
+    with picture(path, f"{report.title}, by decoding chunk", series) as (axis,):
+        lines(axis, series, x=f"token of the window (chunks of {CHUNK})", y="perplexity")

@@ -22,7 +22,7 @@ from ..errors import InputError
 Row = dict[str, Any]
 """Flat: column -> number, text, list or None."""
 
-FORMAT = 1
+FORMAT = 2
 """Of a row's file; raised when what is measured changes, so that old rows are measured again."""
 
 PACKAGES = ("offload-rt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "lm-eval")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..config import DType, SkewMethod, check_choice
 from ..core import ModelGeometry
@@ -53,12 +55,12 @@ def _plain(value: object) -> str:
 
 def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
     """`full` first (everything is compared with it), then every other policy at every budget; with no budgets each
-    policy once, with its own rule. `options` are infinigen's."""
-    variants = [Variant("full")]
+    policy once, with its own rule. `options` are set for every policy but full."""
+    variants, shared = [Variant("full")], dict(options or {})
     for policy in policies:
-        mine = dict(options or {}) if policy == "infinigen" else {}
         if policy != "full":
-            variants += [Variant(policy, mine | {"budget": budget}) for budget in budgets] or [Variant(policy, mine)]
+            sized = [Variant(policy, shared | {"budget": budget}) for budget in budgets]
+            variants += sized or [Variant(policy, shared)]
     return variants
 
 
@@ -150,16 +152,26 @@ class Subject:
         return self._artifacts[method]
 
     def policy(self, variant: Variant) -> Policy:
-        """The variant's policy for this model. Raises ConfigError for options it does not have."""
-        adapter = self.loaded.adapter
+        """The variant's policy for this model; "skew": "none" compares queries and keys as they are (for ablations,
+        path "layers" only). Raises ConfigError for options that it does not have."""
+        adapter, options = self.loaded.adapter, dict(variant.options)
+        unskewed = options.get("skew") == "none"
+        if unskewed:
+            del options["skew"]
         return make_policy(
             variant.policy,
-            variant.options,
+            options,
             geometry=adapter.geometry,
             device=adapter.device,
             dtype=adapter.dtype,
-            artifact=self.artifact,
+            artifact=self._identity if unskewed else self.artifact,
         )
+
+    def _identity(self, method: SkewMethod) -> SkewArtifact:
+        """A skew that does nothing."""
+        real = self.artifact(method)
+        unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
+        return replace(real, query=unit, key=unit)
 
     def llm(self, variant: Variant) -> LLM:
         """A runtime of its own for the variant."""

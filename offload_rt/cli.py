@@ -381,7 +381,7 @@ def _policy_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--partial-ratio", type=float, metavar="R", help="share of the head dimension scored, (0, 1]")
     group.add_argument("--max-fraction", type=float, metavar="F", help="largest share of tokens fetched, (0, 1]")
     group.add_argument("--source", metavar="attention_input|normed_input|residual")
-    group.add_argument("--scorer", metavar="partial|int4|int2")
+    group.add_argument("--scorer", metavar="partial|int8|int4|int2")
     group.add_argument("--dense-layers", type=_layers, metavar="0,1", help="layers that attend to everything; 'none'")
 
 

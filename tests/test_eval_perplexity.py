@@ -148,13 +148,13 @@ def test_standard_errors() -> None:
 
 
 def test_grid_begins_with_full() -> None:
-    made = grid(["full", "infinigen", "h2o"], [0.05, 0.1], {"scorer": "int2"})
+    made = grid(["full", "infinigen", "h2o"], [0.05, 0.1], {"recent": 8})
     assert [v.label for v in made] == [
         "full",
-        "infinigen scorer=int2 budget=0.05",
-        "infinigen scorer=int2 budget=0.1",
-        "h2o budget=0.05",
-        "h2o budget=0.1",
+        "infinigen recent=8 budget=0.05",
+        "infinigen recent=8 budget=0.1",
+        "h2o recent=8 budget=0.05",
+        "h2o recent=8 budget=0.1",
     ]
     assert [v.label for v in grid(["infinigen"], [])] == ["full", "infinigen"]
 
@@ -188,7 +188,6 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     text = BOOK.read_text(encoding="utf-8")[:20_000]
     config = PerplexityConfig(context=128, windows=3, decode_from=96)
     variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8})
-    variants[-1] = Variant("streaming", {"budget": 0.2, "recent": 8})
     report = run_perplexity(Subject("reference"), text, "arrow", variants, config, tmp_path)
     record = json.loads((tmp_path / "perplexity.json").read_text())
     assert record["rows"] == json.loads(json.dumps(report.rows))
@@ -206,7 +205,7 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     )
     with (tmp_path / "perplexity.csv").open() as file:
         assert [row["policy"] for row in csv.DictReader(file)] == ["full", "infinigen", "streaming"]
-    assert "streaming budget=0.2 recent=8" in (tmp_path / "perplexity.md").read_text()
+    assert "streaming recent=8 budget=0.2" in (tmp_path / "perplexity.md").read_text()
     assert (tmp_path / "perplexity_by_attended_share.png").read_bytes()[:4] == b"\x89PNG"
 
     def forbidden(*args: object, **kwargs: object) -> None:

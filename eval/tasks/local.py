@@ -1,0 +1,41 @@
+"""Documents of the local tasks, read from the files below $OFFLOAD_RT_DATA/tasks (no network, no copies)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Documents = dict[str, Any]
+
+
+def _folder() -> Path:
+    """Where the files are. Raises FileNotFoundError with what to do."""
+    folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "tasks"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that holds tasks/")
+    return folder
+
+
+def _dataset(documents: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset  # type: ignore[import-untyped]
+
+    return Dataset.from_list(documents)
+
+
+def lines(file: str, **metadata: Any) -> Documents:
+    """A JSONL file as the split "validation"."""
+    text = (_folder() / file).read_text(encoding="utf-8")
+    return {"validation": _dataset([json.loads(line) for line in text.splitlines() if line.strip()])}
+
+
+def rte(**metadata: Any) -> Documents:
+    """RTE's train.tsv and dev.tsv (label 0 is entailment)."""
+    found = {}
+    for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
+        with (_folder() / "rte" / file).open(encoding="utf-8", newline="") as rows:
+            documents = list(csv.DictReader(rows, delimiter="\t", quoting=csv.QUOTE_NONE))
+        found[split] = _dataset([{**row, "label": int(row["label"])} for row in documents])
+    return found
