@@ -1,0 +1,240 @@
+"""What sharing a prefix saves end to end, on the reference model: questions about one document, and requests that
+arrive at random. The clock is CPU time of this process on one thread: arrivals are measured against it, so that other
+work on the machine changes nothing."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..config import SamplingParams
+from ..llm import LLM
+from ..runtime.decode import DecodeStep
+from ..runtime.engine import Engine
+from ..runtime.generation import Served
+from ..runtime.runner import Runner
+from ..runtime.segments import SharedPrefixes
+from .report import Column, Report, Row
+
+MAX_BATCH = 32
+ANSWER = 8
+"""Tokens of an answer."""
+
+
+def greedy(count: int) -> SamplingParams:
+    """Exactly `count` tokens."""
+    return SamplingParams(max_new_tokens=count, temperature=0, ignore_eos=True)
+
+
+def make(*, sharing: bool, host_memory: str = "2GiB") -> LLM:
+    """The reference model under policy full, float32."""
+    llm = LLM("reference", policy="full", dtype="float32", host_memory=host_memory, prefix_sharing=sharing)
+    if not sharing:
+        geometry = llm.geometry
+        llm._runner.prefixes = SharedPrefixes(geometry.kv_bytes(1, torch.float32) // geometry.layers, 1 << 60)
+    return llm
+
+
+def token_lists(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
+    """Random tokens: what they say does not change what they cost."""
+    rng = random.Random(seed)
+    return [[rng.randrange(1, llm.geometry.vocab) for _ in range(length)] for _ in range(count)]
+
+
+# ---------------------------------------------------------------------------------------------- questions, one document
+
+
+@dataclass
+class Run:
+    """CPU seconds of a run of questions: all of it, and of its decode steps alone; and what was spent."""
+
+    seconds: float
+    decode_seconds: float
+    prefilled: int
+    peak: int
+    bytes_to_device: int
+
+
+def ask(llm: LLM, prompts: Sequence[list[int]]) -> Run:
+    """Answers all prompts in batches."""
+    engine = Engine(llm._runner, max_batch=MAX_BATCH)
+    served = [engine.add(prompt, greedy(ANSWER)) for prompt in prompts]
+    llm._runner.pool.bytes_peak = llm._runner.pool.bytes_used
+    began, decode = time.process_time(), 0.0
+    while not engine.idle:
+        prefilling = bool(engine.scheduler.waiting or engine.scheduler.prefilling)
+        step = time.process_time()
+        engine.step()
+        decode += 0.0 if prefilling else time.process_time() - step
+    seconds = time.process_time() - began
+    stats = [one.completions()[0].stats for one in served]
+    prefilled = sum(s.prompt_tokens - s.reused_tokens for s in stats)
+    return Run(seconds, decode, prefilled, llm._runner.pool.bytes_peak, sum(s.link_bytes_to_device for s in stats))
+
+
+class NoAttention(DecodeStep):
+    """A step whose attention does nothing: what no kernel can be faster than."""
+
+    def _attend(self, layer: int, q: torch.Tensor, fetched: object) -> torch.Tensor:
+        return q.transpose(0, 1).flatten(1)
+
+
+def step_seconds(runner: Runner, document: list[int], batch: int, step: type[DecodeStep], turns: int = 7) -> float:
+    """CPU seconds of a decode step of `batch` sequences on one document, the least of `turns`."""
+    first = runner.new_sequence([*document, *[5] * (turns + 2)], len(document) + turns + 2)
+    runner.prefill(first, len(document))
+    sequences = [first, *(runner.fork(first, len(document) + turns + 2) for _ in range(batch - 1))]
+    best = float("inf")
+    for _ in range(turns):
+        for sequence in sequences:
+            sequence.slots.begin_step(sequence.lease, sequence.position)
+        sharing = runner.prefixes.of([s.lease for s in sequences])
+        with torch.inference_mode():
+            began = time.process_time()
+            step([sequences[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing).run()
+            best = min(best, time.process_time() - began)
+        for sequence in sequences:
+            sequence.position += 1
+            runner.pool.commit(sequence.lease, sequence.slots.context)
+    for sequence in sequences:
+        runner.free(sequence)
+    return best
+
+
+def questions_report(turns: int) -> Report:
+    """Questions about a document of nearly the reference model's whole context."""
+    shared_llm, apart_llm = make(sharing=True), make(sharing=False)
+    length = (shared_llm.geometry.max_positions - 128) // 64 * 64
+    [document] = token_lists(shared_llm, 1, length, 0)
+    rows: list[Row] = []
+    for count in (64, 128, 256, 512):
+        llm = make(sharing=True)
+        run = ask(llm, [document + question for question in token_lists(llm, count, 24, count)])
+        rows.append({"questions": count, "sharing": "yes", **_run_row(run, count)})
+        print(rows[-1], flush=True)
+    run = ask(apart_llm, [document + question for question in token_lists(apart_llm, 8, 24, 1)])
+    rows.append({"questions": 8, "sharing": "no", **_run_row(run, 8)})
+    print(rows[-1], flush=True)
+    steps = {
+        "none": step_seconds(apart_llm._runner, document, MAX_BATCH, DecodeStep, turns),
+        "segments": step_seconds(shared_llm._runner, document, MAX_BATCH, DecodeStep, turns),
+        "no attention": step_seconds(shared_llm._runner, document, MAX_BATCH, NoAttention, turns),
+    }
+    about = {
+        "model": "reference, float32, policy full (all layers dense)",
+        "document": f"{length} tokens; questions of 24, answers of {ANSWER}, random tokens",
+        "batch": MAX_BATCH,
+        "clock": "CPU time, one thread",
+        "decode step of 32 sequences": ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in steps.items()),
+    }
+    columns = (
+        Column("questions", "questions", ",d"),
+        Column("sharing", "sharing"),
+        Column("seconds", "seconds", ".1f"),
+        Column("seconds a question", "each", ".3f"),
+        Column("tokens prefilled", "prefilled", ",d"),
+        Column("peak KV MiB", "peak_mib", ".1f"),
+        Column("link MiB", "link_mib", ",.0f"),
+    )
+    notes = (
+        "The run without sharing was measured with 8 questions: its time grows with their number. 'none' reads every "
+        "sequence's rows on their own from the same shared memory, 'no attention' skips attention: the ceiling.",
+    )
+    return Report("sharing_questions", "Many questions about one document", about, columns, rows, notes)
+
+
+def _run_row(run: Run, count: int) -> Row:
+    return {
+        "seconds": run.seconds,
+        "each": run.seconds / count,
+        "prefilled": run.prefilled,
+        "peak_mib": run.peak / 2**20,
+        "link_mib": run.bytes_to_device / 2**20,
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- open loop
+
+
+@dataclass
+class Open:
+    """Requests that arrive at times of their own; all times in CPU seconds."""
+
+    arrived: dict[int, float] = field(default_factory=dict)
+    first: dict[int, float] = field(default_factory=dict)
+    done: dict[int, float] = field(default_factory=dict)
+    widest: int = 0
+
+
+def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) -> Open:
+    """Serves prompts that arrive as a Poisson process of `rate` a second. When nothing is to be done, the clock jumps
+    to the next arrival."""
+    rng, at, log = random.Random(seed), 0.0, Open()
+    arrivals = []
+    for prompt in prompts:
+        at += rng.expovariate(rate)
+        arrivals.append((at, prompt))
+    engine, now = Engine(llm._runner, max_batch=MAX_BATCH), 0.0
+    served: list[Served] = []
+    while arrivals or not engine.idle:
+        if engine.idle:
+            now = max(now, arrivals[0][0])
+        while arrivals and arrivals[0][0] <= now:
+            when, prompt = arrivals.pop(0)
+            served.append(engine.add(prompt, greedy(32)))
+            log.arrived[served[-1].request.id] = when
+        began = time.process_time()
+        events = engine.step()
+        now += time.process_time() - began
+        log.widest = max(log.widest, len(engine.scheduler.running))
+        for event in events:
+            log.first.setdefault(event.request, now)
+            log.done[event.request] = now
+    return log
+
+
+def arrivals_report(turns: int) -> Report:
+    """Normalised latency and time to first token over the arrival rate (ChunkAttention's Figure 5 and Table 4)."""
+    rows: list[Row] = []
+    for shared_tokens in (0, 1024):
+        for rate in (0.5, 1.0, 2.0, 4.0):
+            for sharing in (True, False):
+                llm = make(sharing=sharing)
+                [stem] = token_lists(llm, 1, shared_tokens, 0)
+                own = 64 if shared_tokens else 1088
+                prompts = [stem + rest for rest in token_lists(llm, 24, own, 1)]
+                log = open_loop(llm, prompts, rate, seed=0)
+                latency = [(log.done[i] - log.arrived[i]) / 32 for i in log.arrived]
+                rows.append(
+                    {
+                        "shared": shared_tokens,
+                        "rate": rate,
+                        "sharing": "yes" if sharing else "no",
+                        "latency_ms": 1e3 * statistics.mean(latency),
+                        "first_s": statistics.mean(log.first[i] - log.arrived[i] for i in log.arrived),
+                        "peak_mib": llm._runner.pool.bytes_peak / 2**20,
+                        "widest": log.widest,
+                    }
+                )
+                print(rows[-1], flush=True)
+    columns = (
+        Column("shared tokens", "shared", ",d"),
+        Column("requests a second", "rate"),
+        Column("sharing", "sharing"),
+        Column("latency, ms a token", "latency_ms", ".0f"),
+        Column("time to first token, s", "first_s", ".2f"),
+        Column("peak KV MiB", "peak_mib", ".1f"),
+        Column("peak batch", "widest"),
+    )
+    about = {
+        "model": "reference, float32, policy full",
+        "requests": "24 of 1,088 prompt tokens and 32 new ones, random tokens; Poisson arrivals, one seed",
+        "clock": "CPU time, one thread; latency is the time from arrival to the last token over 32",
+    }
+    notes = ("Peak KV counts chunks that the prefix tree keeps of requests that have ended; they are given up first.",)
+    return Report("sharing_arrivals", "Open loop: requests that arrive at random", about, columns, rows, notes)

@@ -1,0 +1,227 @@
+"""What sharing a prefix saves in the attention of a decode step: segments against one sequence after the other, on the
+same memory, in turns; the least of each. Time is CPU time of this process on one thread.
+
+    python -m offload_rt.eval.sharing --out eval/results/cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core import Lease, ModelGeometry
+from ..pool.pool import HostPool
+from ..runtime.attention import attend
+from ..runtime.segments import SharedPrefixes, Sharing, attend_batch
+from .arrivals import arrivals_report, questions_report
+from .report import Column, Report, Row
+
+HEADS, HEAD_DIM = 8, 128
+BATCHES, PREFIXES, SUFFIXES = (1, 4, 16, 32), (0, 1024, 4096), (64, 256, 1024, 2048)
+SCALE = HEAD_DIM**-0.5
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences in one pool that share chunks as their prompts do, and a query of each `[H, B, d]`."""
+
+    pool: HostPool
+    leases: list[Lease]
+    q: torch.Tensor
+
+    @classmethod
+    def of(cls, levels: Sequence[tuple[int, int]], suffix: int) -> Batch:
+        """levels: (sequences that branch off each one above, tokens they share), from the root on; each sequence of
+        the last level has `suffix` tokens of its own. One layer, 8 heads of 128 numbers, float32, random rows."""
+        total, width = 0, 1
+        for count, tokens in levels:
+            width *= count
+            total += width * tokens
+        total += width * (suffix + 64)
+        geometry = ModelGeometry(1, HEADS * HEAD_DIM, HEADS, HEADS, HEAD_DIM, 2, (SCALE,), (None,), 1 << 20, False, 5.0)
+        pool = HostPool(geometry, torch.float32, geometry.kv_bytes(total + 128, torch.float32))
+        leases = [Lease()]
+        for count, tokens in (*levels, (1, suffix)):
+            leases = [pool.fork(lease) for lease in leases for _ in range(count)]
+            for lease in leases:
+                grow(pool, lease, tokens)
+        generator = torch.Generator().manual_seed(0)
+        return cls(pool, leases, torch.randn(HEADS, len(leases), HEAD_DIM, generator=generator))
+
+    def one_by_one(self) -> torch.Tensor:
+        """Each sequence reads all of its rows: `[H, B, d]`."""
+        outs = [
+            attend(self.q[:, b], self.pool.runs(lease, 0, range(lease.length)), SCALE)[0]
+            for b, lease in enumerate(self.leases)
+        ]
+        return torch.stack(outs, dim=1)
+
+    def with_segments(self, sharing: Sharing) -> torch.Tensor:
+        """Shared rows are read once: `[H, B, d]`, in tree order. Without a segment it is `one_by_one`."""
+        if not sharing.segments:
+            return self.one_by_one()
+        leases = [self.leases[i] for i in sharing.order]
+        own = (self.pool.runs(x, 0, range(start, x.length)) for x, start in zip(leases, sharing.private, strict=True))
+        shared = ((s, self.pool.runs(leases[s.first], 0, s.tokens)) for s in sharing.segments)
+        return attend_batch(self.q, own, shared, SCALE)
+
+    @property
+    def floor_bytes(self) -> tuple[int, int]:
+        """Bytes that have to be read: by one sequence after the other, and with every shared chunk once."""
+        apart = sum(lease.length for lease in self.leases)
+        once = len({chunk for lease in self.leases for chunk in lease.chunks}) * 64
+        return apart * 8 * HEADS * HEAD_DIM, once * 8 * HEADS * HEAD_DIM
+
+
+def grow(pool: HostPool, lease: Lease, tokens: int) -> None:
+    """Adds `tokens` random tokens to a lease."""
+    if not tokens:
+        return
+    start = lease.length
+    pool.reserve(lease, start + tokens)
+    for run in pool.runs(lease, 0, range(start, start + tokens)):
+        run.k.normal_()
+        run.v.normal_()
+    pool.commit(lease, start + tokens)
+
+
+def least(turns: int, *competitors: Callable[[], object]) -> list[float]:
+    """Milliseconds of CPU time, the least of `turns` turns of each."""
+    best = [float("inf")] * len(competitors)
+    for _ in range(turns):
+        for i, run in enumerate(competitors):
+            began = time.process_time()
+            run()
+            best[i] = min(best[i], time.process_time() - began)
+    return [1e3 * seconds for seconds in best]
+
+
+def attention_rows(turns: int) -> list[Row]:
+    """Batch x prefix x suffix."""
+    rows: list[Row] = []
+    for size in BATCHES:
+        for prefix in PREFIXES:
+            for suffix in SUFFIXES:
+                batch = Batch.of([(1, prefix), (size, 0)] if prefix else [(size, 0)], suffix)
+                prefixes = SharedPrefixes(8 * HEADS * HEAD_DIM)
+
+                def shared(batch: Batch = batch, prefixes: SharedPrefixes = prefixes) -> torch.Tensor:
+                    return batch.with_segments(prefixes.of(batch.leases))
+
+                order = list(prefixes.of(batch.leases).order)
+                expected = batch.one_by_one()
+                torch.testing.assert_close(
+                    shared()[:, torch.tensor(order).argsort()], expected[:, :], rtol=0, atol=1e-4
+                )
+                apart, together = least(turns, batch.one_by_one, shared)
+                floors = batch.floor_bytes
+                rows.append(
+                    {
+                        "batch": size,
+                        "prefix": prefix,
+                        "suffix": suffix,
+                        "apart_ms": apart,
+                        "segments_ms": together,
+                        "gain": apart / together,
+                        "bytes_gain": floors[0] / floors[1],
+                    }
+                )
+                print(rows[-1], flush=True)
+    return rows
+
+
+def level_rows(turns: int) -> list[Row]:
+    """Hydragen §4.4: a few-shot prompt for all, a problem for some, samples of each: sharing found on no, one and both
+    levels."""
+    rows: list[Row] = []
+    for few_shot, problem in ((1024, 256), (1024, 512), (2048, 512)):
+        batch = Batch.of([(1, few_shot), (4, problem), (8, 0)], 64)
+        both = Sharing.of(batch.leases, 8 * HEADS * HEAD_DIM)
+        top = tuple(s for s in both.segments if s.stop - s.first == len(batch.leases))
+        one = replace(both, segments=top, private=(top[0].tokens.stop,) * len(batch.leases))
+        times = least(
+            turns,
+            batch.one_by_one,
+            lambda batch=batch, one=one: batch.with_segments(one),  # type: ignore[misc]
+            lambda batch=batch, both=both: batch.with_segments(both),  # type: ignore[misc]
+        )
+        rows.append(
+            {"few_shot": few_shot, "problem": problem, "none_ms": times[0], "one_ms": times[1], "both_ms": times[2]}
+            | {"one_gain": times[0] / times[1], "both_gain": times[0] / times[2], "saved": 1 - times[2] / times[1]}
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def attention_report(turns: int) -> Report:
+    """The table of issue E."""
+    columns = (
+        Column("batch", "batch"),
+        Column("prefix", "prefix", ",d"),
+        Column("suffix", "suffix", ",d"),
+        Column("one by one, ms", "apart_ms", ".2f"),
+        Column("segments, ms", "segments_ms", ".2f"),
+        Column("gain", "gain", ".2f"),
+        Column("gain in bytes", "bytes_gain", ".2f"),
+    )
+    notes = (
+        "Gain: times over times. Gain in bytes: what one sequence after the other reads over what has to be read, the "
+        "most that any kernel could gain where reading is all there is. Both sides read the same pool; nothing is "
+        "stored twice. Without a segment that pays, both run the same code.",
+    )
+    about = about_machine(turns) | {"layer": f"{HEADS} heads of {HEAD_DIM}, float32, one KV head a query head"}
+    title = "Attention of a decode step: shared prefixes as segments"
+    return Report("sharing_attention", title, about, columns, attention_rows(turns), notes)
+
+
+def level_report(turns: int) -> Report:
+    """Two levels of sharing against one."""
+    columns = (
+        Column("few-shot prompt", "few_shot", ",d"),
+        Column("problem", "problem", ",d"),
+        Column("no level, ms", "none_ms", ".2f"),
+        Column("one level, ms", "one_ms", ".2f"),
+        Column("two levels, ms", "both_ms", ".2f"),
+        Column("gain, one", "one_gain", ".2f"),
+        Column("gain, two", "both_gain", ".2f"),
+        Column("two against one", "saved", ".0%"),
+    )
+    about = about_machine(turns) | {"batch": "4 problems x 8 samples, 64 tokens of their own each"}
+    title = "Attention with two levels of sharing (Hydragen, section 4.4)"
+    return Report("sharing_levels", title, about, columns, level_rows(turns))
+
+
+def about_machine(turns: int) -> dict[str, Any]:
+    """What holds for all tables."""
+    return {"clock": f"CPU time, one thread, the least of {turns} turns of each, in turns"}
+
+
+REPORTS: dict[str, Callable[[int], Report]] = {
+    "attention": attention_report,
+    "levels": level_report,
+    "questions": questions_report,
+    "arrivals": arrivals_report,
+}
+
+
+def main() -> None:
+    """Measures and writes the reports that were asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for JSON, CSV and Markdown")
+    parser.add_argument("--only", nargs="+", choices=REPORTS, default=list(REPORTS))
+    parser.add_argument("--turns", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.only:
+        for path in REPORTS[name](args.turns).write(args.out):
+            print(f"wrote {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
