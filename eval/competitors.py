@@ -308,6 +308,7 @@ MAKERS: dict[str, Callable[[Field], Competitor]] = {
     "infinigen": _infinigen(),
     "infinigen-paper": _infinigen("paper", preset="paper"),
     "infinigen-dense0": _infinigen("layer 0 dense", dense_layers=(0,)),
+    "infinigen-int8": _infinigen("int8", scorer="int8"),
     "infinigen-int4": _infinigen("int4", scorer="int4"),
     "infinigen-int2": _infinigen("int2", scorer="int2"),
     "ideal": _ideal,

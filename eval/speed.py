@@ -232,7 +232,8 @@ def describe(config: BenchConfig, device: torch.device) -> dict[str, Any]:
         "config": asdict(config),
         "shape": shape | {"dtype": str(shape["dtype"]).removeprefix("torch.")},
         "clock": "wall time, synchronised" if device.type == "cuda" else "CPU time of the process",
-        "keys": f"random weights; {config.fraction:.0%} of tokens planted, drawn for each layer and KV head on its own",
+        "keys": f"random weights; {config.fraction:.0%} of tokens planted, others but as many for each layer and KV "
+        "head (heads with uneven counts must also rank what passes, which takes longer)",
     }
 
 

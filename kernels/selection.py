@@ -16,9 +16,9 @@ import torch
 
 Array = npt.NDArray[Any]
 
-GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352}
+GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 """Step of the uniform quantiser with 2^bits levels that has the least mean squared error on a unit Gaussian (Max, 1960,
-table II), by bits per number."""
+table II; for 8 bits computed in the same way), by bits per number."""
 
 _SAMPLE_STRIDE = 16
 
@@ -121,8 +121,8 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
                 torch.bitwise_and(packed[head], (1 << (bits * (field + 1))) - 1, out=masked)
                 upto = torch._int_mm(weights[head], masked.t())
             else:
-                upto = torch._int_mm(weights[head], packed[head].t()).add_(total[head], alpha=128)
-            out[head, :, field::fields] = (upto - below) >> (bits * field)
+                upto = torch._int_mm(weights[head], packed[head].t()).add_(128 * total[head])
+            out[head, :, field::fields] = (upto - below) >> (bits * field) if field else upto
             below = upto
     return out
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 from .errors import ConfigError
 
 Source = Literal["attention_input", "normed_input", "residual"]
-Scorer = Literal["partial", "int4", "int2"]
+Scorer = Literal["partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
 SkewMethod = Literal["svd", "balanced"]
 EarlyStopping = bool | Literal["never"]
@@ -153,11 +153,11 @@ class InfiniGenOptions:
 
     alpha: a token is a candidate if its score is within alpha of its head's maximum; None takes the family's value
         (4 for OPT and GPT-2, 5 for Llama). `inf` makes everything a candidate.
-    partial_ratio: share of the head dimension that scoring keys keep (scorer "partial").
+    partial_ratio: share of the head dimension that scoring keys keep (scorers "partial" and "int8").
     max_fraction: the count of a layer never exceeds this share of its candidates.
     source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
         input, or of layer i-1's residual after its attention.
-    scorer: "partial" columns in the model's dtype, or all columns as int4 / int2.
+    scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
     columns: kept columns fixed at calibration, or chosen from each prompt (paper).
     skew: rotation fitted to queries alone (paper) or to queries and keys.
     sinks, recent: tokens at the start and the end of the context that stay on the device and are always attended.
@@ -190,6 +190,10 @@ class InfiniGenOptions:
         check_choice("source", self.source, get_args(Source))
         check_choice("scorer", self.scorer, get_args(Scorer))
         check_choice("columns", self.columns, get_args(Columns))
+        _check(
+            self.scorer != "int8" or self.columns == "calibration",
+            f"scorer='int8' scales its columns by calibration; columns={self.columns!r} needs scorer='partial'",
+        )
         check_choice("skew", self.skew, get_args(SkewMethod))
         _check(self.sinks >= 0, f"sinks={self.sinks} must not be negative")
         _check(self.recent >= 1, f"recent={self.recent} must be at least 1: the newest token is always resident")

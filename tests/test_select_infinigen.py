@@ -128,7 +128,7 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.
         assert as_sets(state.select(layer, query.to(device), visible).tokens) == expected
 
 
-@pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
+@pytest.mark.parametrize("scorer", ["partial", "int8", "int4", "int2"])
 @pytest.mark.parametrize("group", [1, 4])
 def test_alpha_inf_and_full_fraction_select_every_candidate(scorer: str, group: int, device: torch.device) -> None:
     shape = geometry(group=group)
@@ -170,7 +170,7 @@ def test_budget_fixes_the_attended_share(share: float) -> None:
     assert count == max(0, math.floor(share * TOTAL) - visible.resident)
 
 
-@pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
+@pytest.mark.parametrize("scorer", ["partial", "int8", "int4", "int2"])
 def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
     shape = geometry(group=2)
     rule = policy(shape, torch.float64, scorer=scorer)
@@ -184,7 +184,9 @@ def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # products of other shapes may round otherwise
 
 
-@pytest.mark.parametrize("options", [{}, {"columns": "prompt"}, {"scorer": "int4"}, {"scorer": "int2"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"columns": "prompt"}, {"scorer": "int8"}, {"scorer": "int4"}, {"scorer": "int2"}]
+)
 def test_forks_are_independent(options: dict[str, str]) -> None:
     shape = geometry()
     q, k = tokens(shape, TOTAL)
@@ -207,6 +209,7 @@ def test_forks_are_independent(options: dict[str, str]) -> None:
     [
         ({"partial_ratio": 0.3}, 0.15),
         ({"partial_ratio": 1.0}, 0.5),
+        ({"scorer": "int8"}, 19 / 256),
         ({"scorer": "int4"}, 0.125),
         ({"scorer": "int2"}, 0.0625),
     ],

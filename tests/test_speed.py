@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from offload_rt.cli import main
 from offload_rt.core import Visible
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval import speed
@@ -61,7 +62,7 @@ def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    "name", ["infinigen", "infinigen-paper", "infinigen-dense0", "infinigen-int4", "infinigen-int2"]
+    "name", ["infinigen", "infinigen-paper", "infinigen-dense0", "infinigen-int8", "infinigen-int4", "infinigen-int2"]
 )
 def test_the_planted_tokens_are_selected_and_no_others(field: Field, name: str) -> None:
     found = recorded_selections(filled(field, name), 3)
@@ -258,3 +259,9 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write to"):
         run_bench(BenchConfig(), tmp_path / "file", Console(quiet=True))
+
+
+def test_the_command_refuses_bad_options_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--contexts", "100"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "offload-rt: contexts=100 must be a multiple of 64, at least 128\n"

@@ -66,10 +66,11 @@ def requirements(
 def _scoring_bytes(geometry: ModelGeometry, dtype: torch.dtype, context: int, options: InfiniGenOptions) -> int:
     """Scoring keys of the layers that select; up to a sixteenth more is allocated as they grow."""
     layers = geometry.layers - len(set(options.dense_layers))
+    kept = kept_columns(options.partial_ratio, geometry.head_dim)
     if options.scorer in _BITS:
         head = geometry.head_dim * _BITS[options.scorer] // 8
     else:
-        head = kept_columns(options.partial_ratio, geometry.head_dim) * dtype.itemsize
+        head = kept * (1 if options.scorer == "int8" else dtype.itemsize)
     return layers * geometry.kv_heads * head * context
 
 

@@ -146,7 +146,7 @@ class InfiniGen:
         options, geometry = self.options, self.geometry
         compute = torch.promote_types(dtype, torch.float32)
         kept = kept_columns(options.partial_ratio, geometry.head_dim)
-        fixed = options.scorer == "partial" and options.columns == "calibration"
+        fixed = options.scorer in ("partial", "int8") and options.columns == "calibration"
         cut = slice(0, kept if fixed else geometry.head_dim)
         bases = {
             layer: Basis(
@@ -161,8 +161,8 @@ class InfiniGen:
             if fixed:
                 return lambda: PartialKeys(CalibratedColumns(bases), dtype, device)
             return lambda: PartialKeys(PromptColumns(bases, kept), dtype, device)
-        bits = {"int4": 4, "int2": 2}[options.scorer]
-        mean, std = artifact.key_mean.to(compute), artifact.key_std.to(compute)
+        bits = {"int8": 8, "int4": 4, "int2": 2}[options.scorer]
+        mean, std = artifact.key_mean[..., cut].to(compute), artifact.key_std[..., cut].to(compute)
         quantisers = {layer: Quantiser.fit(basis, mean[layer], std[layer], bits) for layer, basis in bases.items()}
         return lambda: QuantisedKeys(quantisers, bits, device)
 

@@ -1,9 +1,9 @@
 """Scoring keys: the compressed copy of a sequence's keys that stays on the device, only to score tokens with
-(DESIGN section 6: partial columns in the model's dtype, or every column as int4 or int2).
+(DESIGN section 6: partial columns in the model's dtype or as int8, or every column as int4 or int2).
 
-The int4 and int2 keys are quantised the moment they enter. That equals keeping the newest ones in full precision until
-they leave the resident window, because a selection reads only candidates, all older than the window: no score that
-chooses a token is ever computed from a younger key. (A repair also estimates the resident tokens' mass from them.)
+The int8, int4 and int2 keys are quantised the moment they enter. That equals keeping the newest ones in full precision
+until they leave the resident window, because a selection reads only candidates, all older than the window: no score
+that chooses a token is ever computed from a younger key. (A repair also estimates the resident tokens' mass from them.)
 """
 
 from __future__ import annotations
@@ -251,8 +251,9 @@ class Quantiser:
 
 
 class QuantisedKeys:
-    """Scorers "int4" and "int2": all d columns, packed by neighbouring tokens into bytes `[Hkv, capacity / f, d]`
-    (f = 8 / bits), so that one token's columns lie side by side for an int8 product."""
+    """Scorers "int8" (r kept columns, which stand for d in all shapes here), "int4" and "int2" (all d columns), packed
+    by neighbouring tokens into bytes `[Hkv, capacity / f, d]` (f = 8 / bits), so that one token's columns lie side by
+    side for an int8 product."""
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
         """quantisers: of every sparse layer; they belong to the policy, their bytes are not counted here."""
@@ -277,7 +278,7 @@ class QuantisedKeys:
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skews, quantises and packs keys k `[Hkv, m, d]`; other tokens in the same bytes keep their codes."""
         quantiser = self._quantisers[layer]
-        kv_heads, added, d = k.shape
+        (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         if layer not in self._packed:
             self._packed[layer] = GrowingTensor((kv_heads, 0, d), 1, torch.int8, self._device)
         first, last = start // self._fields, -(-(start + added) // self._fields)
