@@ -204,3 +204,22 @@ def test_what_cannot_be_evicted_is_refused() -> None:
     with pytest.raises(PoolFullError, match="none to overwrite: 4 sinks, 200 recent"):
         llm.generate([tiny_prompt(100)], SamplingParams(max_new_tokens=200))
     assert llm._runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("eviction", [None, "counter"])
+def test_scoring_goes_in_smaller_batches_where_the_pool_is_small(eviction: str | None) -> None:
+    """Windows longer than a bounded pool, and more continuations of a prompt than fit at once."""
+    prompt, rest = tiny_prompt(100), tiny_prompt(130, seed=3)
+    roomy = make_llm("full", {}, 40, None)
+    tight = make_llm("full", {}, 4, eviction)
+    prompts, continuations = [prompt] * 5 + [prompt[:90]], [rest[i : i + 30] for i in range(6)]
+    expected = [score.logprobs for score in roomy.score(prompts, continuations)]
+    assert [s.logprobs for s in tight.score(prompts, continuations)] == [pytest.approx(row) for row in expected]
+    if eviction is None:
+        with pytest.raises(PoolFullError):
+            tight.score([prompt], [tiny_prompt(200)])
+    else:
+        [long] = tight.score([prompt], [tiny_prompt(400, seed=7)])
+        assert len(long.logprobs) == 400
+    assert tight._runner.pool.bytes_held == 0
+    tight._runner.check_integrity()

@@ -146,7 +146,7 @@ class Quantised:
         """Codes `[..., d]`, 8 / bits neighbours to a byte, the first in the lowest bits."""
         fields = 8 // self.bits
         apart = codes.unflatten(-1, (-1, fields))
-        packed = apart[..., 0].clone()
+        packed: torch.Tensor = apart[..., 0].clone()
         for field in range(1, fields):
             packed |= apart[..., field] << (self.bits * field)
         return packed

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..config import EngineConfig
-from ..core import CHUNK, Lease, ModelGeometry
+from ..core import Lease, ModelGeometry
 from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..models.registry import LoadedModel
 from ..pool.pool import HostPool
@@ -64,7 +64,7 @@ class Runner:
         if wrong is not None:
             raise InputError(f"token id {wrong} is not in the vocabulary of {self.model.name} (0-{geometry.vocab - 1})")
         self._check_positions(capacity)
-        lease = self._lease(tokens[:reuse], self._affordable(len(tokens), capacity))
+        lease = self._lease(tokens[:reuse], capacity)
         keys, known = key_reader(self.pool, lease), lease.length
         trace = Trace(geometry.layers, self.config.missed_mass_every, reused_tokens=known)
         state, slots = self.policy.new_state(keys), self._new_slots()
@@ -106,12 +106,10 @@ class Runner:
         if self.config.eviction is None:
             self.pool.reserve(sequence.lease, sequence.position + 1)
 
-    def _affordable(self, prompt: int, capacity: int) -> int:
-        """Tokens to take room for: all that may come, or with eviction what the pool has now, but never less than the
-        prompt and one token."""
-        if self.config.eviction is None:
-            return capacity
-        return max(prompt + 1, min(capacity, self.pool.idle_chunks * CHUNK))
+    def room(self, computed: int, total: int) -> int:
+        """Slots to take for a sequence of `total` tokens of which `computed` are there or are prefilled: all of them,
+        or with eviction, which makes room by itself, one more than is computed."""
+        return total if self.config.eviction is None else computed + 1
 
     def _new_slots(self) -> Slots:
         if self.config.eviction is None:
@@ -150,13 +148,14 @@ class Runner:
         return self.pool.match(tokens, EXACT + cut, self.policy.lineage + cut)
 
     def adopt(
-        self, tokens: Seq[int], lease: Lease, *, capacity: int, exact: int, shift: int = 0, cut: str = ""
+        self, tokens: Seq[int], lease: Lease, *, capacity: int, known: int, exact: int, shift: int = 0, cut: str = ""
     ) -> Sequence:
-        """A sequence whose first `lease.length` tokens were computed before: their rows are in the lease or will be
-        when the next prefill comes to their layer. It takes the lease, with room for `capacity` tokens; PoolFullError
-        gives the lease back."""
+        """A sequence whose first `known` tokens were computed before: rows of `lease.length` of them are in the lease,
+        the others will be when the next prefill comes to their layer. It takes the lease, with room for `capacity`
+        tokens; PoolFullError gives the lease back."""
         self._reserved(lease, capacity)
-        keys, known = key_reader(self.pool, lease), lease.length
+        self.pool.commit(lease, known)
+        keys = key_reader(self.pool, lease)
         trace = Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
         state, slots = self.policy.new_state(keys), self._new_slots()
         sequence = Sequence(

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from ..errors import PoolFullError
 from .metrics import Stats
 from .runner import Runner
 from .sequence import Sequence
@@ -44,54 +46,97 @@ def score(
     batch: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Score]:
-    """Scores `continuations[i]` (at least one token) after `prompts[i]` (at least one), `batch` at a time.
+    """Scores `continuations[i]` (at least one token) after `prompts[i]` (at least one), up to `batch` at a time, fewer
+    where the pool has no room for more.
 
     Prefilled exactly are all but the last token of each prompt, or its first `decode_from` tokens if that is fewer;
-    equal prompts are prefilled once and forked. `on_done` is called after each continuation.
+    equal prompts are prefilled once and forked. `on_done` is called after each continuation. With eviction they go one
+    by one: what a sequence loses must not depend on what runs beside it. Raises PoolFullError where not even one fits.
     """
     tasks = [_Task([*p, *c], len(p)) for p, c in zip(prompts, continuations, strict=True)]
     groups: dict[tuple[int, ...], list[_Task]] = {}
     for task in tasks:
         stop = task.scored_from - 1 if decode_from is None else min(decode_from, task.scored_from - 1)
         groups.setdefault(tuple(task.tokens[:stop]), []).append(task)
-    pending: list[tuple[Sequence, _Task]] = []
-    for prefix, members in groups.items():
-        pending += _prefill(runner, prefix, members)
-        while len(pending) >= batch:
-            _decode(runner, pending[:batch], on_done)
-            del pending[:batch]
-    _decode(runner, pending, on_done)
+    batches = _Batches(runner, batch if runner.config.eviction is None else 1, on_done)
+    try:
+        for prefix, members in groups.items():
+            batches.start(prefix, members)
+        batches.decode()
+    finally:
+        batches.close()
     return [task.score for task in tasks if task.score is not None]
 
 
-def _prefill(runner: Runner, prefix: tuple[int, ...], members: Seq[_Task]) -> list[tuple[Sequence, _Task]]:
-    """A sequence for each member, the first with its own prefill of `prefix`, the others its forks."""
-    first = runner.new_sequence(members[0].tokens, len(members[0].tokens))
-    first.trace.prompt_tokens = len(prefix)
-    if prefix:
-        runner.prefill(first, len(prefix))
-    started = [(first, members[0])]
-    for task in members[1:]:
-        fork = runner.fork(first, len(task.tokens))
+class _Batches:
+    """Teacher-forced sequences that wait to be decoded together; owns them until they are."""
+
+    def __init__(self, runner: Runner, size: int, on_done: Callable[[], None]) -> None:
+        self._runner, self._size, self._on_done = runner, size, on_done
+        self._pending: list[tuple[Sequence, _Task]] = []
+        self._origin: Sequence | None = None
+
+    def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
+        """A sequence for each of `members`: the last one's own prefill of `prefix`, the others its forks."""
+        self._origin = origin = self._with_room(partial(self._prefilled, prefix, members[-1]))
+        for task in members[:-1]:
+            fork = self._with_room(partial(self._fork, origin, task))
+            self._pending.append((fork, task))
+        self._with_room(partial(self._grown, origin, members[-1]))
+        self._pending.append((origin, members[-1]))
+        self._origin = None
+
+    def _with_room(self, make: Callable[[], Sequence]) -> Sequence:
+        """What `make` makes, if need be after those that wait have been decoded and gave back their room."""
+        if len(self._pending) >= self._size:
+            self.decode()
+        try:
+            return make()
+        except PoolFullError:
+            if not self._pending:
+                raise
+            self.decode()
+            return make()
+
+    def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
+        sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
+        sequence.trace.prompt_tokens = len(prefix)
+        if prefix:
+            self._runner.prefill(sequence, len(prefix))
+        return sequence
+
+    def _grown(self, origin: Sequence, task: _Task) -> Sequence:
+        self._runner.pool.reserve(origin.lease, self._runner.room(origin.position, len(task.tokens)))
+        return origin
+
+    def _fork(self, origin: Sequence, task: _Task) -> Sequence:
+        fork = self._runner.fork(origin, self._runner.room(origin.position, len(task.tokens)))
         fork.tokens = list(task.tokens)
-        started.append((fork, task))
-    return started
+        return fork
 
+    def decode(self) -> None:
+        """Runs those that wait to their ends, and frees them."""
+        while self._pending:
+            logprobs = torch.log_softmax(self._runner.decode([sequence for sequence, _ in self._pending]), dim=-1)
+            for (sequence, task), row in zip(self._pending, logprobs, strict=True):
+                self._advance(sequence, task, row)
+            self._pending = [(sequence, task) for sequence, task in self._pending if task.score is None]
 
-def _decode(runner: Runner, started: list[tuple[Sequence, _Task]], on_done: Callable[[], None]) -> None:
-    """Runs a batch of teacher-forced sequences to their ends, and frees them."""
-    running = list(started)
-    while running:
-        logprobs = torch.log_softmax(runner.decode([sequence for sequence, _ in running]), dim=-1)
-        for (sequence, task), row in zip(running, logprobs, strict=True):
-            target = sequence.position
-            if target >= task.scored_from:
-                best = row.max()
-                value = row[task.tokens[target]]
-                task.logprobs.append(float(value))
-                task.is_greedy.append(bool(value == best))
-            if target == len(task.tokens) - 1:
-                task.score = Score(task.logprobs, task.is_greedy, runner.stats(sequence))
-                runner.free(sequence)
-                on_done()
-        running = [(sequence, task) for sequence, task in running if task.score is None]
+    def _advance(self, sequence: Sequence, task: _Task, logprobs: torch.Tensor) -> None:
+        """Enters what logprobs `[V]` say of the next token; scores and frees the sequence after the last."""
+        target = sequence.position
+        if target >= task.scored_from:
+            value = logprobs[task.tokens[target]]
+            task.logprobs.append(float(value))
+            task.is_greedy.append(bool(value == logprobs.max()))
+        if target == len(task.tokens) - 1:
+            task.score = Score(task.logprobs, task.is_greedy, self._runner.stats(sequence))
+            self._runner.free(sequence)
+            self._on_done()
+
+    def close(self) -> None:
+        """Frees what an error left behind."""
+        left = [sequence for sequence, task in self._pending if task.score is None]
+        for sequence in left if self._origin is None else [*left, self._origin]:
+            self._runner.free(sequence)
+        self._pending, self._origin = [], None
