@@ -3,6 +3,7 @@
 #   make test    lint, types and tests (needs no GPU, no network once installed)
 #   make gpu     the tests that need a CUDA device
 #   make bench   the speed measurements, written to out/
+#   make paper   counterparts of the paper's tables and figures for the reference model, written to eval/results/
 #   make lint    ruff and mypy alone
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
@@ -14,7 +15,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test gpu bench lint venv clean
+.PHONY: demo test gpu bench paper lint venv clean
 
 venv: $(READY)
 
@@ -39,6 +40,14 @@ gpu: $(READY)
 bench: $(READY)
 	mkdir -p $(OUT)
 	$(BIN)/python -P -m offload_rt.eval.speed --out $(OUT)
+
+# The held-out book and the harness' tasks where they are (OFFLOAD_RT_DATA), else the packaged text alone.
+DATA := $(or $(OFFLOAD_RT_DATA),../shared/data)
+HELD_OUT := $(wildcard $(DATA)/books/war_and_peace.txt)
+
+paper: $(READY)
+	HF_HUB_OFFLINE=1 OFFLOAD_RT_DATA=$(DATA) $(BIN)/python -P -m offload_rt.eval.paper --out eval/results \
+		$(if $(HELD_OUT),--book $(HELD_OUT) --tasks)
 
 lint: $(READY)
 	$(BIN)/ruff check .

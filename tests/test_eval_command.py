@@ -1,0 +1,90 @@
+"""`offload-rt eval`: what its words mean, what it writes, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload_rt.cli import main
+from offload_rt.errors import ConfigError
+from offload_rt.eval.command import make_variants
+from offload_rt.eval.subject import Variant
+
+BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
+
+
+def test_variants_in_words() -> None:
+    made = make_variants(["full", "h2o"], [0.1], ["recent=8", "dense_layers=0:1"], ["infinigen scorer=int2 alpha=3.5"])
+    assert made == [
+        Variant("full"),
+        Variant("h2o", {"recent": 8, "dense_layers": [0, 1], "budget": 0.1}),
+        Variant("infinigen", {"scorer": "int2", "alpha": 3.5}),
+    ]
+    bounded = make_variants([], [], [], ["infinigen host_memory=4MiB eviction=lru recent=4", "full"])
+    assert bounded == [Variant("full"), Variant("infinigen", {"recent": 4}, {"host_memory": "4MiB", "eviction": "lru"})]
+    assert make_variants([], [], [], ["infinigen dense_layers=none max_missed_mass=null"])[1].options == {
+        "dense_layers": [],
+        "max_missed_mass": None,
+    }
+    with pytest.raises(ConfigError, match="key=value"):
+        make_variants([], [], ["recent"], [])
+    with pytest.raises(ConfigError, match="list of layers"):
+        make_variants([], [], ["dense_layers=a"], [])
+    with pytest.raises(ConfigError, match="did you mean 'streaming'"):
+        make_variants([], [], [], ["streeming"])
+
+
+def test_perplexity_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    arguments = ["eval", "reference", "--perplexity", str(text), "--context", "96", "--windows", "2"]
+    arguments += [
+        "--policies",
+        "full,streaming",
+        "--budgets",
+        "0.2,0.4",
+        "--set",
+        "recent=8",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    assert main(arguments) == 0
+    output = capsys.readouterr()
+    assert "| streaming recent=8 budget=0.4 |" in output.out
+    assert "bits per byte" in output.err
+    rows = json.loads((tmp_path / "o" / "perplexity.json").read_text())["rows"]
+    assert [row["budget"] for row in rows] == [None, 0.2, 0.4]
+    assert rows[1]["sparse_attended"] < rows[2]["sparse_attended"] <= 0.4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "nothing to measure"),
+        (["--perplexity", "no/such/file"], "cannot read"),
+        (["--perplexity", str(BOOK), "--policies", "h3o"], "did you mean 'h2o'"),
+        (["--perplexity", str(BOOK), "--set", "recnt=4"], "recnt"),
+        (["--perplexity", str(BOOK), "--context", "1"], "context=1"),
+        (["--perplexity", str(BOOK), "--context", "10", "--decode-from", "9"], "decode_from=9"),
+        (["--retrieval", "--kinds", "chian"], "did you mean 'chain'"),
+        (["--retrieval", "--path", "wrong"], "path='wrong'"),
+        (["--tasks", ","], "nothing to measure"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "reference", *arguments, "--out", str(tmp_path / "o")]) == 2
+    output = capsys.readouterr()
+    assert words in output.err
+    assert output.err.strip().count("\n") == 0
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("arguments", [["--lengths", "1x"], ["--budgets", "a"]])
+def test_unreadable_flags(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", "reference", "--retrieval", *arguments, "--out", str(tmp_path)])
+    assert "is no list of" in capsys.readouterr().err
