@@ -1,0 +1,83 @@
+"""The script that answers many questions about one document: computed once, in order, continued after a stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from offload_rt import LLM, InputError, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+QUESTIONS = ["Who came?", "When did they arrive at the castle?", "Why?", "What was lost?", "Where is the arrow?"]
+PARAMS = SamplingParams(max_new_tokens=6, temperature=0, stop="\n")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("answer_many", ROOT / "scripts" / "answer_many.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    return (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:3000]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("reference", policy="full", host_memory="256MiB")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_answers_are_those_of_single_runs_and_the_document_is_computed_once(
+    script: ModuleType, llm: LLM, document: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    script.answer_file(llm, document, QUESTIONS, out, PARAMS, batch=3)
+    assert [line["question"] for line in read(out)] == QUESTIONS
+    bare = LLM("reference", policy="full", host_memory="256MiB", prefix_sharing=False)
+    prompts = [
+        llm.encode(document) + llm.encode(script.TEMPLATE.format(question=q), special_tokens=False) for q in QUESTIONS
+    ]
+    alone = [bare.generate([prompt], PARAMS)[0].text.strip() for prompt in prompts]
+    assert [line["answer"] for line in read(out)] == alone
+    report = capsys.readouterr().err
+    assert "[questions 1-3:" in report and "[questions 4-5:" in report
+    again = llm.generate(prompts, PARAMS)
+    assert all(c.stats.reused_tokens >= len(llm.encode(document)) // 64 * 64 for c in again)
+
+
+def test_a_started_file_is_continued_and_a_foreign_one_refused(
+    script: ModuleType, llm: LLM, document: str, tmp_path: Path
+) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    script.answer_file(llm, document, QUESTIONS, whole, PARAMS, batch=2)
+    script.answer_file(llm, document, QUESTIONS[:2], out, PARAMS, batch=2)
+    script.answer_file(llm, document, QUESTIONS, out, PARAMS, batch=2)
+    assert read(out) == read(whole)
+    with pytest.raises(InputError, match="answers other questions"):
+        script.answer_file(llm, document, QUESTIONS[::-1], out, PARAMS, batch=2)
+    out.write_text("no answers\n", encoding="utf-8")
+    with pytest.raises(InputError, match="no file of answers"):
+        script.answer_file(llm, document, QUESTIONS, out, PARAMS, batch=2)
+
+
+def test_a_document_is_cut_to_what_the_model_holds(script: ModuleType, llm: LLM) -> None:
+    text = "word " * 5000
+    assert len(script.document_tokens(llm, text, 100, None)) == llm.geometry.max_positions - 100
+    assert len(script.document_tokens(llm, text, 100, 50)) == 50
+    with pytest.raises(InputError, match="--document-tokens 4090 must be between 1 and 3996"):
+        script.document_tokens(llm, text, 100, 4090)
+    with pytest.raises(InputError, match="need 5000 positions"):
+        script.document_tokens(llm, text, 5000, None)
