@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..core import KVPart, Lease
 from ..models.registry import LoadedModel, adapter_for
 from ..pool.pool import HostPool
-from ..runtime.metrics import Trace, fractions
+from ..runtime.metrics import Fractions, Trace
 from ..runtime.runner import Runner
 from ..runtime.sequence import Sequence as Decoded
 from ..runtime.sequence import key_reader
@@ -171,12 +171,12 @@ class Ours:
         """Rows and bytes that crossed the link per token, and what the policy keeps on the device."""
         trace, dense = self._sequence.trace, self._policy.dense_layers
         steps = max(1, len(trace.attended))
-        link_fraction, attended_fraction, sparse = fractions(trace, dense)
+        shares = Fractions.of(trace, dense)
         return {
             "dense_layers": sorted(dense),
-            "attended_fraction": attended_fraction,
-            "sparse_attended_fraction": sparse,
-            "link_fraction": link_fraction,
+            "attended_fraction": shares.attended,
+            "sparse_attended_fraction": shares.sparse_attended,
+            "link_fraction": shares.link,
             "link_bytes_per_token": trace.bytes_to_device / steps,
             "scoring_bytes_device": self._sequence.state.device_bytes,
         }

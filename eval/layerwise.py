@@ -18,7 +18,7 @@ from ..core import KVPart, Visible
 from ..kernels.causal import attend_causal
 from ..models.adapter import ModelAdapter
 from ..runtime.attention import attend, group_weights
-from ..runtime.metrics import Trace, fractions, layer_means
+from ..runtime.metrics import Fractions, Trace, layer_means
 from ..select.base import Policy, PolicyState
 from ..transfer.plan import attended_tokens
 
@@ -60,19 +60,9 @@ class LayerwiseScore:
     dense_layers: frozenset[int]
 
     @property
-    def fractions(self) -> tuple[float, float, float]:
-        """(link fraction, attended fraction, attended fraction of the selecting layers)."""
-        return fractions(self.trace, self.dense_layers)
-
-    @property
-    def sparse_link(self) -> float:
-        """Link fraction of the selecting layers."""
-        rows = [
-            [row[layer] for layer in range(self.trace.layers) if layer not in self.dense_layers]
-            for row in self.trace.fetched
-        ]
-        values = [value for row in rows for value in row]
-        return sum(values) / len(values) if values else 0.0
+    def fractions(self) -> Fractions:
+        """Of all positions that were decoded."""
+        return Fractions.of(self.trace, self.dense_layers)
 
     @property
     def missed(self) -> tuple[float | None, float | None]:

@@ -199,17 +199,17 @@ class Subject:
         done = score_layerwise(
             self.loaded.adapter, policy, text.tokens, text.decode_from, text.scored_from, observe, prefix
         )
-        link, attended, sparse = done.fractions
+        shares = done.fractions
         missed, worst = done.missed
         errors = list(done.output_error.values())
         self.progress()
         return Scored(
             nats=[-value for value in done.logprobs],
             is_greedy=done.is_greedy,
-            attended=attended,
-            link=link,
-            sparse_attended=sparse,
-            sparse_link=done.sparse_link,
+            attended=shares.attended,
+            link=shares.link,
+            sparse_attended=shares.sparse_attended,
+            sparse_link=shares.sparse_link,
             missed=missed,
             missed_worst=worst,
             output_error=sum(errors) / len(errors) if errors else None,
@@ -240,19 +240,12 @@ class Subject:
                     attended=stats.attended_fraction,
                     link=stats.link_fraction,
                     sparse_attended=stats.sparse_attended_fraction,
-                    sparse_link=_sparse_link(stats.link_fraction, stats.dense_layers, stats.layers),
+                    sparse_link=stats.sparse_link_fraction,
                     missed=stats.missed_mass,
                     missed_worst=stats.missed_mass_worst_layer,
                 )
                 self.progress()
         return [done[i] for i in range(len(texts))]
-
-
-def _sparse_link(link: float, dense: Sequence[int], layers: int) -> float:
-    """The selecting layers' link fraction, from that of all layers. A dense layer fetches all but the resident rows;
-    the few of them are taken as fetched too, so that this is a lower bound."""
-    selecting = layers - len(dense)
-    return max(0.0, link * layers - len(dense)) / selecting if selecting else 0.0
 
 
 def text_digest(text: str) -> str:

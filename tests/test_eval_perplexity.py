@@ -71,8 +71,11 @@ def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> Non
     assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
     assert layers.is_greedy == steps.is_greedy
     stats = steps.stats
-    found = (stats.link_fraction, stats.attended_fraction, stats.sparse_attended_fraction)
-    assert layers.fractions == pytest.approx(found, abs=1e-12)
+    shares = layers.fractions
+    assert shares.link == pytest.approx(stats.link_fraction, abs=1e-12)
+    assert shares.attended == pytest.approx(stats.attended_fraction, abs=1e-12)
+    assert shares.sparse_link == pytest.approx(stats.sparse_link_fraction, abs=1e-12)
+    assert shares.sparse_attended == pytest.approx(stats.sparse_attended_fraction, abs=1e-12)
     sampled = [masses for step, masses in layers.trace.missed if step % 16 == 0]
     for (_, theirs), ours in zip(stats.missed_by_step, sampled, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)

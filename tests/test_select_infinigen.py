@@ -328,7 +328,7 @@ def test_repair_keeps_to_the_cap_and_to_what_is_needed() -> None:
     q, k = tokens(shape, TOTAL)
     visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
     cap = math.floor(0.2 * len(visible.candidates))
-    capped = policy(shape, max_missed_mass=1e-6, alpha=0.5)
+    capped = policy(shape, max_missed_mass=1e-6, alpha=0.5, max_fraction=0.2)
     state = filled(capped, q, k)
     selection = state.select(0, q[0, :, 0], visible)
     extra = state.repair(0, q[0, :, -1], visible, selection)

@@ -79,7 +79,7 @@ class Stats:
     kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
     scoring_bytes_device: scoring keys of this sequence.
     link_fraction, attended_fraction: mean over layers and decode steps, dense layers included.
-    sparse_attended_fraction: the same over the layers that select.
+    sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
     missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
         `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured.
     peak_device_bytes: on CUDA the allocator's peak; on the CPU weights + kv_bytes_device + scoring keys, as counted.
@@ -103,6 +103,7 @@ class Stats:
     peak_device_bytes: int
     link_fraction: float
     attended_fraction: float
+    sparse_link_fraction: float
     sparse_attended_fraction: float
     dense_layers: tuple[int, ...]
     layers: int
@@ -130,7 +131,19 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
     return sum(means) / len(means), max(means)
 
 
-def fractions(trace: Trace, dense_layers: frozenset[int]) -> tuple[float, float, float]:
-    """(link fraction, attended fraction, attended fraction of the selecting layers) of a trace."""
-    sparse = [[row[layer] for layer in range(trace.layers) if layer not in dense_layers] for row in trace.attended]
-    return _mean(trace.fetched), _mean(trace.attended), _mean(sparse)
+@dataclass(frozen=True)
+class Fractions:
+    """Means over layers and decode steps of the share of visible rows fetched (`link`) and attended; `sparse_*` over
+    the layers that select, 0 where none does."""
+
+    link: float
+    attended: float
+    sparse_link: float
+    sparse_attended: float
+
+    @classmethod
+    def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
+        """Of all steps of a trace."""
+        selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
+        fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
+        return cls(_mean(trace.fetched), _mean(trace.attended), _mean(fetched), _mean(attended))

@@ -18,9 +18,9 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
 from .decode import DecodeStep
-from .metrics import Stats, Trace, fractions, layer_means
+from .metrics import Fractions, Stats, Trace, layer_means
 from .prefill import Prefill
-from .segments import SharedPrefixes
+from .segments import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from .sequence import Sequence, key_reader
 from .slots import AppendOnly, Overwriting, Slots
 
@@ -38,14 +38,16 @@ class Runner:
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
         geometry = self.adapter.geometry
-        self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers)
+        # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
+        pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
+        self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
         if config.eviction is not None:
             _check_evictable(policy, geometry)
 
     @property
-    def selects(self) -> bool:
-        """Whether tokens decoded under the policy have other rows than exact attention would give them."""
-        return self.policy.lineage != EXACT
+    def approximates(self) -> bool:
+        """Whether tokens decoded under the policy and the pool's format have other rows than a prefill gives them."""
+        return self.policy.lineage != EXACT or not self.pool.format.exact
 
     @property
     def _shares(self) -> bool:
@@ -248,7 +250,7 @@ class Runner:
             sequence.slots.begin_step(sequence.lease, sequence.position)
         sharing = self.prefixes.of([sequence.lease for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
-        logits = DecodeStep(ordered, self.adapter, self.policy, self.link, sharing).run()[sharing.inverse]
+        logits = sharing.restore(DecodeStep(ordered, self.adapter, self.policy, self.link, sharing).run())
         for sequence in batch:
             sequence.position += 1
             self.pool.commit(sequence.lease, sequence.slots.context)
@@ -261,7 +263,7 @@ class Runner:
         """What the sequence cost so far; to be taken before `free`."""
         trace, adapter = sequence.trace, self.adapter
         dense = self.policy.dense_layers
-        link_fraction, attended_fraction, sparse_fraction = fractions(trace, dense)
+        shares = Fractions.of(trace, dense)
         missed, worst = layer_means(trace, dense)
         return Stats(
             model=self.model.name,
@@ -280,9 +282,10 @@ class Runner:
             scoring_bytes_device=sequence.state.device_bytes,
             weight_bytes=self.model.weight_bytes,
             peak_device_bytes=self._peak_device_bytes(),
-            link_fraction=link_fraction,
-            attended_fraction=attended_fraction,
-            sparse_attended_fraction=sparse_fraction,
+            link_fraction=shares.link,
+            attended_fraction=shares.attended,
+            sparse_link_fraction=shares.sparse_link,
+            sparse_attended_fraction=shares.sparse_attended,
             dense_layers=tuple(sorted(dense)),
             layers=adapter.geometry.layers,
             missed_mass=missed,
