@@ -121,18 +121,26 @@ class Paper:
         Report("perplexity_by_context", title, shared, columns, rows, NOTES).write(self.out)
 
     def pool_limit(self) -> None:
-        """Table 2: perplexity with a pool of 80 % of the KV cache."""
-        geometry, context = self.subject.geometry, self.size.context
-        chunks = int(LIMIT * context) // CHUNK
-        limit = chunks * geometry.kv_bytes(CHUNK, self.subject.loaded.adapter.dtype)
-        evictions: list[Any] = ["counter", "lru", "fifo", {"policy": "fifo", "protect": "none"}]
-        variants = [Variant("full"), Variant("infinigen")]
-        variants += [Variant("infinigen", {}, {"host_memory": limit, "eviction": eviction}) for eviction in evictions]
-        config = PerplexityConfig(context, max(2, self.size.windows // 4), context // 2)
+        """Table 2: a pool of 80 % of the KV cache; perplexity, and needles that are old when they are asked for."""
+        config = PerplexityConfig(self.size.context, max(2, self.size.windows // 4), self.size.context // 2)
+        variants, limit = self._bounded(self.size.context)
         rows = measure_all(self.subject, self.book, variants, config, self.out, self.say)
         title = f"Perplexity with a pool of {LIMIT:.0%} of the KV cache, {self.title}"
-        shared = about(self.subject, self.book, self.name, config) | {"pool_bytes": limit, "pool_chunks": chunks}
+        shared = about(self.subject, self.book, self.name, config) | {"pool_bytes": limit}
         Report("perplexity_with_a_bounded_pool", title, shared, COLUMNS, rows, NOTES).write(self.out)
+        kinds = ("single", "several queries")
+        needles = RetrievalConfig((self.size.length,), self.size.passages, kinds, prefilled=0.7)
+        variants, _ = self._bounded(self.size.length)
+        out = self.out / "needles_with_a_bounded_pool"
+        run_retrieval(self.subject, self.book, self.name, variants, needles, out, self.say)
+
+    def _bounded(self, context: int) -> tuple[list[Variant], int]:
+        """full, infinigen without a limit and with each eviction policy; the limit in bytes, whole chunks."""
+        chunks = int(LIMIT * context) // CHUNK
+        limit = chunks * self.subject.geometry.kv_bytes(CHUNK, self.subject.loaded.adapter.dtype)
+        evictions: list[Any] = ["counter", "lru", "fifo", {"policy": "fifo", "protect": "none"}]
+        bounded = [Variant("infinigen", {}, {"host_memory": limit, "eviction": eviction}) for eviction in evictions]
+        return [Variant("full"), Variant("infinigen"), *bounded], limit
 
     def retrieval(self) -> None:
         """Figure 11's question on needles: accuracy by attended share."""

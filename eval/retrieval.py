@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,18 @@ NEAREST = 128
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """lengths: tokens of a passage. passages: of each kind and length. kinds: names in KINDS."""
+    """lengths: tokens of a passage. passages: of each kind and length. kinds: names in KINDS. prefilled: share of a
+    passage that is prefilled exactly (None: all before the first question); the rest is decoded under the policy."""
 
     lengths: tuple[int, ...] = (1024, 2048)
     passages: int = 20
     kinds: tuple[str, ...] = tuple(KINDS)
     seed: int = 0
+    prefilled: float | None = None
 
     def __post_init__(self) -> None:
+        if self.prefilled is not None and not 0 <= self.prefilled < 1:
+            raise ConfigError(f"prefilled={self.prefilled} must be a share in [0, 1)")
         for kind in self.kinds:
             check_choice("kind", kind, KINDS)
         if not self.lengths or min(self.lengths) < 64 or self.passages < 1 or not self.kinds:
@@ -42,7 +46,11 @@ class RetrievalConfig:
 def make_passages(haystack: Haystack, config: RetrievalConfig, length: int) -> list[Passage]:
     """The passages of one length: the same for every policy, whatever the other lengths are."""
     rng = np.random.default_rng([config.seed, length])
-    return [haystack.hide(rng, kind, length) for kind in config.kinds for _ in range(config.passages)]
+    made = [haystack.hide(rng, kind, length) for kind in config.kinds for _ in range(config.passages)]
+    if config.prefilled is None:
+        return made
+    start = int(config.prefilled * length)
+    return [replace(p, text=replace(p.text, decode_from=min(start, p.text.decode_from))) for p in made]
 
 
 def measure(subject: Subject, variant: Variant, passages: Sequence[Passage], length: int) -> Row:
