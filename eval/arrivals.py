@@ -18,7 +18,7 @@ from ..runtime.decode import DecodeStep
 from ..runtime.engine import Engine
 from ..runtime.generation import Served
 from ..runtime.runner import Runner
-from ..runtime.segments import SharedPrefixes
+from ..runtime.segments import NEVER_PAYS, SharedPrefixes
 from .report import Column, Report, Row
 
 MAX_BATCH = 32
@@ -36,7 +36,7 @@ def make(*, sharing: bool, host_memory: str = "2GiB") -> LLM:
     llm = LLM("reference", policy="full", dtype="float32", host_memory=host_memory, prefix_sharing=sharing)
     if not sharing:
         geometry = llm.geometry
-        llm._runner.prefixes = SharedPrefixes(geometry.kv_bytes(1, torch.float32) // geometry.layers, 1 << 60)
+        llm._runner.prefixes = SharedPrefixes(geometry.kv_bytes(1, torch.float32) // geometry.layers, NEVER_PAYS)
     return llm
 
 

@@ -34,7 +34,7 @@ def test_segments_are_exactly_what_is_shared(leases: list[Lease], pays_from: int
     sharing = Sharing.of(leases, 1, pays_from * CHUNK)
     ordered = [leases[i].chunks for i in sharing.order]
     assert sorted(sharing.order) == list(range(len(leases)))
-    assert [sharing.order[i] for i in sharing.inverse] == list(range(len(leases)))
+    assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(leases)))
     ends = [0] * len(leases)
     for segment in sharing.segments:
         assert (segment.stop - segment.first - 1) * len(segment.tokens) >= pays_from * CHUNK

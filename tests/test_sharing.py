@@ -122,18 +122,24 @@ def test_samples_and_beams_share_a_pool_with_others() -> None:
     assert [c.token_ids for c in llm.generate(prompts, params)] == alone(llm, prompts, params)
 
 
-@pytest.mark.parametrize("policy", ["full", "infinigen"])
-def test_preemption_loses_nothing(policy: str) -> None:
-    """Six requests that need four chunks each in the end, in seven chunks: the youngest give way and start again."""
-    llm = make(chunks=7, policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "kv_format"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
+)
+def test_preemption_loses_nothing(policy: str, kv_format: str) -> None:
+    """Six requests that need four chunks each in the end, in seven chunks: the youngest give way and start again. Where
+    rows are rounded, or decoded under a selection, they are decoded again rather than prefilled."""
+    roomy = make(policy=policy, kv_format=kv_format, prefix_sharing=False)
+    memory = 7 * roomy._runner.pool.chunk_bytes
+    tight = make(policy=policy, kv_format=kv_format, host_memory=memory)
     prompts, params = [tiny_prompt(70, seed=i) for i in range(6)], [greedy(150)] * 6
-    engine = Engine(llm._runner, max_batch=6)
+    engine = Engine(tight._runner, max_batch=6)
     served = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     while not engine.idle:
         engine.step()
         engine.check_integrity()
     assert engine.scheduler.preemptions > 0
-    assert [one.completions()[0].token_ids for one in served] == alone(llm, prompts, params)
+    apart = [roomy.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
+    assert [one.completions()[0].token_ids for one in served] == apart
     assert all(one.completions()[0].stats.prompt_tokens == 70 for one in served)
 
 

@@ -146,12 +146,12 @@ class Generation:
         return [*self.request.prompt, *self.new_tokens]
 
     def start(self, runner: Runner) -> tuple[Sequence, int]:
-        """See `Served.start`. Of one that was dropped, new tokens are prefilled too where that is exact; under a policy
-        that selects, they are decoded again, as the first time."""
+        """See `Served.start`. Of one that was dropped, new tokens are prefilled too if that gives the same rows; else
+        they are decoded again, as the first time."""
         assert self.sequence is None
         prompt = len(self.request.prompt)
         runner.check_fits(prompt + self.params.max_new_tokens)
-        stop = prompt if runner.selects else prompt + len(self.new_tokens)
+        stop = prompt if runner.approximates else prompt + len(self.new_tokens)
         self.sequence = runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop)
         self.sequence.trace.prompt_tokens = prompt
         if self._trace is not None:

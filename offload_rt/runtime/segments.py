@@ -23,6 +23,9 @@ PAYS_FROM_BYTES = 2 << 20
 sequences but one. Measured there, float32, with 2-32 sequences and 64-1024 tokens: never slower from about 1.5 MiB of
 saved rows on, also where one sequence has all its rows in one run."""
 
+NEVER_PAYS = 1 << 62
+"""For `pays_from`: no segments at all."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -38,7 +41,7 @@ class Segment:
 class Sharing:
     """What a batch shares, in tree order.
 
-    order: the batch's positions so that the sequences of any chunk are neighbours; `inverse` undoes it.
+    order: the batch's positions so that the sequences of any chunk are neighbours; `restore` undoes it.
     segments: those worth a product of their own, parents before children; along each sequence they follow each other
         from slot 0 on without a gap.
     private: for each sequence (in tree order) the slot where its own rows start.
@@ -50,10 +53,11 @@ class Sharing:
     private: tuple[int, ...]
     overlapping: bool
 
-    @property
-    def inverse(self) -> list[int]:
-        """Position in tree order of each sequence of the batch."""
-        return sorted(range(len(self.order)), key=self.order.__getitem__)
+    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `[B, ...]` in tree order, in the order of the batch."""
+        if all(i == at for at, i in enumerate(self.order)):
+            return rows
+        return rows[sorted(range(len(self.order)), key=self.order.__getitem__)]
 
     @classmethod
     def of(cls, leases: Seq[Lease], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
