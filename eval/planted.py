@@ -142,6 +142,10 @@ class PlantedAdapter:
         """The model's, each `[Hkv, T, d]`."""
         return self._inner.key_value(layer, attention_input, positions)
 
+    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+        """As the model's."""
+        return self._inner.turned(k, offset)
+
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The model's, `[T, D]`."""
         return self._inner.after_attention(layer, hidden, attended)

@@ -1,7 +1,8 @@
 """Replay of a request trace over the tiers of a session store: what is hit where, what waits, what it costs.
 
 The trace is Mooncake's: one JSON a line with `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`,
-one id for each block of 512 input tokens and everything before it. Only leading blocks can be reused.
+one id for each block of 512 input tokens and everything before it. Only leading blocks can be reused. Its clock ticks
+every three seconds: requests of one tick are spread evenly until the next, or there would always be a queue.
 
 The machine, in stated simplifications. One server takes requests in order of arrival and prefills what is not reused at
 `prefill_rate` tokens a second; decoding runs beside it and is not modelled. Blocks lie in host memory or on disk, never
@@ -19,7 +20,7 @@ import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -119,7 +120,17 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     wrong = next((r for r in found if r.tokens < 1 or len(r.blocks) != -(-r.tokens // BLOCK)), None)
     if wrong is not None or not found:
         raise InputError(f"{str(path)!r} has no requests, or one without an id for each {BLOCK} tokens: {wrong}")
-    return sorted(found, key=lambda request: request.arrival)
+    return spread_ticks(sorted(found, key=lambda request: request.arrival))
+
+
+def spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Requests of equal arrival spread evenly until the next arrival; those of the last one come at once."""
+    ticks = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.arrival)]
+    spread = []
+    for tick, following in itertools.zip_longest(ticks, ticks[1:]):
+        step = (following[0].arrival - tick[0].arrival) / len(tick) if following else 0.0
+        spread += [replace(request, arrival=request.arrival + i * step) for i, request in enumerate(tick)]
+    return spread
 
 
 class Order(Protocol):
@@ -435,4 +446,5 @@ def simulate(
 
 def label(row: dict[str, Any]) -> str:
     """The machine and load of a row, for tables."""
-    return f"{format_size(row['host'])} + {format_size(row['disk'])}, {row['prefill_rate']:g}/s, x{row['speed']:g}"
+    disk = f"{format_size(row['disk'])} disk" if row["disk"] else "no disk"
+    return f"{format_size(row['host'])} + {disk}, {row['prefill_rate']:g}/s, x{row['speed']:g}"

@@ -29,6 +29,7 @@ from .runtime.metrics import Stats
 from .runtime.progress import Progress
 from .runtime.runner import Runner
 from .runtime.scoring import Score, score
+from .runtime.sessions import Session, SessionStore
 from .select.base import Policy
 from .select.registry import make_policy
 from .skewing.artifact import SkewArtifact
@@ -88,6 +89,7 @@ class LLM:
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
         self._runner = Runner(loaded, chosen, pool, _link(loaded, pool), config)
         self._last: Served | None = None
+        self._stores: dict[Path, SessionStore] = {}
 
     @property
     def name(self) -> str:
@@ -184,6 +186,24 @@ class LLM:
         targets = [self.encode(text, special_tokens=False) for text in continuations]
         with self._progress.items("score", len(encoded)) as on_done:
             return score(self._runner, encoded, targets, decode_from=decode_from, batch=batch, on_done=on_done)
+
+    def session(self, name: str, store: str | Path, *, limit: int | str | None = None) -> Session:
+        """The conversation `name`: new, or with all its history where the folder `store` has it. Its KV cache comes
+        back from host memory or disk. One process at a time may have sessions of a folder open; `limit` is the most
+        bytes of all of the folder's files, in force until the last session closes (see `SessionStore`).
+
+        Raises InputError, ConfigError (a policy that cannot be restored, eviction), StoreError.
+        """
+        folder = Path(store).expanduser().resolve()
+        known = self._stores.get(folder)
+        if known is None or known.closed:
+            size = None if limit is None else parse_size(limit, "limit")
+            known = self._stores[folder] = SessionStore(self._runner, folder, size)
+        try:
+            return known.open(name)
+        except InputError:
+            known.close_if_idle()
+            raise
 
     def encode(self, prompt: Prompt, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or the ids themselves. Raises InputError where there are none."""

@@ -133,6 +133,8 @@ def test_traces_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     row = {"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
     file.write_text(json.dumps(row) + "\n")
     assert read_trace(file) == [TraceRequest(1.5, 600, 5, (1, 2))]
+    file.write_text("".join(json.dumps(row | {"timestamp": t}) + "\n" for t in (0, 0, 3000, 3000, 3000)))
+    assert [one.arrival for one in read_trace(file)] == [0, 1.5, 3, 3, 3], "ticks are spread"
     for bad in ("", "[1]", "{}", "text", json.dumps(row | {"hash_ids": [1]})):
         file.write_text(bad)
         with pytest.raises(InputError):

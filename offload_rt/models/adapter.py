@@ -58,6 +58,12 @@ class ModelAdapter(Protocol):
         """Only k and v of `qkv`, each `[Hkv, T, d]`."""
         ...
 
+    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+        """Keys k `[Hkv, n, d]` as they would be `offset` positions later, for relative positions only (RoPE): a
+        rotation of the cached key in float32 from float64 angles; what else the key holds (attention factors) stays.
+        Raises ModelError for absolute positions."""
+        ...
+
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream `[T, D]` after layer `layer`'s attention: output projection of `attended` `[T, H * d]`
         added to the layer's input `hidden` `[T, D]` (and normed where the model normalises there)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import ModelGeometry
+from ..errors import ModelError
 
 
 class BaseAdapter:
@@ -29,6 +30,10 @@ class BaseAdapter:
     def device(self) -> torch.device:
         """Where the hidden states live."""
         return self._device
+
+    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+        """Absolute positions cannot be moved."""
+        raise ModelError("this model has absolute positions: cached keys cannot be moved to others")
 
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
         """`[T, heads * d]` as a view `[heads, T, d]`."""

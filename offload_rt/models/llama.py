@@ -104,6 +104,14 @@ class LlamaAdapter(BaseAdapter):
         v = self._split_heads(attention.v_proj(attention_input))
         return _rotate(self._key_norms[layer](k), rotation), v
 
+    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+        """RoPE by `offset` more positions of cached keys `[Hkv, n, d]`; angles are float64, the product float32."""
+        angles = self._rotary.inv_freq.to(torch.float64) * offset
+        compute = torch.promote_types(k.dtype, torch.float32)
+        cos, sin = (wave.to(compute).to(k.device) for wave in (angles.cos(), angles.sin()))
+        rotation = torch.cat((cos, cos)), torch.cat((-sin, sin))
+        return _rotate(k.to(compute), rotation).to(k.dtype)
+
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """`hidden` `[T, D]` plus the output projection of `attended` `[T, H * d]`."""
         output: torch.Tensor = self._attentions[layer].o_proj(attended)

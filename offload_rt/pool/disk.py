@@ -116,6 +116,9 @@ class DiskStore:
         """Chunks stored, of all namespaces."""
         return sum(path.suffix == _CHUNKS for path in self._files)
 
+    def __contains__(self, key: bytes) -> bool:
+        return self._path(key) in self._files
+
     def key(self, parent: bytes, lineage: str, tokens: bytes) -> bytes:
         """The key of a chunk: `prefix_tree.chunk_key`, the same in every process."""
         return chunk_key(parent, lineage, tokens)
@@ -155,6 +158,14 @@ class DiskStore:
             return True
         self._discard(chunk.path)
         return False
+
+    def verify(self, parent: bytes, lineage: str, tokens: bytes) -> bool:
+        """Reads a chunk through; a damaged one is gone afterwards."""
+        chunk = self.find(parent, lineage, tokens)
+        if chunk is None:
+            return False
+        block = memoryview(bytearray(chunk.header.layer_bytes))
+        return all(self.read_layer(chunk, layer, block) for layer in range(self.layers))
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """`keys`, a path from the first chunk on, was used now: its end leaves before its beginning."""
