@@ -173,7 +173,7 @@ class InfiniGenOptions:
     partial_ratio: float = 0.3
     max_fraction: float = 0.1
     source: Source = "residual"
-    scorer: Scorer = "partial"
+    scorer: Scorer = "int8"
     columns: Columns = "calibration"
     skew: SkewMethod = "balanced"
     sinks: int = 4

@@ -303,7 +303,7 @@ def test_prompt_over_the_positions_of_a_table(cli: Cli, tmp_path: Path, architec
         (("--policy", "infinigen", "--max-fraction", "0"), ("max_fraction=0", "(0, 1]")),
         (("--policy", "infinigen", "--preset", "papers"), ("papers", "did you mean 'paper'")),
         (("--policy", "infinigen", "--source", "residuals"), ("residuals", "did you mean 'residual'")),
-        (("--policy", "infinigen", "--scorer", "int8"), ("int8", "int4")),
+        (("--policy", "infinigen", "--scorer", "int7"), ("int7", "int4")),
         (("--policy", "infinigen", "--dense-layers", "first"), ("--dense-layers", "first")),
         (("--policy", "infinigen", "--dense-layers", "6"), ("dense_layers", "6", "0 to 5")),
         (("--policy", "infinigen", "--skew", "none.safetensors"), ("none.safetensors",)),

@@ -24,7 +24,7 @@ TOTAL = 110
 def policy(
     shape: ModelGeometry, dtype: torch.dtype = torch.float64, device: torch.device = CPU, **options: object
 ) -> InfiniGen:
-    chosen = InfiniGenOptions(**({"dense_layers": (), "sinks": 4, "recent": 8} | options))  # type: ignore[arg-type]
+    chosen = InfiniGenOptions(**({"scorer": "partial", "dense_layers": (), "sinks": 4, "recent": 8} | options))  # type: ignore[arg-type]
     return InfiniGen(chosen, shape, artifact(shape), device, dtype)
 
 

@@ -58,14 +58,13 @@ class Runner:
         """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
         `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
 
-        Raises InputError for token ids the model does not have, ModelError for more positions than it has,
-        PoolFullError where the pool has no room.
+        Raises InputError for token ids the model does not have, PoolFullError where the pool has no room. Whether the
+        whole sequence can ever fit is `check_fits`' to say.
         """
         geometry = self.adapter.geometry
         wrong = next((t for t in tokens if not 0 <= t < geometry.vocab), None)
         if wrong is not None:
             raise InputError(f"token id {wrong} is not in the vocabulary of {self.model.name} (0-{geometry.vocab - 1})")
-        self._check_positions(capacity)
         lease = self._lease(tokens[:reuse], capacity)
         keys, known = key_reader(self.pool, lease), lease.length
         trace = Trace(geometry.layers, self.config.missed_mass_every, reused_tokens=known)

@@ -99,6 +99,7 @@ class _Batches:
             return make()
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
+        self._runner.check_fits(len(task.tokens))
         sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
         sequence.trace.prompt_tokens = len(prefix)
         if prefix:
