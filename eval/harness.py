@@ -62,7 +62,7 @@ def run_tasks(
     for label, variant in runs:
         model: Any = None
         for task in config.tasks:
-            key = shared | {"tasks": task, "variant": variant.key if variant else OWN}
+            key = shared | {"tasks": task, "variant": subject.key(variant) if variant else OWN}
             row = store.get(key)
             if row is None:
                 model = model or make_model(subject, variant, config)

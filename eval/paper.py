@@ -188,7 +188,12 @@ class Paper:
     def _milliseconds(self, variant: Variant) -> float:
         """Mean of a decode step on this machine, one sequence; the median of three runs."""
         store = RowStore(self.out)
-        key = {"suite": "cost", **self.subject.identity, "variant": variant.key, "length": self.size.length}
+        key = {
+            "suite": "cost",
+            **self.subject.identity,
+            "variant": self.subject.key(variant),
+            "length": self.size.length,
+        }
         row = store.get(key)
         if row is None:
             tokens = self.size.timed_tokens

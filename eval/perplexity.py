@@ -166,7 +166,7 @@ def measure_all(
     shared |= {"path": subject.path}
     rows: list[Row] = []
     for variant in variants:
-        key = shared | {"variant": variant.key}
+        key = shared | {"variant": subject.key(variant)}
         row = store.get(key)
         if row is None:
             row = measure(subject, variant, windows)

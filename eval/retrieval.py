@@ -134,7 +134,7 @@ def run_retrieval(
         passages = make_passages(haystack, config, length)
         base: Row | None = None
         for variant in variants:
-            key = shared | {"length": length, "variant": variant.key}
+            key = shared | {"length": length, "variant": subject.key(variant)}
             row = store.get(key)
             if row is None:
                 row = measure(subject, variant, passages, length)

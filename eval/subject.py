@@ -167,6 +167,10 @@ class Subject:
             artifact=self._identity if unskewed else self.artifact,
         )
 
+    def key(self, variant: Variant) -> dict[str, Any]:
+        """What decides a variant's numbers for this model: its words, and what they mean today (defaults change)."""
+        return variant.key | {"lineage": self.policy(variant).lineage}
+
     def _identity(self, method: SkewMethod) -> SkewArtifact:
         """A skew that does nothing."""
         real = self.artifact(method)

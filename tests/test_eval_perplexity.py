@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from offload_rt import LLM
+from offload_rt.config import InfiniGenOptions
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.bootstrap import paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.layerwise import LayerView, score_layerwise
@@ -219,6 +220,15 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     assert again.rows == report.rows
     with pytest.raises(AssertionError, match="measured again"):
         run_perplexity(Subject("reference"), text + "x", "arrow", variants, config, tmp_path)
+
+
+def test_a_row_is_known_by_what_its_options_mean() -> None:
+    """Rows measured with other defaults must not be taken for today's."""
+    subject = Subject("reference")
+    plain, recent = (subject.key(Variant("infinigen", options)) for options in ({}, {"recent": 5}))
+    named = subject.key(Variant("infinigen", {"recent": InfiniGenOptions().recent}))
+    assert plain["lineage"] == named["lineage"] != recent["lineage"]
+    assert subject.key(Variant("full"))["lineage"] == "exact"
 
 
 def test_both_paths_give_one_row(tmp_path: Path) -> None:
