@@ -215,8 +215,15 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     """Somebody outside the engine holds most of the pool: the one that runs cannot go on and says so."""
     llm = make(chunks=6)
     held = llm._runner.pool.new_lease(4 * CHUNK)
+    engine = Engine(llm._runner, max_batch=2)
+    engine.add(tiny_prompt(100), greedy(60))
+    after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed
     with pytest.raises(PoolFullError, match=r"1 chunks of 64 tokens .* are needed"):
-        llm.generate([tiny_prompt(100)], greedy(60))
+        while not engine.idle:
+            engine.step()
+    while not engine.idle:
+        engine.step()
+    assert len(after.completions()[0].token_ids) == 5
     assert llm._runner.pool.bytes_held == 4 * CHUNK_BYTES
     llm._runner.pool.release(held)
     assert len(llm.generate([tiny_prompt(100)], greedy(60))[0].token_ids) == 60

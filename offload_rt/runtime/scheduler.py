@@ -90,7 +90,7 @@ class Scheduler:
                     break
                 except PoolFullError:
                     if self.prefilling is None and self.running == [served]:
-                        self.running.clear()
+                        self.remove(served)
                         served.finish(self._runner, "cancelled")
                         raise
                     self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
