@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "offload_rt"
 ORDER = (
     "errors", "core config", "kernels models pool", "skewing", "select transfer", "runtime", "llm", "__init__",
-    "eval server", "cli",
+    "eval server", "commands", "cli",
 )  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}
 LINKED = {"kernels", "skewing", "eval"}  # folders at the top that are never imported by that name

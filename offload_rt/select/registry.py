@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,15 +38,23 @@ class _Machine:
 Options = Mapping[str, Any]
 
 
-def _full(options: Options, machine: _Machine) -> Policy:
+def _no_options(options: Options) -> None:
     if options:
         raise ConfigError(f"policy 'full' has no options, but was given {', '.join(sorted(options))}")
+
+
+def _infinigen_options(options: Options) -> InfiniGenOptions:
+    overrides = dict(options)
+    return InfiniGenOptions.preset(overrides.pop("preset", "default"), **overrides)
+
+
+def _full(options: Options, machine: _Machine) -> Policy:
+    _no_options(options)
     return Full(machine.geometry.layers)
 
 
 def _infinigen(options: Options, machine: _Machine) -> Policy:
-    overrides = dict(options)
-    chosen = InfiniGenOptions.preset(overrides.pop("preset", "default"), **overrides)
+    chosen = _infinigen_options(options)
     return InfiniGen(chosen, machine.geometry, machine.artifact(chosen.skew), machine.device, machine.dtype)
 
 
@@ -76,6 +85,19 @@ _MAKERS: dict[str, Callable[[Options, _Machine], Policy]] = {
 
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
 """Names that `make_policy` knows."""
+
+_PARSERS: dict[str, Callable[[Options], object]] = {
+    "full": _no_options,
+    "infinigen": _infinigen_options,
+    "quest": partial(from_mapping, QuestOptions),
+}
+
+
+def check_options(name: str, options: Options) -> None:
+    """Checks options of the policy `name` without a model. Raises ConfigError as `make_policy`, but for what only a
+    model tells (layers that it does not have)."""
+    check_choice("policy", name, POLICIES)
+    _PARSERS.get(name, partial(from_mapping, BudgetOptions))(options)
 
 
 def make_policy(

@@ -1,0 +1,143 @@
+"""`offload-rt generate`: text to stdout, everything else to stderr, so that its output can be piped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import SamplingParams
+from ..errors import InputError
+from .common import INTERRUPTED, add_command, check_writable, given, read_text, stderr_console
+from .policy_flags import add_device_flags, add_policy_flags, add_pool_flags, policy_options, pool_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..llm import LLM
+
+TAIL = 40
+"""Tokens of the prompt that are shown before the new text."""
+
+SAMPLING = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continues a text file: streams the text, then shows what the runtime did."""
+    params = SamplingParams(**given(args, SAMPLING))
+    options, pool = policy_options(args), pool_options(args)
+    text = read_text(args.prompt_file)
+    for file in (args.stats_json, args.plot):
+        check_writable(file)
+    console = stderr_console(args.quiet)
+
+    from ..llm import LLM
+
+    llm = LLM(
+        args.model,
+        policy=args.policy,
+        policy_options=options,
+        device=args.device,
+        dtype=args.dtype,
+        skew=args.skew_artifact,
+        progress=console.is_terminal and not args.quiet,
+        **pool,
+    )
+    prompt = _prompt_ids(llm, text, args.prompt_tokens, params.max_new_tokens)
+    finished = _write_stream(llm, prompt, params, console)
+    _report(llm, args.stats_json, args.plot, console)
+    return 0 if finished else INTERRUPTED
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "generate", run)
+    parser.add_argument("--prompt-file", required=True, metavar="BOOK", help="text to continue (UTF-8); '-' is stdin")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="continue the book from its Nth token (default: the longest prompt the model takes)",
+    )
+    add_device_flags(parser)
+    add_policy_flags(parser)
+    parser.add_argument(
+        "--skew", dest="skew_artifact", metavar="FILE|DIR", help="skew artifact (default: calibrated once and cached)"
+    )
+    add_pool_flags(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, metavar="N")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K")
+    sampling.add_argument("--top-p", type=float, metavar="P")
+    sampling.add_argument("--min-p", type=float, metavar="P")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="R")
+    sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end-of-text token")
+    output = parser.add_argument_group("output")
+    output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
+    output.add_argument("--plot", metavar="FILE.png", help="draw attended fraction and missed attention mass")
+    output.add_argument("--quiet", action="store_true", help="nothing but the text")
+
+
+def _prompt_ids(llm: LLM, text: str, wanted: int | None, max_new_tokens: int) -> list[int]:
+    """The first `wanted` tokens of the text; None: as many as leave room for the new ones in the model's positions."""
+    ids = llm.encode(text)
+    room = llm.geometry.max_positions - max_new_tokens
+    if wanted is None:
+        if room < 1:
+            raise InputError(
+                f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: {llm.name} has "
+                f"{llm.geometry.max_positions} positions"
+            )
+        return ids[:room]
+    if not 1 <= wanted <= len(ids):
+        raise InputError(f"--prompt-tokens {wanted} must be between 1 and {len(ids)}, the tokens of the prompt file")
+    return ids[:wanted]
+
+
+def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> bool:
+    """Writes the new text to stdout as it comes; False where Ctrl-C ended it. What the prompt ends with goes before it,
+    to stderr, once the prompt has been taken in."""
+    tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
+    with closing(llm.stream(prompt, params)) as events:  # type: ignore[type-var]
+        try:
+            for event in events:
+                if event.index == 0:
+                    console.print(f"{llm.name} continues {len(prompt):,} tokens:", soft_wrap=True)
+                    console.print(f"… {tail}", style="dim", markup=False, soft_wrap=True, end="")
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            return False
+        finally:
+            if sys.stdout.isatty():
+                sys.stdout.write("\n")
+    return True
+
+
+def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console) -> None:
+    """The table on stderr, and the files that were asked for."""
+    from ..runtime.report import plot_run, stats_table
+
+    stats = llm.last_stats
+    console.print()
+    if stats is None:
+        console.print("Interrupted before the prompt was taken in: there are no statistics.")
+        return
+    console.print(stats_table(stats))
+    if stats_json is not None:
+        try:
+            Path(stats_json).write_text(json.dumps(stats.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {stats_json!r}: {error.strerror}") from error
+    if plot is not None:
+        plot_run(stats, plot)
+    for file in filter(None, (stats_json, plot)):
+        console.print(f"wrote {file}")
