@@ -209,7 +209,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
     assert load(other, 1) is None
-    other._path(other.key(other.root, "exact", tokens_of(1))).parent.mkdir()
+    other._path(other.key(other.root, "exact", tokens_of(1))).parent.mkdir(parents=True)
     forged = other._path(other.key(other.root, "exact", tokens_of(1)))
     forged.write_bytes(path.read_bytes())
     other._enter(forged, FILE_BYTES)

@@ -96,7 +96,7 @@ class DiskStore:
         self._lock = -1
         with self._usable():
             if not read_only:
-                self._own.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
             self._scan()
         if not read_only:
@@ -204,16 +204,16 @@ class DiskStore:
             self._sequence += 1
             temporary = path.with_name(f"{key.hex()}.{os.getpid()}.{self._sequence}{_TEMPORARY}")
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             return ChunkWriter(self, name, layer_bytes, temporary, path, size)
         except OSError as error:
             self._give_up(temporary, size, error)
             return None
 
-    def remove(self, keys: Iterable[bytes]) -> None:
-        """Removes chunks; unknown ones are ignored."""
+    def remove(self, keys: Iterable[bytes], space: str | None = None) -> None:
+        """Removes chunks, of this namespace or the one with digest `space`; unknown ones are ignored."""
         for key in keys:
-            self._discard(self._path(key))
+            self._discard(self._path(key, space))
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a small document, whole or not at all. Raises StoreError."""
@@ -226,6 +226,7 @@ class DiskStore:
                     f"the store {str(self.folder)!r} is full: {format_size(len(record))} do not fit within "
                     f"{format_size(self.limit_bytes or 0)}; raise the limit or delete sessions"
                 )
+            self._own.mkdir(exist_ok=True)
             self._sequence += 1
             temporary = path.with_name(f"{name}.{os.getpid()}.{self._sequence}{_TEMPORARY}")
             try:
@@ -289,9 +290,9 @@ class DiskStore:
 
     # -------------------------------------------------------------------------------------------------- inner workings
 
-    def _path(self, key: bytes) -> Path:
-        name = key.hex()
-        return self._own / name[:2] / f"{name}{_CHUNKS}"
+    def _path(self, key: bytes, space: str | None = None) -> Path:
+        name, folder = key.hex(), self._own if space is None else self.folder / space
+        return folder / name[:2] / f"{name}{_CHUNKS}"
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:

@@ -141,6 +141,11 @@ class Session:
         """(role, text) of every turn, also of those whose tokens were cut."""
         return list(self._history.turns)
 
+    @property
+    def store_bytes(self) -> int:
+        """Bytes of all files of the store, this session's and the others'."""
+        return self._store.disk.bytes_used
+
     # ----------------------------------------------------------------------------------------------------------- turns
 
     def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[Event]:

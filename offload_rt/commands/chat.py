@@ -1,0 +1,52 @@
+"""`offload-rt chat`: a conversation that goes on where it was left."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..config import SamplingParams, parse_size
+from .common import add_command, given, read_text, stderr_console
+from .policy_flags import add_device_flags, add_policy_flags, add_pool_flags, policy_options, pool_options
+
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talks with a model in the terminal; the session is stored and comes back, with its KV cache, the next time."""
+    from .chat_loop import Chat
+
+    params = SamplingParams(**given(args, SAMPLING))
+    options, pool = policy_options(args), pool_options(args)
+    limit = None if args.store_limit is None else parse_size(args.store_limit, "--store-limit")
+    console = stderr_console(quiet=False)
+
+    from ..llm import LLM
+
+    llm = LLM(
+        args.model,
+        policy=args.policy,
+        policy_options=options,
+        device=args.device,
+        dtype=args.dtype,
+        progress=console.is_terminal,
+        **pool,
+    )
+    Chat(llm, llm.session(args.session, args.store, limit=limit), params, read_text, console).run()
+    return 0
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "chat", run)
+    parser.add_argument("--session", required=True, metavar="NAME", help="a new name, or one to go on with")
+    parser.add_argument("--store", required=True, metavar="DIR", help="folder of stored sessions")
+    parser.add_argument("--store-limit", metavar="SIZE", help="most bytes of its files, such as 50GiB (default: none)")
+    add_device_flags(parser)
+    add_policy_flags(parser)
+    add_pool_flags(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, metavar="N")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-p", type=float, metavar="P")
+    sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")

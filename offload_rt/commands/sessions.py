@@ -1,0 +1,84 @@
+"""`offload-rt sessions list|show|export|delete`: what a folder of sessions holds. No model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..config import check_choice, format_size
+from ..errors import InputError
+from .common import add_command, check_writable
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists the sessions of a store, shows or exports one as text, or deletes one."""
+    check_choice("action", args.action, ACTIONS)
+    if args.action != "list" and args.name is None:
+        raise InputError(f"sessions {args.action} needs the NAME of a session")
+    ACTIONS[args.action](Path(args.store).expanduser(), args)
+    return 0
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "sessions", run, model=False)
+    parser.add_argument("action", metavar="list|show|export|delete")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="NAME, or NAME@MODEL where several models have it")
+    parser.add_argument("--store", required=True, metavar="DIR", help="the folder that `chat --store` was given")
+    parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
+
+
+def _list(folder: Path, args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..runtime.stored import stored_sessions
+
+    table = Table(box=None, header_style="bold")
+    for heading in ("session", "model", "turns", "tokens", "on disk", "its own"):
+        table.add_column(heading, justify="left" if heading in ("session", "model") else "right")
+    for one in stored_sessions(folder):
+        history = one.history
+        counts = f"{len(history.turns) // 2:,}", f"{len(history.tokens):,}"
+        table.add_row(history.name, history.model, *counts, format_size(one.bytes), format_size(one.own_bytes))
+    Console(highlight=False).print(table if table.row_count else "no sessions", markup=False)
+
+
+def _show(folder: Path, args: argparse.Namespace) -> None:
+    from ..runtime.stored import export_text, find_stored
+
+    one = find_stored(folder, args.name)
+    history = one.history
+    cut = f"{history.shift:,} tokens were cut, " if history.shift else ""
+    print(
+        f"{history.name} ({history.model}): {len(history.turns) // 2:,} turns, {len(history.tokens):,} tokens, {cut}"
+        f"{format_size(one.bytes)} on disk, {format_size(one.own_bytes)} of them its own\n",
+        file=sys.stderr,
+    )
+    print(export_text(history), end="")
+
+
+def _export(folder: Path, args: argparse.Namespace) -> None:
+    from ..runtime.stored import export_text, find_stored
+
+    check_writable(args.out)
+    text = export_text(find_stored(folder, args.name).history)
+    if args.out is None:
+        print(text, end="")
+        return
+    try:
+        Path(args.out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {args.out!r}: {error.strerror}") from error
+
+
+def _delete(folder: Path, args: argparse.Namespace) -> None:
+    from ..runtime.stored import delete_stored
+
+    gone = delete_stored(folder, args.name)
+    print(f"deleted {gone.history.name} ({gone.history.model}): {format_size(gone.own_bytes)} freed", file=sys.stderr)
+
+
+ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete}
