@@ -169,6 +169,7 @@ class Open:
     first: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
     widest: int = 0
+    peak_bytes: int = 0
 
 
 def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) -> Open:
@@ -192,6 +193,7 @@ def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) ->
         events = engine.step()
         now += time.process_time() - began
         log.widest = max(log.widest, len(engine.scheduler.running))
+        log.peak_bytes = max(log.peak_bytes, llm._runner.pool.bytes_held)
         for event in events:
             log.first.setdefault(event.request, now)
             log.done[event.request] = now
@@ -217,7 +219,7 @@ def arrivals_report(turns: int) -> Report:
                         "sharing": "yes" if sharing else "no",
                         "latency_ms": 1e3 * statistics.mean(latency),
                         "first_s": statistics.mean(log.first[i] - log.arrived[i] for i in log.arrived),
-                        "peak_mib": llm._runner.pool.bytes_peak / 2**20,
+                        "peak_mib": log.peak_bytes / 2**20,
                         "widest": log.widest,
                     }
                 )
@@ -236,5 +238,5 @@ def arrivals_report(turns: int) -> Report:
         "requests": "24 of 1,088 prompt tokens and 32 new ones, random tokens; Poisson arrivals, one seed",
         "clock": "CPU time, one thread; latency is the time from arrival to the last token over 32",
     }
-    notes = ("Peak KV counts chunks that the prefix tree keeps of requests that have ended; they are given up first.",)
+    notes = ("Peak KV is what requests hold between steps; what the prefix tree keeps of ended ones is not counted.",)
     return Report("sharing_arrivals", "Open loop: requests that arrive at random", about, columns, rows, notes)

@@ -74,6 +74,7 @@ def test_attention_over_segments_is_attention_over_everything(
     whole = [torch.cat([rows[c] for c in leases[i].chunks], dim=2)[:, :, : lengths[i]] for i in sharing.order]
     seen = [Visible.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
     own = [sharing.own(b, visible) for b, visible in enumerate(seen)]
+    assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
     assert all(len(o.recent) and o.all.stop == v.all.stop for o, v in zip(own, seen, strict=True))
 
     def part(b: int, tokens: range) -> list[KVPart]:
