@@ -40,12 +40,18 @@ def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **opti
     return llm
 
 
-def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:
     """Each by itself, with nothing to share."""
-    model = tiny_model("llama", dtype=torch.float64)
+    model = tiny_model(name, dtype=torch.float64)
     bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", prefix_sharing=False)
     bare._runner.policy = llm._runner.policy
     return [c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in bare.generate([prompt], p)]
+
+
+def drain(engine: Engine) -> None:
+    """Steps until nothing is left to do."""
+    while not engine.idle:
+        engine.step()
 
 
 def tree(rng: random.Random, count: int) -> list[list[int]]:
@@ -80,6 +86,17 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
     assert reused == (0 if llm._runner.policy.wants_queries else sum((len(p) - 1) // CHUNK * CHUNK for p in prompts))
     llm._runner.check_integrity()
     assert llm._runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+@pytest.mark.parametrize("name", ["mistral", "gpt2", "qwen3"])
+def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
+    """Sliding windows that hide shared chunks (Mistral's is 48 tokens), learned positions, QK-norm."""
+    llm = make(name, policy=policy, host_memory="64MiB")
+    prompts = tree(random.Random(4), 5)
+    params = [greedy(12)] * 5
+    for _ in range(2):
+        assert [c.token_ids for c in llm.generate(prompts, params)] == alone(llm, prompts, params, name)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -219,10 +236,8 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     engine.add(tiny_prompt(100), greedy(60))
     after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed
     with pytest.raises(PoolFullError, match=r"1 chunks of 64 tokens .* are needed"):
-        while not engine.idle:
-            engine.step()
-    while not engine.idle:
-        engine.step()
+        drain(engine)
+    drain(engine)
     assert len(after.completions()[0].token_ids) == 5
     assert llm._runner.pool.bytes_held == 4 * CHUNK_BYTES
     llm._runner.pool.release(held)
