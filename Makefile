@@ -32,7 +32,7 @@ demo: $(READY)
 # pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
 # to `import kernels`, the name of another project's package.
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 gpu: $(READY)
 	$(BIN)/pytest -m gpu
