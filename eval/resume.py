@@ -1,0 +1,217 @@
+"""Time to first token of a session's next turn: recomputed, from host memory, from disk warm and cold; with a reader
+throttled to a stated bandwidth, with and without the read buffer (CachedAttention §3.2.1, figures 14 and 19)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import SamplingParams
+from ..llm import LLM
+from ..pool.disk import DiskStore, StoredChunk
+from ..runtime.sessions import Session
+from .report import Column, Report, Row
+
+TURN = 64
+"""Tokens of the new turn."""
+ONE = SamplingParams(max_new_tokens=1, temperature=0)
+
+COLUMNS = (
+    Column("model", "model"), Column("history", "history", ",d"), Column("from", "source"),
+    Column("TTFT s", "seconds", ".3f"), Column("spread s", "spread", ".3f"), Column("times faster", "speedup", ".1f"),
+    Column("stalled s", "stall", ".3f"), Column("read buffer", "ahead"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to time. `make` gives a fresh `LLM` with nothing in its pool."""
+
+    name: str
+    make: Callable[[], LLM]
+    histories: Sequence[int]
+
+
+def shape_model(layers: int = 12, hidden: int = 512, heads: int = 8, kv_heads: int = 4) -> Any:
+    """A random Llama; time does not depend on what weights say."""
+    from transformers import LlamaConfig
+    from transformers.models.auto import AutoModelForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=1 << 16,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """Uniform token ids."""
+    found: list[int] = torch.randint(1, 2048, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return found
+
+
+def first_token(session: Session, turn: list[int]) -> float:
+    """Seconds from `send` to the first event."""
+    began = time.perf_counter()
+    events = session.send(turn, ONE)
+    next(events)
+    seconds = time.perf_counter() - began
+    list(events)
+    return seconds
+
+
+def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
+    """Rows of one model: every history from every source, `repeats` times, sources in turn."""
+    rows = []
+    for history in subject.histories:
+        prompt, store = tokens(history, 1), folder / f"{history}"
+        llm = subject.make()
+        session = llm.session("s", store)
+        recomputed = [first_token(session, prompt)]
+        session.close()
+        times: dict[str, list[float]] = {"recomputed": recomputed, "host": [], "disk warm": [], "disk cold": []}
+        stalls: dict[str, list[float]] = {}
+        for i in range(repeats):
+            for source in ("host", "disk warm", "disk cold"):
+                if source != "host":
+                    llm = subject.make()
+                if source == "disk cold":
+                    drop_cache(store)
+                seconds, stalled = timed_fork(llm, store, f"{source} {i}")
+                times[source].append(seconds)
+                stalls.setdefault(source, []).append(stalled)
+        for source, found in times.items():
+            rows.append(row(subject, history, source, found, statistics.median(recomputed), stalls.get(source, [0.0])))
+    return rows
+
+
+def timed_fork(
+    llm: LLM, store: Path, name: str, bandwidth: float | None = None, ahead: int | None = None
+) -> tuple[float, float]:
+    """Time to the first token of a fork's turn (the session itself stays as it was), and what of it was waiting."""
+    session = llm.session("s", store)
+    fork = session.fork(name)
+    if bandwidth is not None:
+        throttle(fork._store.disk, bandwidth)
+    stalled = [0.0]
+    if ahead is not None:
+        fork._store.read_buffer = lambda loaded_bytes, new_tokens: ahead  # type: ignore[method-assign]
+    ending = fork._end_preload
+
+    def end() -> None:
+        stalled[0] += fork._preload.stall_seconds if fork._preload is not None else 0.0
+        ending()
+
+    fork._end_preload = end  # type: ignore[method-assign]
+    seconds = first_token(fork, tokens(TURN, 2))
+    session.close()
+    fork.close()
+    return seconds, stalled[0]
+
+
+def throttle(disk: DiskStore, bandwidth: float) -> None:
+    """Reads of `disk` take as long as at `bandwidth` bytes a second."""
+    real = disk.read_layer
+
+    def slow(chunk: StoredChunk, layer: int, into: memoryview) -> bool:
+        until = time.perf_counter() + len(into) / bandwidth
+        whole = real(chunk, layer, into)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return whole
+
+    disk.read_layer = slow  # type: ignore[method-assign]
+
+
+def buffers(subject: Subject, history: int, folder: Path, bandwidths: Sequence[float]) -> list[Row]:
+    """Stall of pre-loading at stated bandwidths: none (a layer is read when it is needed), one layer ahead, and all
+    layers allowed."""
+    store, found = folder / "buffers", []
+    llm = subject.make()
+    session = llm.session("s", store)
+    whole = first_token(session, tokens(history, 1))
+    session.close()
+    for bandwidth in bandwidths:
+        for ahead in (0, 1, llm.geometry.layers):
+            seconds, stalled = timed_fork(subject.make(), store, f"{bandwidth} {ahead}", bandwidth, ahead)
+            source = f"disk at {bandwidth / 1e6:g} MB/s"
+            found.append(row(subject, history, source, [seconds], whole, [stalled]) | {"ahead": str(ahead)})
+    return found
+
+
+def row(subject: Subject, history: int, source: str, found: list[float], whole: float, stalls: list[float]) -> Row:
+    """One line of the table."""
+    seconds = statistics.median(found)
+    return {
+        "model": subject.name, "history": history, "source": source, "seconds": seconds, "samples": found,
+        "spread": max(found) - min(found), "speedup": whole / seconds, "stall": statistics.median(stalls),
+    }  # fmt: skip
+
+
+def drop_cache(folder: Path) -> None:
+    """Tells the kernel that the files' pages are not needed: the next read comes from the disk."""
+    for path in folder.rglob("*.kv"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def break_even(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The shortest history of each model from which on disk, warm, was quicker than computing."""
+    notes = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        warm = [row for row in rows if row["model"] == model and row["source"] == "disk warm"]
+        quicker = [row["history"] for row in warm if row["speedup"] > 1]
+        if quicker:
+            notes.append(f"- {model}: from disk, warm, is quicker from {min(quicker):,} tokens on (the shortest tried: "
+                         f"{min(row['history'] for row in warm):,}).")  # fmt: skip
+    return tuple(notes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes resume.{json,csv,md}."""
+    parser = argparse.ArgumentParser(prog="offload_rt.eval.resume", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--histories", default="256,1024,4096,8192")
+    parser.add_argument("--reference", default="256,1024,3072")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(argv)
+    random = shape_model()
+    shape = Subject(
+        "random 12 layers, 8/4 heads of 64",
+        lambda: LLM(random, policy="full", host_memory="3GiB"),
+        [int(n) for n in args.histories.split(",")],
+    )
+    reference = Subject(
+        "reference",
+        lambda: LLM("reference", policy="full", host_memory="1GiB"),
+        [int(n) for n in args.reference.split(",")],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(reference, args.repeats, Path(folder) / "reference")
+        rows += measure(shape, args.repeats, Path(folder) / "shape")
+        rows += buffers(shape, 4096, Path(folder) / "shape", (50e6, 200e6, 800e6))
+    about = {
+        "turn": f"{TURN} new tokens",
+        "threads": torch.get_num_threads(),
+        "policy": "full",
+        "repeats": args.repeats,
+    }
+    Report("resume", "Time to first token of a resumed session", about, COLUMNS, rows, break_even(rows)).write(args.out)
+
+
+if __name__ == "__main__":
+    main()
