@@ -32,6 +32,7 @@ def parts(budget: float, dtype: torch.dtype) -> list[tuple[str, Variant]]:
         ("source: normed input", ours(source="normed_input")),
         ("source: attention input (paper)", ours(source="attention_input")),
         ("scorer: partial 0.3 (paper)", ours(scorer="partial", partial_ratio=0.3)),
+        ("scorer: int8 of those columns", ours(scorer="int8")),
         ("scorer: int4", ours(scorer="int4")),
         ("scorer: partial, bytes of int4", ours(scorer="partial", partial_ratio=bytes_of(4))),
         ("scorer: int2", ours(scorer="int2")),
@@ -63,7 +64,7 @@ def run_ablation(
     for row in rows:
         if row["missed"] is not None:
             row |= {"caught": 1 - row["missed"], "caught_worst": 1 - row["missed_worst"]}
-    title = f"Parts of the selection replaced, {subject.loaded.name} on {name}"
+    title = f"Parts of the selection replaced, {subject.name} on {name}"
     report = Report("ablation", title, about(subject, text, name, config), COLUMNS, rows, NOTES)
     report.write(out)
     for budget in budgets:

@@ -27,6 +27,9 @@ STRIDE = 16
 BUDGET = 0.1
 MASS = 0.9
 RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+POINTS = 16
+"""Of a curve along the text."""
+
 TRACED = 6
 """Tokens whose weight is followed."""
 
@@ -44,7 +47,7 @@ def run_analysis(
     """Writes analysis.json, .csv, .md (a row per layer) and the pictures, each with its data beside it."""
     windows = cut_windows(subject, text, config)
     rows: list[Row] = [{"layer": layer} for layer in range(subject.geometry.layers)]
-    title = f"{subject.loaded.name} on {name}"
+    title = f"{subject.name} on {name}"
     for step in (_inputs, _needed, _kept, _recalled):
         step(subject, windows, rows, title, out)
         say(f"analysis: {(step.__doc__ or '').splitlines()[0]}")
@@ -176,8 +179,7 @@ def _kept(subject: Subject, windows: Sequence[Window], rows: list[Row], title: s
         for layer, at in found.items():
             values = [value for some in at.values() for value in some]
             rows[layer][f"similarity_{policy}"] = sum(values) / len(values)
-            points = [(float(seen), sum(some) / len(some)) for seen, some in sorted(at.items())]
-            data.setdefault(f"layer {layer}", {})[policy] = points
+            data.setdefault(f"layer {layer}", {})[policy] = _smooth(at)
     columns = min(3, len(data)) or 1
     path = out / "attention_similarity_along_the_text.png"
     panels = (-(-max(1, len(data)) // columns), columns)
@@ -185,6 +187,17 @@ def _kept(subject: Subject, windows: Sequence[Window], rows: list[Row], title: s
         for axis, (name, series) in zip(axes, data.items(), strict=False):
             lines(axis, series, x="token", y="cosine similarity")
             axis.set_title(name, fontsize=9, loc="left")
+
+
+def _smooth(at: dict[int, list[float]]) -> list[tuple[float, float]]:
+    """Means over `POINTS` stretches of the text: (middle, mean) from the values at each position."""
+    seen = sorted(at)
+    size = max(1, -(-len(seen) // POINTS))
+    points = []
+    for some in (seen[i : i + size] for i in range(0, len(seen), size)):
+        values = [value for position in some for value in at[position]]
+        points.append((sum(some) / len(some), sum(values) / len(values)))
+    return points
 
 
 def _recalled(subject: Subject, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:

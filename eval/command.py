@@ -135,7 +135,9 @@ def _analysis(
     from .analysis import run_analysis
     from .perplexity import PerplexityConfig
 
-    config = PerplexityConfig(**{"windows": 4} | _given(args, ("context", "windows", "decode_from")))
+    given = _given(args, ("context", "windows", "decode_from"))
+    start = given.get("context", PerplexityConfig().context) // 8  # early, so that a budget has time to show
+    config = PerplexityConfig(**{"windows": 2, "decode_from": start} | given)
     name = Path(args.analysis).name
     return run_analysis(subject, read_text(args.analysis), name, config, Path(args.out), say)
 

@@ -35,6 +35,7 @@ def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 
         axis.grid(alpha=0.25, linewidth=0.6)
     yield axes
     for axis in axes:
+        axis.set_visible(axis.has_data())
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False)
     image = io.BytesIO()

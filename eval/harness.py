@@ -74,7 +74,7 @@ def run_tasks(
             say(f"{task}, {label}: {rows[-1]['metrics_shown']}")
     rows.sort(key=lambda row: config.tasks.index(row["task"]))
     about = {**subject.identity, **asdict(config), "harness": "lm-eval 0.4"}
-    report = Report("tasks", f"Harness tasks under {subject.loaded.name}", about, COLUMNS, rows, NOTES)
+    report = Report("tasks", f"Harness tasks under {subject.name}", about, COLUMNS, rows, NOTES)
     report.write(out)
     return report
 

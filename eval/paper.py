@@ -68,7 +68,7 @@ class Paper:
     @property
     def title(self) -> str:
         """For pictures."""
-        return f"{self.subject.loaded.name} on {self.name}"
+        return f"{self.subject.name} on {self.name}"
 
     def run(self, tasks: bool) -> None:
         """Everything; harness tasks only with `tasks`."""
@@ -89,11 +89,12 @@ class Paper:
 
     def attention(self) -> None:
         """Table 1, Figures 4, 5, 13, 17b, 20: what attention looks like."""
-        config = PerplexityConfig(self.size.context, max(1, self.size.windows // 8))
+        context = self.size.context
+        config = PerplexityConfig(context, max(1, self.size.windows // 8), decode_from=context // 8)
         run_analysis(self.subject, self.book, self.name, config, self.out, self.say)
 
     def grid_of_policies(self) -> None:
-        """Figures 12 and 19a: perplexity by attended share, and along the text."""
+        """Figures 12 and 19a: perplexity by attended share, and along the text; full with rounded KV beside it."""
         config = PerplexityConfig(self.size.context, self.size.windows)
         run_perplexity(
             self.subject, self.book, self.name, grid(POLICIES, self.size.budgets, WINDOW), config, self.out, self.say
@@ -129,7 +130,8 @@ class Paper:
         shared = about(self.subject, self.book, self.name, config) | {"pool_bytes": limit}
         Report("perplexity_with_a_bounded_pool", title, shared, COLUMNS, rows, NOTES).write(self.out)
         kinds = ("single", "several queries")
-        needles = RetrievalConfig((self.size.length,), self.size.passages, kinds, prefilled=0.7)
+        passages = max(1, self.size.passages // 2)
+        needles = RetrievalConfig((self.size.length,), passages, kinds, prefilled=0.6)
         variants, _ = self._bounded(self.size.length)
         out = self.out / "needles_with_a_bounded_pool"
         run_retrieval(self.subject, self.book, self.name, variants, needles, out, self.say)

@@ -194,7 +194,7 @@ def run_perplexity(
 ) -> Report:
     """`measure_all` on `text` (called `name` in the tables), written as perplexity.json, .csv, .md and two pictures."""
     rows = measure_all(subject, text, variants, config, out, say)
-    title = f"Perplexity of {subject.loaded.name} on {name}"
+    title = f"Perplexity of {subject.name} on {name}"
     report = Report("perplexity", title, about(subject, text, name, config), COLUMNS, rows, NOTES)
     report.write(out)
     draw(report, out / "perplexity_by_attended_share.png")

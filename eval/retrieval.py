@@ -143,7 +143,7 @@ def run_retrieval(
             rows.append(row | against(row, base))
             say(f"{length} tokens, {variant.label}: {row['right']:.1%} of {row['asked']} right")
     about = {**subject.identity, "book": name, "book_digest": shared["book"], "path": subject.path, **asdict(config)}
-    report = Report("retrieval", f"Needles found by {subject.loaded.name} in {name}", about, columns(rows), rows, NOTES)
+    report = Report("retrieval", f"Needles found by {subject.name} in {name}", about, columns(rows), rows, NOTES)
     report.write(out)
     draw(report, config.kinds, out)
     return report

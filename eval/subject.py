@@ -128,6 +128,11 @@ class Subject:
         return load_model(self.model, device=self._device, dtype=self._dtype)
 
     @property
+    def name(self) -> str:
+        """The model's name without the folders in front of it; its fingerprint says which it is."""
+        return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
     def geometry(self) -> ModelGeometry:
         """Shapes."""
         return self.loaded.adapter.geometry
@@ -137,7 +142,7 @@ class Subject:
         """What every row says of the model."""
         adapter = self.loaded.adapter
         return {
-            "model": self.loaded.name,
+            "model": self.name,
             "fingerprint": self.loaded.fingerprint,
             "dtype": str(adapter.dtype).removeprefix("torch."),
             "device": str(adapter.device),

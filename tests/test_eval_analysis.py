@@ -75,7 +75,7 @@ def test_block_similarities_are_those_of_transformers() -> None:
 
 def test_skew_none_is_no_skew() -> None:
     subject = Subject("reference")
-    chosen = {"columns": "prompt", "partial_ratio": 1.0, "budget": 0.2, "recent": 8}
+    chosen = {"scorer": "partial", "columns": "prompt", "partial_ratio": 1.0, "budget": 0.2, "recent": 8}
     tokens = tuple(subject.loaded.tokenizer(BOOK[:2000])["input_ids"][:160])  # type: ignore[misc]
     from offload_rt.eval.subject import Text
 
