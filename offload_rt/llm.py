@@ -19,7 +19,7 @@ from .config import (
     from_mapping,
     parse_size,
 )
-from .core import ModelGeometry
+from .core import CHUNK, ModelGeometry
 from .errors import InputError
 from .models.registry import LoadedModel, load_model
 from .pool.pool import HostPool
@@ -27,6 +27,7 @@ from .runtime.engine import Engine
 from .runtime.generation import Completion, Event, Served
 from .runtime.metrics import Stats
 from .runtime.progress import Progress
+from .runtime.recording import Recorder, RunInfo, RunWriter
 from .runtime.runner import Runner
 from .runtime.scoring import Score, score
 from .runtime.sessions import Session, SessionStore
@@ -34,6 +35,7 @@ from .select.base import Policy
 from .select.registry import make_policy
 from .skewing.artifact import SkewArtifact
 from .skewing.calibrate import cached_artifact
+from .skewing.tuned import default_options, load_artifact
 from .transfer.cpu import CpuLink
 from .transfer.cuda import CudaLink
 from .transfer.lanes import InlineLane
@@ -54,11 +56,13 @@ class LLM:
     host_memory: hard limit on KV bytes in host memory, an int or "200GiB"; None takes half of what is free.
     eviction: "fifo", "lru" or "counter", or `EvictionOptions` as a mapping: what gives way when a sequence outgrows the
         pool. None makes it an error.
-    skew: path of a skew artifact; None calibrates once on the packaged text and caches by model fingerprint.
+    skew: path of a skew artifact, or of a folder that `offload-rt skew` or `tune` wrote: what `tune` chose are then the
+        policy's default options. None calibrates once on the packaged text and caches by model fingerprint.
     tokenizer: for a loaded model, or to replace a checkpoint's own. Without one, prompts are lists of token ids.
     kv_format: "auto" keeps rows of K and V in host memory as they are, "int8", "int4" and "int2" round them there:
         fewer bytes in the pool and on the link. Prefill is exact in any case; rounded prefixes are not shared.
     prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls.
+    missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
     progress: show progress bars on stderr for long work.
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError. Not thread-safe.
@@ -78,13 +82,21 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_format: KVFormatName = "auto",
         prefix_sharing: bool = True,
+        missed_mass_every: int = 16,
         progress: bool = False,
     ) -> None:
         limit = None if host_memory is None else parse_size(host_memory, "host_memory")
-        config = EngineConfig(host_memory=limit, eviction=_eviction(eviction), prefix_sharing=prefix_sharing)
+        config = EngineConfig(
+            host_memory=limit,
+            eviction=_eviction(eviction),
+            prefix_sharing=prefix_sharing,
+            missed_mass_every=missed_mass_every,
+        )
         loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
         self._progress = Progress(enabled=progress)
-        chosen = _policy(loaded, policy, policy_options or {}, skew)
+        place = None if skew is None else Path(skew)
+        self._options = default_options(place, policy, policy_options or {}, loaded.fingerprint)
+        chosen = _policy(loaded, policy, self._options, place)
         pin = loaded.adapter.device.type == "cuda"
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
         self._runner = Runner(loaded, chosen, pool, _link(loaded, pool), config)
@@ -116,20 +128,53 @@ class LLM:
         """What the latest `stream` has cost so far, also after it was interrupted; None before its prompt started."""
         return self._last.stats(self._runner) if self._last is not None else None
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
-        """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest.
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, record: str | Path | None = None
+    ) -> Iterator[Event]:
+        """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest. What every step
+        selects is written to the new folder `record` (see `runtime/recording.py`).
 
-        Raises InputError for an empty prompt or wrong ids and for several completions, ModelError for too many
-        positions, PoolFullError.
+        Raises InputError for an empty prompt or wrong ids, for several completions and for a folder that is not empty,
+        ModelError for too many positions, PoolFullError.
         """
         params = params or SamplingParams()
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
-        return self._stream(self.encode(prompt), params)
+        ids = self.encode(prompt)
+        return self._stream(ids, params) if record is None else self._recorded(ids, params, Path(record))
 
-    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Event]:
+    def _recorded(self, prompt: list[int], params: SamplingParams, folder: Path) -> Iterator[Event]:
+        tokens, writer = list(prompt), RunWriter(folder, self._run_info(prompt))
+        try:
+            for event in self._stream(prompt, params, writer):
+                tokens.append(event.token_id)
+                yield event
+        finally:
+            writer.close(tokens, self.tokenizer)
+
+    def _run_info(self, prompt: list[int]) -> RunInfo:
+        runner, geometry = self._runner, self.geometry
+        dense = runner.policy.dense_layers
+        return RunInfo(
+            model=self.name,
+            fingerprint=runner.model.fingerprint,
+            policy=runner.policy.name,
+            options=dict(self._options),
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            row_bytes=runner.pool.chunk_bytes // (CHUNK * geometry.layers * geometry.kv_heads),
+            selecting=tuple(layer for layer in range(geometry.layers) if layer not in dense),
+            sinks=runner.policy.sinks,
+            recent=runner.policy.recent,
+            prompt_tokens=len(prompt),
+            tokens=tuple(prompt),
+        )
+
+    def _stream(self, prompt: list[int], params: SamplingParams, recorder: Recorder | None = None) -> Iterator[Event]:
         with self._progress.prefill(self.geometry.layers) as on_prefill:
-            engine = Engine(self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers))
+            engine = Engine(
+                self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers), recorder=recorder
+            )
             self._last = generation = engine.add(prompt, params)
             try:
                 while not engine.idle:
@@ -231,10 +276,10 @@ def _eviction(eviction: str | Mapping[str, Any] | None) -> EvictionOptions | Non
     return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
 
 
-def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: str | Path | None) -> Policy:
+def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: Path | None) -> Policy:
     def artifact(method: SkewMethod) -> SkewArtifact:
         if skew is not None:
-            return SkewArtifact.load(Path(skew), loaded.fingerprint)
+            return load_artifact(skew, loaded.fingerprint)
         return cached_artifact(loaded, method)
 
     adapter = loaded.adapter

@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import SamplingParams
-from ..errors import InputError
+from ..config import SamplingParams, format_size
+from ..errors import ConfigError, InputError
 from .common import INTERRUPTED, add_command, check_writable, given, read_text, stderr_console
 from .policy_flags import add_device_flags, add_policy_flags, add_pool_flags, policy_options, pool_options
 
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     text = read_text(args.prompt_file)
     for file in (args.stats_json, args.plot):
         check_writable(file)
+    _check_recordable(args.record, args.policy)
     console = stderr_console(args.quiet)
 
     from ..llm import LLM
@@ -49,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
         **pool,
     )
     prompt = _prompt_ids(llm, text, args.prompt_tokens, params.max_new_tokens)
-    finished = _write_stream(llm, prompt, params, console)
+    finished = _write_stream(llm, prompt, params, args.record, console)
     _report(llm, args.stats_json, args.plot, console)
+    if args.record is not None:
+        console.print(f"wrote {args.record} ({_size(Path(args.record))}): 'offload-rt replay' reads it", markup=False)
     return 0 if finished else INTERRUPTED
 
 
@@ -83,6 +86,7 @@ def add(commands: Any) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
     output.add_argument("--plot", metavar="FILE.png", help="draw attended fraction and missed attention mass")
+    output.add_argument("--record", metavar="RUN", help="write what was selected to this new folder, for replay")
     output.add_argument("--quiet", action="store_true", help="nothing but the text")
 
 
@@ -102,11 +106,25 @@ def _prompt_ids(llm: LLM, text: str, wanted: int | None, max_new_tokens: int) ->
     return ids[:wanted]
 
 
-def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> bool:
+def _check_recordable(record: str | None, policy: str) -> None:
+    """Raises now rather than after the model is loaded."""
+    if record is None:
+        return
+    if policy == "full":
+        raise ConfigError("--record writes what a policy selected, and 'full' attends to everything: choose another")
+    if Path(record).exists() and (not Path(record).is_dir() or any(Path(record).iterdir())):
+        raise InputError(f"cannot record to {record!r}: it is there already; give a new folder")
+
+
+def _size(folder: Path) -> str:
+    return format_size(sum(file.stat().st_size for file in folder.iterdir()))
+
+
+def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, record: str | None, console: Console) -> bool:
     """Writes the new text to stdout as it comes; False where Ctrl-C ended it. What the prompt ends with goes before it,
     to stderr, once the prompt has been taken in."""
     tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
-    with closing(llm.stream(prompt, params)) as events:  # type: ignore[type-var]
+    with closing(llm.stream(prompt, params, record)) as events:  # type: ignore[type-var]
         try:
             for event in events:
                 if event.index == 0:

@@ -18,6 +18,7 @@ from ..select.base import Policy
 from ..transfer.link import Link, Ticket
 from ..transfer.plan import attended_tokens
 from .attention import attend, group_weights, scores_lse
+from .recording import Recorder
 from .segments import Segment, Sharing, attend_batch
 from .sequence import Sequence
 
@@ -43,13 +44,19 @@ class DecodeStep:
     """Computes the next token of each sequence of a batch: token `tokens[position]` of each goes in, logits come out.
     `slots.begin_step` must have made room for it; the caller commits it afterwards. Sequences never see each other:
     each gets what it would get alone, though what several have in common is fetched once for all, and in dense layers
-    read once. `batch` is in the order of its `sharing`."""
+    read once. `batch` is in the order of its `sharing`. A `recorder` is told what each layer selected."""
 
     def __init__(
-        self, batch: Seq[Sequence], adapter: ModelAdapter, policy: Policy, link: Link, sharing: Sharing
+        self,
+        batch: Seq[Sequence],
+        adapter: ModelAdapter,
+        policy: Policy,
+        link: Link,
+        sharing: Sharing,
+        recorder: Recorder | None = None,
     ) -> None:
         self.batch, self.adapter, self.policy, self.link = batch, adapter, policy, link
-        self.sharing = sharing
+        self.sharing, self.recorder = sharing, recorder
         self.geometry = adapter.geometry
         self.positions = torch.tensor([s.position + s.shift for s in batch], device=adapter.device)
         self._visible: dict[int | None, list[Visible]] = {}
@@ -171,6 +178,8 @@ class DecodeStep:
         if extra is not None:
             parts = parts + self._fetch_repair(layer, sequence, fetch.visible, extra)
             selected = torch.cat((selected, extra.tokens), dim=1)
+        if self.recorder is not None:
+            self.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selected))
         out, lse = attend(q, parts, scale)
         if self.policy.wants_weights:
             tokens = attended_tokens(fetch.visible, selected)

@@ -13,6 +13,7 @@ from ..core import Request
 from ..errors import PoolFullError
 from .beam import BeamGeneration
 from .generation import Event, Generation, Served
+from .recording import Recorder
 from .runner import Runner
 from .scheduler import Scheduler
 
@@ -20,7 +21,7 @@ from .scheduler import Scheduler
 class Engine:
     """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
     layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
-    `on_prefill(request, layers done)` is called after each."""
+    `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select."""
 
     def __init__(
         self,
@@ -28,8 +29,10 @@ class Engine:
         *,
         max_batch: int,
         on_prefill: Callable[[Served, int], None] = lambda served, layers: None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.runner = runner
+        self._recorder = recorder
         self.scheduler = Scheduler(runner, max_batch)
         self._on_prefill = on_prefill
         self._ids = itertools.count()
@@ -67,7 +70,7 @@ class Engine:
         if not running:
             return []
         widths = [len(served.sequences) for served in running]
-        logits = self.runner.decode([sequence for served in running for sequence in served.sequences])
+        logits = self.runner.decode([s for served in running for s in served.sequences], self._recorder)
         pairs = zip(running, logits.split(widths), strict=True)
         return [event for served, rows in pairs for event in self._accept(served, rows)]
 

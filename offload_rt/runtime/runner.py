@@ -20,6 +20,7 @@ from ..transfer.link import Link
 from .decode import DecodeStep
 from .metrics import Fractions, Stats, Trace, layer_means
 from .prefill import Prefill
+from .recording import Recorder
 from .segments import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from .sequence import Sequence, key_reader
 from .slots import AppendOnly, Overwriting, Slots
@@ -169,6 +170,12 @@ class Runner:
         self.link.close(sequence.lease)
         self.link.open(sequence.lease, self.policy.sinks, self.policy.recent)
 
+    def relearn(self, sequence: Sequence) -> None:
+        """Forgets what only this process knows of a sequence: resident rows and the policy's state come from the
+        pool's rows again, the latter with the next prefill."""
+        self.reload(sequence)
+        sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
+
     def _register(self, sequence: Sequence) -> Sequence:
         self.link.open(sequence.lease, self.policy.sinks, self.policy.recent)
         self._open[sequence.id] = sequence
@@ -242,14 +249,14 @@ class Runner:
         return prefill.logits
 
     @torch.inference_mode()
-    def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
+    def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
         began = time.perf_counter()
         for sequence in batch:
             sequence.slots.begin_step(sequence.lease, sequence.position)
         sharing = self.prefixes.of([sequence.lease for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
-        logits = sharing.restore(DecodeStep(ordered, self.adapter, self.policy, self.link, sharing).run())
+        logits = sharing.restore(DecodeStep(ordered, self.adapter, self.policy, self.link, sharing, recorder).run())
         for sequence in batch:
             sequence.position += 1
             self.pool.commit(sequence.lease, sequence.slots.context)

@@ -43,6 +43,10 @@ class Slots(Protocol):
         """Rows of `slots` int64 `[Hkv, n]` were selected in this step."""
         ...
 
+    def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Positions of the tokens in `slots` (any shape) of a layer, during this step."""
+        ...
+
     def fork(self) -> Slots:
         """An independent copy."""
         ...
@@ -71,6 +75,10 @@ class AppendOnly:
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
         """Nobody asks."""
+
+    def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """See `Slots.positions`."""
+        return slots
 
     def fork(self) -> AppendOnly:
         """See `Slots.fork`."""
@@ -120,6 +128,10 @@ class Overwriting:
     def selected(self, layer: int, slots: torch.Tensor) -> None:
         """See `Slots.selected`."""
         self._state.touch(layer, slots.to(self._state.position.device), self._known - 1)
+
+    def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """See `Slots.positions`."""
+        return self._state.position[layer][slots.to(self._state.position.device)]
 
     def fork(self) -> Overwriting:
         """See `Slots.fork`; a sequence that overwrites cannot be forked, for its chunks change in place."""

@@ -1,0 +1,72 @@
+"""The policy that `offload-rt tune` chose for a model, beside its skew artifact: a folder with `skew.safetensors` and
+`policy.json`, whose options are the defaults of whoever loads the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from ..errors import ArtifactError
+from .artifact import SkewArtifact
+
+ARTIFACT: Final = "skew.safetensors"
+POLICY: Final = "policy.json"
+VERSION: Final = 1
+
+_FORMAT: Final = "offload-rt policy"
+
+
+@dataclass(frozen=True)
+class TunedPolicy:
+    """policy, options: as `LLM` takes them. fingerprint: of the model. measured: what they were chosen by, for people
+    (contract, objective, text, missed mass, bytes)."""
+
+    policy: str
+    options: Mapping[str, Any]
+    fingerprint: str
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """What `policy.json` holds."""
+        return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, folder: Path, fingerprint: str) -> Self | None:
+        """The choice in `folder`; None where there is none. Raises ArtifactError where it is damaged, of another
+        version or of another model."""
+        path = folder / POLICY
+        if not path.is_file():
+            return None
+        again = "make it again with 'offload-rt tune'"
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            form, version = record.pop("format"), record.pop("version")
+            tuned = cls(**record)
+            options = dict(tuned.options)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"{path} is damaged ({error}); {again}") from error
+        if (form, version) != (_FORMAT, VERSION):
+            raise ArtifactError(f"{path} is {form!r} of version {version}, expected {_FORMAT!r} {VERSION}; {again}")
+        if tuned.fingerprint != fingerprint:
+            raise ArtifactError(
+                f"{path} was chosen for another model: its fingerprint is {tuned.fingerprint}, this model's is "
+                f"{fingerprint}; make one for this model with 'offload-rt tune'"
+            )
+        return cls(tuned.policy, options, tuned.fingerprint, tuned.measured)
+
+
+def default_options(skew: Path | None, policy: str, given: Mapping[str, Any], fingerprint: str) -> Mapping[str, Any]:
+    """The options `given`, on top of those chosen for this policy in the folder `skew`, if it is one. A preset that is
+    given replaces the choice altogether. Raises ArtifactError as `TunedPolicy.load`."""
+    if skew is None or not skew.is_dir() or "preset" in given:
+        return given
+    tuned = TunedPolicy.load(skew, fingerprint)
+    return given if tuned is None or tuned.policy != policy else {**tuned.options, **given}
+
+
+def load_artifact(skew: Path, fingerprint: str) -> SkewArtifact:
+    """The artifact in the file `skew`, or in the folder `skew`. Raises ArtifactError as `SkewArtifact.load`."""
+    return SkewArtifact.load(skew / ARTIFACT if skew.is_dir() else skew, fingerprint)
