@@ -1,6 +1,7 @@
 # Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
+#   make soak    the long ones: 200 kills while saving, every cell of the composition matrix
 #   make gpu     the tests that need a CUDA device
 #   make bench   the speed measurements, written to out/
 #   make paper   counterparts of the paper's tables and figures for the reference model, written to eval/results/
@@ -15,7 +16,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test gpu bench paper lint venv clean
+.PHONY: demo test soak gpu bench paper lint venv clean
 
 venv: $(READY)
 
@@ -33,6 +34,9 @@ demo: $(READY)
 # to `import kernels`, the name of another project's package.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+soak: $(READY)
+	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 $(BIN)/pytest tests/test_disk.py tests/test_composition.py
 
 gpu: $(READY)
 	$(BIN)/pytest -m gpu

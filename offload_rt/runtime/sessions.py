@@ -216,6 +216,9 @@ class Session:
             while True:
                 sequence = self._ready(len(history.tokens) + new_tokens)
                 try:
+                    if self._store.private:
+                        self._load_all()
+                        self._runner.relearn(sequence)  # with or without a restart: what the pool's rounded rows say
                     return sequence, self._prefill(sequence)
                 except DamagedChunkError as damage:
                     self._broken.add(damage.key)
@@ -279,8 +282,6 @@ class Session:
         sequence.tokens = list(history.tokens)
         sequence.trace = sequence.trace.restart(reused=sequence.position)
         sequence.trace.prompt_tokens = 0
-        if self._preload is None and self._store.private:
-            self._runner.reload(sequence)  # as after a restart: the pool's rounded rows, not the device's own
         return sequence
 
     def _restore(self, capacity: int) -> Sequence:
@@ -487,18 +488,21 @@ class Session:
                 self._begin_restoring()
             assert self._sequence is not None
             try:
-                for layer in range(self._store.disk.layers if self._preload is not None else 0):
-                    assert self._preload is not None
-                    self._preload.wait(layer)
+                self._load_all()
             except DamagedChunkError as damage:
                 self._broken.add(damage.key)
                 self._drop()
                 continue
-            if self._preload is not None:
-                self._end_preload()
-                self._runner.reload(self._sequence)
             self._store.saver.flush()
             return self._sequence
+
+    def _load_all(self) -> None:
+        """Waits for all layers of what is being loaded. Raises DamagedChunkError."""
+        if self._preload is not None and self._sequence is not None:
+            for layer in range(self._store.disk.layers):
+                self._preload.wait(layer)
+            self._end_preload()
+            self._runner.reload(self._sequence)
 
     def _rebuild(self, sequence: Sequence, kept: Seq[int], lease: Lease) -> Sequence:
         """A sequence with copies of the rows `kept`, in `lease`, takes the place of the session's."""
