@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    """Before anything imports Triton: its kernels then run in Python on CPU tensors."""
 
 torch.set_num_threads(1)
 """Tiny tensors gain nothing from threads, and threads that wait for each other on a busy machine cost minutes."""
@@ -25,6 +30,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device a test runs on; with `-m gpu` CUDA alone."""
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest) -> torch.device:
+    """Where Triton kernels run: on the CPU under the interpreter where there is no CUDA device, compiled where there
+    is one."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if request.param == "cuda":
+        return torch.device("cuda")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled on this machine")
+    return torch.device("cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)

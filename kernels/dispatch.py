@@ -1,0 +1,108 @@
+"""One function for each operation of the decode step: Triton for tensors on a CUDA device, torch elsewhere (and for
+float64, and where Triton is not installed). What each computes is defined, shapes and all, in `lists`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from . import lists
+from .lists import Scores
+
+
+def _compiled(tensor: torch.Tensor) -> bool:
+    """Whether an operation on `tensor` is Triton's."""
+    return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
+    """See `lists.gather_rows`. `rows` lies in device memory or in page-locked host memory, of any dtype; without Triton
+    the host is asked for the ids."""
+    module: Any = lists
+    if ids.is_cuda and find_spec("triton") is not None:
+        from . import triton_gather as module
+    module.gather_rows(rows, ids, counts, out)
+
+
+def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+    """See `lists.partial_scores`."""
+    module: Any = lists
+    if _compiled(q):
+        from . import triton_scores as module
+    found: Scores = module.partial_scores(q, keys, starts, stops)
+    return found
+
+
+def quantised_scores(
+    q: torch.Tensor,
+    packed: torch.Tensor,
+    mean: torch.Tensor,
+    step: torch.Tensor,
+    bits: int,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+) -> Scores:
+    """See `lists.quantised_scores`."""
+    module: Any = lists
+    if _compiled(q):
+        from . import triton_scores as module
+    found: Scores = module.quantised_scores(q, packed, mean, step, bits, starts, stops)
+    return found
+
+
+def select_tokens(
+    found: Scores, starts: torch.Tensor, stops: torch.Tensor, kv_heads: int, alpha: float, limits: torch.Tensor, cap: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lists.select_tokens`."""
+    module: Any = lists
+    if _compiled(found.scores):
+        from . import triton_select as module
+    chosen: tuple[torch.Tensor, torch.Tensor] = module.select_tokens(found, starts, stops, kv_heads, alpha, limits, cap)
+    return chosen
+
+
+def attend_counted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lists.attend_counted`."""
+    module: Any = lists
+    if _compiled(q):
+        from . import triton_attention as module
+    part: tuple[torch.Tensor, torch.Tensor] = module.attend_counted(q, k, v, counts, scale)
+    return part
+
+
+def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lists.merge_parts`."""
+    module: Any = lists
+    if _compiled(outs):
+        from . import triton_attention as module
+    whole: tuple[torch.Tensor, torch.Tensor] = module.merge_parts(outs, lses)
+    return whole
+
+
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    """See `lists.append_partial`."""
+    module: Any = lists
+    if _compiled(k):
+        from . import triton_append as module
+    module.append_partial(k, basis, keys, slots)
+
+
+def append_quantised(
+    k: torch.Tensor,
+    basis: torch.Tensor,
+    mean: torch.Tensor,
+    step: torch.Tensor,
+    bits: int,
+    packed: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """See `lists.append_quantised`."""
+    module: Any = lists
+    if _compiled(k):
+        from . import triton_append as module
+    module.append_quantised(k, basis, mean, step, bits, packed, slots)

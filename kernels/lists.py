@@ -1,0 +1,148 @@
+"""The decode step's operations over *lists*, in torch: the definitions that the Triton kernels are tested against.
+
+A list is one KV head of one sequence; P = B * Hkv lists, sequence-major. Lists of a batch differ in length: what counts
+is said by tensors that lie beside the data (`starts`, `stops`, `counts`, int32), so that shapes are static and nothing
+is asked of the host. Scores and LSE are float32 (float64 for float64), LSE is the natural logarithm, and a list without
+tokens has LSE -inf and output 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .selection import floor_share, pack, quantise, skew, top_tokens_reference, unpack
+from .selection import quantised_scores as packed_scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    """scores `[P, G, N]`, -inf outside each list's tokens; maximum and lse `[P, G]` over each head's tokens."""
+
+    scores: torch.Tensor
+    maximum: torch.Tensor
+    lse: torch.Tensor
+
+
+def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
+    """The first `counts[p]` rows of each list, from `rows` `[R, w]` by row ids int64 `[P, n]`, into out `[P, n, w]`;
+    what lies behind them stays as it was."""
+    for p, count in enumerate(counts.tolist()):
+        out[p, :count] = rows[ids[p, :count].to(rows.device)].to(out.device)
+
+
+def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+    """Skewed and scaled queries q `[P, G, r]` with keys `[P, r, N]` of any dtype; tokens [start, stop) of each list
+    count."""
+    return _within(torch.bmm(q, keys.to(q.dtype)), starts, stops)
+
+
+def quantised_scores(
+    q: torch.Tensor,
+    packed: torch.Tensor,
+    mean: torch.Tensor,
+    step: torch.Tensor,
+    bits: int,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+) -> Scores:
+    """As `partial_scores` with packed keys int8 `[P, m, d]` (`selection.pack`), N = m * 8 / bits; mean and step
+    `[Hkv, d]`, the same for every sequence."""
+    sequences = len(q) // len(mean)
+    scores = packed_scores(q, packed, mean.repeat(sequences, 1), step.repeat(sequences, 1), bits)
+    return _within(scores, starts, stops)
+
+
+def _within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+    token = torch.arange(scores.shape[2], device=scores.device)
+    outside = (token < starts[:, None]) | (token >= stops[:, None])
+    scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
+    return Scores(scores, scores.amax(-1), torch.logsumexp(scores, -1))
+
+
+def select_tokens(
+    found: Scores, starts: torch.Tensor, stops: torch.Tensor, kv_heads: int, alpha: float, limits: torch.Tensor, cap: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`selection.select_tokens` of every sequence of a batch, under a static cap: token indices int64 `[P, cap]`,
+    rising, and counts int32 `[P]`, how many of each row are meant; the rest of a row is 0.
+
+    limits: int32 `[B]`, the most tokens of each sequence (`selection_limit`). Counts are those of
+    `selection.token_count`, at most `cap`.
+    """
+    lists, group, _ = found.scores.shape
+    tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)
+    counts = torch.zeros(lists, dtype=torch.int32, device=found.scores.device)
+    for b, limit in enumerate(limits.tolist()):
+        own = slice(b * kv_heads, (b + 1) * kv_heads)
+        start, stop = int(starts[own.start]), int(stops[own.start])
+        if start >= stop or limit == 0:
+            continue
+        scores = found.scores[own, :, start:stop]
+        passing = scores >= found.maximum[own].unsqueeze(-1) - alpha
+        n = min(max(1, min(-(-int(passing.sum()) // (kv_heads * group)), limit)), cap)
+        passed = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
+        values = scores[:, 0] if group == 1 else (scores - found.lse[own].unsqueeze(-1)).amax(1)
+        chosen = passed[top_tokens_reference(values[:, passed], n)] + start
+        tokens[own, :n] = chosen.sort(1).values
+        counts[own] = n
+    return tokens, counts
+
+
+def selection_limit(candidates: int, max_fraction: float) -> int:
+    """The most tokens a sequence may select of its `candidates`: floor of the share, but 1 where there is one."""
+    return max(min(1, candidates), floor_share(max_fraction, candidates))
+
+
+def attend_counted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention of q `[P, G, d]` over the first `counts[p]` rows of k, v `[P, n, d]`: out `[P, G, d]` and lse
+    `[P, G]`, float32 (float64 for float64)."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    hidden = torch.arange(k.shape[1], device=k.device) >= counts[:, None]
+    scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
+    scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - _finite(lse).unsqueeze(-1)).exp()
+    return torch.bmm(weights, v.to(wide).masked_fill(hidden.unsqueeze(2), 0)), lse
+
+
+def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.merge_lse` of outs `[S, R, d]` and lses `[S, R]`, where parts, and whole rows, may be empty."""
+    lse = torch.logsumexp(lses, 0)
+    shares = (lses - _finite(lse)).exp()
+    outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0)
+    return (outs * shares.unsqueeze(-1)).sum(0), lse
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """-inf, of a list without tokens, as the lowest finite number: exp(-inf - it) is 0."""
+    return lse.clamp_min(torch.finfo(lse.dtype).min)
+
+
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    """The key k `[P, d]` of each list's newest token, skewed by basis `[Hkv, d, r]`, becomes column `slots[p]` of keys
+    `[P, r, N]`. slots: int64 `[P]`."""
+    skewed = skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)
+    keys[torch.arange(len(k), device=k.device), :, slots] = skewed.to(keys.dtype)
+
+
+def append_quantised(
+    k: torch.Tensor,
+    basis: torch.Tensor,
+    mean: torch.Tensor,
+    step: torch.Tensor,
+    bits: int,
+    packed: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """As `append_partial`, quantised by mean and step `[Hkv, r]` into packed `[P, m, r]`; the other tokens of its
+    bytes keep their codes."""
+    skewed = skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis)
+    codes = quantise(skewed, mean, step, bits).transpose(0, 1).flatten(0, 1)
+    lists, fields = torch.arange(len(k), device=k.device), 8 // bits
+    there = unpack(packed[lists, slots // fields].unsqueeze(1), bits)
+    there[lists, slots % fields] = codes
+    packed[lists, slots // fields] = pack(there, bits).squeeze(1)

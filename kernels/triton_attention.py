@@ -1,0 +1,121 @@
+"""Sparse decode attention with grouped queries in Triton, and the merge of parts by their log-sum-exp.
+
+Bytes: each counted row of K and V is read once for all G query heads of its group; rows behind a count are not read.
+Every list is cut into pieces so that a batch of one fills the device, and the pieces are merged. Products of half
+precision rows are exact in float32; the softmax weights are rounded to the rows' dtype before the second product (not
+under the interpreter, whose half-precision products are wrong), which bounds the error of the output by
+2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list, beside float32 rounding. Definitions:
+`lists.attend_counted`, `lists.merge_parts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 64
+"""Rows of one step."""
+
+_PIECE = 256
+"""Rows of a program."""
+
+_PARTS = 16
+"""Parts that the merge reads at once."""
+
+
+@triton.jit
+def _attend(
+    q: Any, k: Any, v: Any, counts: Any, outs: Any, lses: Any, scale: Any,
+    lists: Any, k_list: Any, k_row: Any, v_list: Any, v_row: Any,
+    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, s): rows [s * PIECE, ...) of list p, softmax on the fly. Writes part s: out `[G, d]` (nothing where
+    it has no rows) and lse."""
+    p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column = tl.arange(0, GROUP), tl.arange(0, D)
+    stop = tl.minimum(tl.load(counts + p), (piece + 1) * PIECE)
+    known = (head < G)[:, None] & (column < d)[None, :]
+    query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=known, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    peak = tl.full((GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    acc = tl.zeros((GROUP, D), tl.float32)
+    for first in range(piece * PIECE, stop, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        mask = (row < stop)[:, None] & (column < d)[None, :]
+        keys = tl.load(k + p * k_list + row.to(tl.int64)[:, None] * k_row + column[None, :], mask=mask, other=0.0)
+        values = tl.load(v + p * v_list + row.to(tl.int64)[:, None] * v_row + column[None, :], mask=mask, other=0.0)
+        if WIDEN:
+            keys, values = keys.to(tl.float32), values.to(tl.float32)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where((row < stop)[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        kept = tl.exp(peak - higher)
+        total = total * kept + tl.sum(weights, 1)
+        acc = acc * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        peak = higher
+    at = (piece * lists + p) * G + head
+    lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
+    tl.store(lses + at, lse, mask=head < G)
+    if stop > piece * PIECE:
+        tl.store(outs + at[:, None] * d + column[None, :], acc / total[:, None], mask=known)
+
+
+@triton.jit
+def _merge(
+    outs: Any, lses: Any, out: Any, lse: Any, parts: Any, rows: Any,
+    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program r: row r of all parts."""
+    r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
+    every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
+    peak = tl.max(every, 0)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    whole = tl.sum(tl.exp(every - safe), 0)
+    acc = tl.zeros((D,), tl.float32)
+    for first in range(0, parts, PARTS):
+        at = (first + part) * rows + r
+        of_part = tl.load(lses + at, mask=first + part < parts, other=float("-inf"))
+        there = (of_part > float("-inf"))[:, None] & (column < d)[None, :]
+        piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
+        acc += tl.sum(piece * tl.exp(of_part - safe)[:, None], 0)
+    some = tl.maximum(whole, 1e-30)  # at least 1 where any part has rows
+    tl.store(lse + r, tl.where(whole > 0.0, safe + tl.log(some), float("-inf")))
+    tl.store(out + r * d + column, acc / some, mask=column < d)
+
+
+def attend_counted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lists.attend_counted`; q, k and v of one dtype: float32, float16 or bfloat16."""
+    (lists, group, d), listed = q.shape, k.shape[1]
+    assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
+    assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1
+    pieces = max(1, triton.cdiv(listed, _PIECE))
+    outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
+    lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
+    _attend[(lists, pieces)](
+        q, k, v, counts, outs, lses, scale, lists, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=max(16, triton.next_power_of_2(group)),
+        BLOCK=_BLOCK, PIECE=_PIECE, WIDEN=not q.is_cuda or q.dtype == torch.float32,
+    )  # fmt: skip
+    out, lse = merge_parts(outs, lses)
+    return out.view(lists, group, d), lse.view(lists, group)
+
+
+def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lists.merge_parts`; float32."""
+    parts, rows, d = outs.shape
+    assert outs.dtype == lses.dtype == torch.float32 and outs.is_contiguous() and lses.is_contiguous()
+    out, lse = outs.new_empty(rows, d), lses.new_empty(rows)
+    _merge[(rows,)](
+        outs, lses, out, lse, parts, rows,
+        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, ALL=triton.next_power_of_2(parts),
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,54 @@
+"""Zero-copy row gather in Triton: the device reads pinned host rows by row ids and counts that never leave it.
+
+Bytes: each counted row crosses the link once and is written to device memory once; 8 bytes of id a row are read. Rows
+move as integer words, so any format of any width is one kernel (quantised rows have odd widths). Definition:
+`lists.gather_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK_ROWS = 8
+"""Rows of a program: with 256-byte rows 2 KiB are asked for before the first use; many programs keep the link busy."""
+
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@triton.jit
+def _gather(
+    rows: Any, ids: Any, counts: Any, out: Any, listed: Any,
+    WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i): rows [i * BLOCK, ...) of list p. WORDS, words of a row, is constant so that the alignment of a
+    row's address is known to the compiler and loads are 16 bytes wide where the row allows it."""
+    p = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wanted = at < tl.load(counts + p)
+    row = tl.load(ids + p * listed + at, mask=wanted, other=0)
+    columns = tl.arange(0, COLS)
+    mask = wanted[:, None] & (columns < WORDS)[None, :]
+    words = tl.load(rows + row[:, None] * WORDS + columns[None, :], mask=mask, other=0)
+    tl.store(out + (p * listed + at)[:, None] * WORDS + columns[None, :], words, mask=mask)
+
+
+def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
+    """See `lists.gather_rows`. `rows` `[R, w]`, contiguous, lies in device memory or in host memory that CUDA has
+    page-locked; all else on the device."""
+    lists, listed = ids.shape
+    assert rows.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
+    assert out.shape == (lists, listed, rows.shape[1]) and out.dtype == rows.dtype and counts.shape == (lists,)
+    if ids.numel() == 0:
+        return
+    row_bytes = rows.shape[1] * rows.itemsize
+    size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)
+    words = row_bytes // size
+    grid = (lists, triton.cdiv(listed, _BLOCK_ROWS))
+    source, target = rows.view(_WORDS[size]), out.view(_WORDS[size])
+    _gather[grid](
+        source, ids, counts, target, listed, WORDS=words, COLS=triton.next_power_of_2(words), BLOCK=_BLOCK_ROWS
+    )

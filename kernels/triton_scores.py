@@ -1,0 +1,178 @@
+"""Scores of one query per head with compressed keys, in Triton, with each block's maximum and sum of exponentials.
+
+Bytes a token and KV head: r numbers (partial) or bits * d / 8 (packed) read, 4 * G written; the maxima that thresholds
+need and the sums that group scores need cost no second pass. Definitions: `lists.partial_scores`,
+`lists.quantised_scores`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .lists import Scores
+
+_BLOCK = 256
+"""Tokens of a program."""
+
+_COLUMNS = 32
+"""Columns of a step of the product."""
+
+
+@triton.jit
+def _rint(x: Any) -> Any:
+    """Round half to even for |x| < 2^22, as torch rounds: adding 1.5 * 2^23 leaves no bits behind the point."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _finish(
+    acc: Any, token: Any, start: Any, stop: Any, p: Any, block: Any, blocks: Any, tokens: Any,
+    scores: Any, maxima: Any, sums: Any, G: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Stores scores acc `[GROUP, n]` of `token` `[n]`, -inf outside [start, stop), and the block's maximum and sum of
+    exp(score - maximum) of each head (-inf and 0 where nothing is inside)."""
+    head = tl.arange(0, GROUP)
+    acc = tl.where(((token >= start) & (token < stop))[None, :], acc, float("-inf"))
+    line = (p * G + head) * tokens
+    tl.store(scores + line[:, None] + token[None, :], acc, mask=(head < G)[:, None] & (token < tokens)[None, :])
+    peak = tl.max(acc, 1)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    at = (p * G + head) * blocks + block
+    tl.store(maxima + at, peak, mask=head < G)
+    tl.store(sums + at, tl.sum(tl.exp(acc - safe[:, None]), 1), mask=head < G)
+
+
+@triton.jit
+def _partial(
+    q: Any, keys: Any, starts: Any, stops: Any, scores: Any, maxima: Any, sums: Any,
+    r: Any, tokens: Any, list_step: Any, column_step: Any, blocks: Any,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, b): tokens [b * BLOCK, ...) of list p. Blocks outside the range read no keys."""
+    p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, stop = tl.load(starts + p), tl.load(stops + p)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (token >= start) & (token < stop)
+    head, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
+    acc = tl.zeros((GROUP, BLOCK), tl.float32)
+    if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
+        for first in range(0, r, COLUMNS):
+            c = first + column
+            weight = tl.load(q + (p * G + head)[:, None] * r + c[None, :],
+                             mask=(head < G)[:, None] & (c < r)[None, :], other=0.0)  # fmt: skip
+            key = tl.load(keys + p * list_step + c.to(tl.int64)[:, None] * column_step + token[None, :],
+                          mask=(c < r)[:, None] & inside[None, :], other=0.0)  # fmt: skip
+            acc += tl.dot(weight.to(tl.float32), key.to(tl.float32), input_precision="ieee")
+    _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+
+
+@triton.jit
+def _field_sums(
+    weights: Any, raw: Any, total: Any, FIELD: tl.constexpr, BITS: tl.constexpr
+) -> Any:
+    """Sum over columns of weights int8 `[GROUP, D]` times field FIELD of the bytes raw int8 `[n, D]`: float32
+    `[GROUP, n]`, whole numbers below 2^24."""
+    if BITS == 8:
+        sums = tl.dot(weights, tl.trans(raw), out_dtype=tl.int32) + 128 * total[:, None]
+    else:
+        bits = raw.to(tl.uint8, bitcast=True) ^ 128
+        codes = ((bits >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.int8)
+        sums = tl.dot(weights, tl.trans(codes), out_dtype=tl.int32)
+    return sums.to(tl.float32)
+
+
+@triton.jit
+def _packed(
+    q: Any, keys: Any, mean: Any, step: Any, starts: Any, stops: Any, scores: Any, maxima: Any, sums: Any,
+    tokens: Any, list_step: Any, row_step: Any, blocks: Any, heads: Any,
+    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+) -> None:  # fmt: skip
+    """As `_partial`; the query is quantised as `selection.quantise_query` does, in every program anew: G * d numbers
+    against BLOCK * d * BITS / 8 bytes."""
+    p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, stop = tl.load(starts + p), tl.load(stops + p)
+    F: tl.constexpr = 8 // BITS
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    head, column = tl.arange(0, GROUP), tl.arange(0, D)
+    acc = tl.zeros((GROUP, BLOCK), tl.float32)
+    if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
+        of_head, known = (p % heads) * d + column, column < d
+        query = tl.load(q + (p * G + head)[:, None] * d + column[None, :],
+                        mask=(head < G)[:, None] & known[None, :], other=0.0)  # fmt: skip
+        weight = query * tl.load(step + of_head, mask=known, other=0.0)[None, :]
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(weight), 1), 1.1754943508222875e-38 * 127), 127.0)
+        codes = _rint(tl.div_rn(weight, scale[:, None] + tl.zeros_like(weight))).to(tl.int8)
+        total = tl.sum(codes.to(tl.int32), 1)
+        centre = tl.sum(query * tl.load(mean + of_head, mask=known, other=0.0)[None, :], 1)
+        row = block * (BLOCK // F) + tl.arange(0, BLOCK // F)
+        raw = tl.load(keys + p * list_step + row.to(tl.int64)[:, None] * row_step + column[None, :],
+                      mask=(row * F < stop)[:, None] & known[None, :], other=0)  # fmt: skip
+        if F == 1:
+            whole = _field_sums(codes, raw, total, 0, BITS)
+        elif F == 2:
+            whole = tl.interleave(_field_sums(codes, raw, total, 0, BITS), _field_sums(codes, raw, total, 1, BITS))
+        else:
+            even = tl.interleave(_field_sums(codes, raw, total, 0, BITS), _field_sums(codes, raw, total, 2, BITS))
+            odd = tl.interleave(_field_sums(codes, raw, total, 1, BITS), _field_sums(codes, raw, total, 3, BITS))
+            whole = tl.interleave(even, odd)
+        middle = ((1 << BITS) - 1) / 2
+        acc = whole * scale[:, None] + (centre - scale * total.to(tl.float32) * middle)[:, None]
+    _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+
+
+def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+    """See `lists.partial_scores`. Float32 whatever the keys' dtype."""
+    (lists, group, r), tokens = q.shape, keys.shape[2]
+    assert keys.shape[:2] == (lists, r) and keys.stride(2) == 1 and q.is_contiguous()
+    assert starts.shape == stops.shape == (lists,)
+    blocks = triton.cdiv(tokens, _BLOCK)
+    out, maxima, sums = _outputs(q, tokens, blocks)
+    _partial[(lists, blocks)](
+        q, keys, starts, stops, out, maxima, sums, r, tokens, keys.stride(0), keys.stride(1), blocks,
+        G=group, GROUP=_padded(group), BLOCK=_BLOCK, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return _gathered(out, maxima, sums)
+
+
+def quantised_scores(
+    q: torch.Tensor,
+    packed: torch.Tensor,
+    mean: torch.Tensor,
+    step: torch.Tensor,
+    bits: int,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+) -> Scores:
+    """See `lists.quantised_scores`."""
+    (lists, group, d), tokens = q.shape, packed.shape[1] * (8 // bits)
+    assert packed.shape[::2] == (lists, d) and packed.stride(2) == 1 and q.is_contiguous()
+    assert q.dtype == mean.dtype == step.dtype == torch.float32 and mean.shape == step.shape and lists % len(mean) == 0
+    assert mean.is_contiguous() and step.is_contiguous() and starts.shape == stops.shape == (lists,)
+    blocks = triton.cdiv(tokens, _BLOCK)
+    out, maxima, sums = _outputs(q, tokens, blocks)
+    _packed[(lists, blocks)](
+        q, packed, mean, step, starts, stops, out, maxima, sums, tokens, packed.stride(0), packed.stride(1), blocks,
+        len(mean), d=d, D=max(32, triton.next_power_of_2(d)), G=group, GROUP=_padded(group), BLOCK=_BLOCK, BITS=bits,
+    )  # fmt: skip
+    return _gathered(out, maxima, sums)
+
+
+def _padded(group: int) -> int:
+    """A product has at least 16 rows."""
+    return max(16, triton.next_power_of_2(group))
+
+
+def _outputs(q: torch.Tensor, tokens: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lists, group, _ = q.shape
+    out = torch.empty(lists, group, tokens, dtype=torch.float32, device=q.device)
+    return out, out.new_empty(lists, group, blocks), out.new_empty(lists, group, blocks)
+
+
+def _gathered(scores: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor) -> Scores:
+    """The blocks' maxima and sums as one maximum and log-sum-exp `[P, G]`."""
+    lse = torch.logsumexp(maxima + sums.log(), -1)
+    return Scores(scores, maxima.amax(-1), lse)

@@ -1,0 +1,175 @@
+"""Threshold, candidate filter and per-head top-n in Triton: token indices under a static cap, no host in between.
+
+Seven launches over `[P, N]`: one marks what passes and turns values into integers of the same order (int32 `[P, N]`, 4
+bytes a token, which stay in the L2 cache), four histograms of 256 bins fix the n-th largest value digit
+by digit, one counts, one writes. Nothing depends on the order in which programs run: only integers are added
+atomically. Definition: `lists.select_tokens`; given the same scores the result is the same, ties included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .lists import Scores
+
+_BLOCK = 1024
+"""Tokens of a program."""
+
+_ABSENT = tl.constexpr(-(1 << 31))
+"""Below the order of every float: a token that passed no head."""
+
+_DIGITS = 4
+
+
+@triton.jit
+def _ordered(x: Any) -> Any:
+    """float32 as int32 of the same order; -0 equals +0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _digit(order: Any, DIGIT: tl.constexpr) -> Any:
+    """The DIGIT-th byte of an order, the highest first, as of an unsigned number."""
+    return ((order ^ -2147483648) >> (24 - 8 * DIGIT)) & 255
+
+
+@triton.jit
+def _mark(
+    scores: Any, maxima: Any, lses: Any, starts: Any, stops: Any, passing: Any, orders: Any,
+    tokens: Any, kv_heads: Any, alpha: Any, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads. Adds how often a token passes a head to
+    `passing[b]`, and writes the orders of those that pass any head of the layer."""
+    b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
+    start, stop = tl.load(starts + b * kv_heads), tl.load(stops + b * kv_heads)
+    inside = (token >= start) & (token < stop)
+    real = (head < G)[:, None] & inside[None, :]
+    passes = tl.zeros((BLOCK,), tl.int32)
+    for h in range(0, kv_heads):
+        line = (b * kv_heads + h) * G + head
+        score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
+        least = tl.load(maxima + line, mask=head < G, other=float("inf")) - alpha
+        passes += tl.sum((real & (score >= least[:, None])).to(tl.int32), 0)
+    tl.atomic_add(passing + b, tl.sum(passes, 0))
+    for h in range(0, kv_heads):
+        line = (b * kv_heads + h) * G + head
+        score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
+        if G > 1:
+            score -= tl.load(lses + line, mask=head < G, other=0.0)[:, None]
+        order = tl.where(passes > 0, _ordered(tl.max(score, 0)), _ABSENT)
+        tl.store(orders + (b * kv_heads + h) * tokens + token, order, mask=token < tokens)
+
+
+@triton.jit
+def _count(passing: Any, limits: Any, b: Any, heads: Any, cap: Any) -> Any:
+    """n of sequence b, as `selection.token_count`, under `cap`."""
+    limit = tl.load(limits + b)
+    return tl.minimum(tl.minimum(tl.maximum((tl.load(passing + b) + heads - 1) // heads, 1), limit), cap)
+
+
+@triton.jit
+def _bound(histograms: Any, p: Any, lists: Any, rank: Any, KNOWN: tl.constexpr) -> Any:
+    """The first KNOWN digits of the rank-th largest order, and its rank among the orders that share them."""
+    prefix = rank * 0
+    for digit in tl.static_range(KNOWN):
+        bins = tl.load(histograms + (digit * lists + p) * 256 + 255 - tl.arange(0, 256))
+        above = tl.cumsum(bins, 0) < rank
+        prefix = (prefix << 8) | (255 - tl.sum(above.to(tl.int32), 0))
+        rank -= tl.sum(tl.where(above, bins, 0), 0)
+    return prefix, rank
+
+
+@triton.jit
+def _histogram(
+    orders: Any, passing: Any, limits: Any, histograms: Any, tokens: Any, kv_heads: Any, lists: Any, heads: Any,
+    cap: Any, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i) adds the digits of its orders whose higher digits are those of the bound."""
+    p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
+    counted = order != _ABSENT
+    if DIGIT > 0:
+        prefix, _ = _bound(histograms, p, lists, _count(passing, limits, p // kv_heads, heads, cap), DIGIT)
+        seen = (order ^ -2147483648) >> (32 - 8 * DIGIT)
+        counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
+    bins = tl.histogram(_digit(order, DIGIT), 256, mask=counted)
+    at = tl.arange(0, 256)
+    tl.atomic_add(histograms + (DIGIT * lists + p) * 256 + at, bins, mask=bins > 0)
+
+
+@triton.jit
+def _tally(
+    orders: Any, passing: Any, limits: Any, histograms: Any, above: Any, equal: Any, counts: Any,
+    tokens: Any, kv_heads: Any, lists: Any, heads: Any, cap: Any, blocks: Any, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i): how many of its orders lie above the bound, and how many equal it."""
+    p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    n = _count(passing, limits, p // kv_heads, heads, cap)
+    prefix, _ = _bound(histograms, p, lists, n, 4)
+    order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
+    bound = prefix ^ -2147483648
+    tl.store(above + p * blocks + block, tl.sum(((order > bound) & (n > 0)).to(tl.int32), 0))
+    tl.store(equal + p * blocks + block, tl.sum(((order == bound) & (n > 0)).to(tl.int32), 0))
+    if block == 0:
+        tl.store(counts + p, n)
+
+
+@triton.jit
+def _write(
+    orders: Any, passing: Any, limits: Any, histograms: Any, above: Any, equal: Any, out: Any,
+    tokens: Any, kv_heads: Any, lists: Any, heads: Any, cap: Any, blocks: Any,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i) writes its tokens, rising, behind those of the blocks before it; of the orders that equal the
+    bound the first ones."""
+    p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    n = _count(passing, limits, p // kv_heads, heads, cap)
+    prefix, ties = _bound(histograms, p, lists, n, 4)
+    bound = prefix ^ -2147483648
+    greater = tl.sum(tl.load(above + p * blocks + other, mask=other < block, other=0), 0)
+    tied = tl.sum(tl.load(equal + p * blocks + other, mask=other < block, other=0), 0)
+    order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
+    same = ((order == bound) & (token < tokens)).to(tl.int32)
+    taken = (order > bound) | ((same > 0) & (tied + tl.cumsum(same, 0) <= ties))
+    one = (taken & (n > 0)).to(tl.int32)
+    place = greater + tl.minimum(tied, ties) + tl.cumsum(one, 0) - 1
+    tl.store(out + p * cap + place, token.to(tl.int64), mask=(one > 0) & (place < cap))
+
+
+def select_tokens(
+    found: Scores, starts: torch.Tensor, stops: torch.Tensor, kv_heads: int, alpha: float, limits: torch.Tensor, cap: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lists.select_tokens`."""
+    (lists, group, tokens), device = found.scores.shape, found.scores.device
+    assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and cap >= 1
+    assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()
+    blocks, sequences = triton.cdiv(tokens, _BLOCK), len(limits)
+    orders = torch.empty(lists, tokens, dtype=torch.int32, device=device)
+    counted = torch.zeros(sequences + _DIGITS * lists * 256, dtype=torch.int32, device=device)
+    passing, histograms = counted[:sequences], counted[sequences:]
+    _mark[(sequences, blocks)](
+        found.scores, found.maximum, found.lse, starts, stops, passing, orders, tokens, kv_heads, float(alpha),
+        G=group, GROUP=triton.next_power_of_2(group), BLOCK=_BLOCK,
+    )  # fmt: skip
+    shape = (tokens, kv_heads, lists, kv_heads * group, cap)
+    for digit in range(_DIGITS):
+        _histogram[(lists, blocks)](orders, passing, limits, histograms, *shape, DIGIT=digit, BLOCK=_BLOCK)
+    tallies = torch.empty(2, lists, blocks, dtype=torch.int32, device=device)
+    counts = torch.empty(lists, dtype=torch.int32, device=device)
+    _tally[(lists, blocks)](
+        orders, passing, limits, histograms, tallies[0], tallies[1], counts, *shape, blocks, BLOCK=_BLOCK
+    )
+    out = torch.zeros(lists, cap, dtype=torch.int64, device=device)
+    _write[(lists, blocks)](
+        orders, passing, limits, histograms, tallies[0], tallies[1], out, *shape, blocks,
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=_BLOCK,
+    )  # fmt: skip
+    return out, counts

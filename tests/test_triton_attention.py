@@ -1,0 +1,77 @@
+"""Sparse decode attention and the LSE merge against float64, over every head dimension, group and ragged counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from offload_rt.kernels import lists
+
+ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
+"""Relative rounding of a softmax weight to the rows' dtype: the share of the largest |v| an output may be off by."""
+
+SHAPES = [(64, 1), (80, 4), (96, 3), (128, 16), (128, 8), (256, 2)]
+
+
+def inputs(
+    device: torch.device, d: int, group: int, dtype: torch.dtype, counts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q `[P, G, d]`, k and v `[P, n, d]` (views of a wider buffer), counts; NaN behind every count."""
+    listed = max(counts) + 3
+    q = torch.randn(len(counts), group, d, device=device).to(dtype)
+    kv = torch.randn(2, len(counts), listed + 1, d, device=device).to(dtype)[:, :, :listed]
+    for p, count in enumerate(counts):
+        kv[:, p, count:] = math.nan
+    return q, kv[0], kv[1], torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("d", "group"), SHAPES)
+def test_attention_is_float64s(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:
+    from offload_rt.kernels.triton_attention import attend_counted
+
+    torch.manual_seed(d + group)
+    cuda = kernel_device.type == "cuda"
+    q, k, v, counts = inputs(kernel_device, d, group, dtype, [6554, 0, 1, 300, 256] * 4 if cuda else [270, 0, 1, 64])
+    out, lse = attend_counted(q, k, v, counts, d**-0.5)
+    want, want_lse = lists.attend_counted(q.double(), k.double(), v.double(), counts, d**-0.5)
+    largest = v.double().nan_to_num(0.0).abs().amax((1, 2)).view(-1, 1, 1)
+    rounding = ROUNDING[dtype] if cuda else 0.0  # the interpreter multiplies in float32
+    assert ((out - want).abs() <= (rounding + 4e-6) * largest).all()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
+
+
+def test_resident_and_fetched_rows_merge_to_the_whole(kernel_device: torch.device) -> None:
+    from offload_rt.kernels.triton_attention import attend_counted, merge_parts
+
+    torch.manual_seed(1)
+    q, k, v, counts = inputs(kernel_device, 64, 4, torch.float32, [90, 1, 40])
+    resident = counts.clamp_max(16)
+    parts = [
+        attend_counted(q, k[:, :16], v[:, :16], resident, 0.125),
+        attend_counted(q, k[:, 16:], v[:, 16:], counts - resident, 0.125),
+    ]
+    out, lse = merge_parts(
+        torch.stack([o.flatten(0, 1) for o, _ in parts]), torch.stack([s.flatten() for _, s in parts])
+    )
+    want, want_lse = lists.attend_counted(q.double(), k.double(), v.double(), counts, 0.125)
+    torch.testing.assert_close(out.view_as(want).double(), want, rtol=0, atol=4e-6)
+    torch.testing.assert_close(lse.view_as(want_lse).double(), want_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 5, 33])
+def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
+    from offload_rt.kernels.triton_attention import merge_parts
+
+    torch.manual_seed(parts)
+    outs, lses = torch.randn(parts, 7, 80, device=kernel_device), torch.randn(parts, 7, device=kernel_device) * 40
+    lses[0, 2], lses[:, 3] = -math.inf, -math.inf
+    outs[0, 2], outs[:, 3] = math.nan, math.nan  # parts without rows hold whatever was there
+    out, lse = merge_parts(outs, lses)
+    want, want_lse = lists.merge_parts(outs.double(), lses.double())
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+    assert (out[3] == 0).all() and (lse[3] == -math.inf).all()

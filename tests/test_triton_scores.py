@@ -1,0 +1,127 @@
+"""Scores with compressed keys, their maxima and sums, and the newest key's entry, against float64 and the codes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from offload_rt.kernels import lists
+from offload_rt.kernels.selection import GAUSSIAN_STEP, dequantise, pack, quantise, quantise_query, unpack
+
+PARTIAL = [(38, 4, torch.float16), (19, 1, torch.float32), (38, 16, torch.bfloat16), (76, 3, torch.bfloat16)]
+PACKED = [(64, 1, 4), (80, 4, 2), (96, 3, 8), (128, 16, 4), (256, 2, 8), (19, 8, 8), (128, 4, 2)]
+HEADS = 2
+
+
+def ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """starts, stops `[P]` of ragged lists (two sequences of two heads; one without tokens) and the tokens stored."""
+    stored = 131_072 if device.type == "cuda" else 520
+    stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
+    return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
+
+
+def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor) -> None:
+    """Every score within `tolerance` `[P, G, 1]`; maximum and LSE are those of the scores themselves."""
+    finite = want.scores.isfinite()
+    assert torch.equal(got.scores.isfinite(), finite)
+    error = torch.where(finite, got.scores.double() - want.scores, 0).abs()
+    assert (error <= tolerance).all(), f"{float((error / tolerance).max())} times the bound"
+    assert torch.equal(got.maximum, got.scores.amax(-1))
+    torch.testing.assert_close(got.lse.double(), torch.logsumexp(got.scores.double(), -1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("r", "group", "dtype"), PARTIAL)
+def test_partial_scores_are_float64s(kernel_device: torch.device, r: int, group: int, dtype: torch.dtype) -> None:
+    from offload_rt.kernels.triton_scores import partial_scores
+
+    torch.manual_seed(r)
+    starts, stops, stored = ranges(kernel_device)
+    q = torch.randn(4, group, r, device=kernel_device)
+    keys = torch.randn(4, r, stored + 9, device=kernel_device).to(dtype)[:, :, :stored]
+    keys[:, :, stored - 13 :] = math.nan  # reserved, never written
+    got = partial_scores(q, keys, starts, stops)
+    want = lists.partial_scores(q.double(), keys, starts, stops)
+    # r products and sums, each rounded to 2^-24 of the sum of |q k|, itself at most |q|_1 * max |k|
+    bound = r * 2.0**-24 * q.double().abs().sum(-1, keepdim=True) * keys[:, :, : stored - 13].double().abs().max()
+    check_scores(got, want, bound)
+
+
+@pytest.mark.parametrize(("d", "group", "bits"), PACKED)
+def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, bits: int) -> None:
+    from offload_rt.kernels.triton_scores import quantised_scores
+
+    torch.manual_seed(d + bits)
+    starts, stops, stored = ranges(kernel_device)
+    mean = torch.randn(HEADS, d, device=kernel_device)
+    step = torch.rand(HEADS, d, device=kernel_device) + 0.01
+    codes = torch.randint(0, 1 << bits, (4, stored, d), dtype=torch.uint8, device=kernel_device)
+    packed, q = pack(codes, bits), torch.randn(4, group, d, device=kernel_device)
+    got = quantised_scores(q, packed, mean, step, bits, starts, stops)
+    # the definition in float64, from the int8 query that float32 gives: what is left is the rounding of the last steps
+    weights, scale = quantise_query(q * step.repeat(2, 1).unsqueeze(1))
+    centred = codes.double() - ((1 << bits) - 1) / 2
+    exact = weights.double() @ centred.transpose(1, 2) * scale.double()
+    exact += q.double() @ mean.double().repeat(2, 1).unsqueeze(2)
+    want = lists._within(exact, starts, stops)
+    wide = q.double().abs() * (mean.double().abs() + step.double() * (1 << bits)).repeat(2, 1).unsqueeze(1)
+    check_scores(got, want, d * 2.0**-24 * wide.sum(-1, keepdim=True))
+
+
+def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.device) -> None:
+    """All sums are whole numbers, so the two differ by the rounding of two operations and of q * mean."""
+    from offload_rt.kernels.triton_scores import quantised_scores
+
+    torch.manual_seed(3)
+    starts, stops, stored = ranges(kernel_device)
+    mean, step = torch.zeros(HEADS, 64, device=kernel_device), torch.rand(HEADS, 64, device=kernel_device)
+    packed = torch.randint(-128, 128, (4, stored // 2, 64), dtype=torch.int8, device=kernel_device)
+    q = torch.randn(4, 5, 64, device=kernel_device)
+    got = quantised_scores(q, packed, mean, step, 4, starts, stops)
+    want = lists.quantised_scores(q, packed, mean, step, 4, starts, stops)
+    torch.testing.assert_close(got.scores, want.scores, rtol=3e-7, atol=3e-6)
+
+
+@pytest.mark.parametrize(("d", "r", "dtype"), [(64, 19, torch.float32), (80, 24, torch.float16), (256, 76, torch.bfloat16)])
+def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: int, dtype: torch.dtype) -> None:
+    from offload_rt.kernels.triton_append import append_partial
+
+    torch.manual_seed(d)
+    k = torch.randn(4, d, device=kernel_device).to(dtype)
+    basis = torch.linalg.qr(torch.randn(HEADS, d, d, device=kernel_device)).Q[:, :, :r].contiguous()
+    keys = torch.randn(4, r, 33, device=kernel_device).to(dtype)
+    slots, want = torch.tensor([0, 32, 7, 7], device=kernel_device), keys.double()
+    append_partial(k, basis, keys, slots)
+    lists.append_partial(k.double(), basis.double(), want, slots)
+    half_unit = torch.finfo(dtype).eps / 2
+    bound = half_unit * want.abs() + d * 2.0**-24 * k.double().abs().max()
+    assert ((keys.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(("d", "r", "dtype"), [(64, 64, torch.float32), (96, 28, torch.bfloat16), (128, 128, torch.float16)])
+def test_a_new_code_is_the_quantised_key(
+    kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int
+) -> None:
+    """Within half a step of the true number (inside the levels), and every other token keeps its code."""
+    from offload_rt.kernels.triton_append import append_quantised
+
+    torch.manual_seed(d + bits)
+    k = torch.randn(4, d, device=kernel_device).to(dtype)
+    basis = torch.linalg.qr(torch.randn(HEADS, d, d, device=kernel_device)).Q[:, :, :r].contiguous()
+    mean = torch.randn(HEADS, r, device=kernel_device) * 0.1
+    step = torch.full((HEADS, r), GAUSSIAN_STEP[bits], device=kernel_device)
+    packed = torch.randint(-128, 128, (4, 9, r), dtype=torch.int8, device=kernel_device)
+    slots, before = torch.tensor([0, 8, 3, 5], device=kernel_device), unpack(packed, bits)
+    append_quantised(k, basis, mean, step, bits, packed, slots)
+    after = unpack(packed, bits)
+    skewed = torch.einsum("bhd,hdr->hbr", k.double().view(2, HEADS, d), basis.double())
+    want = quantise(skewed, mean.double(), step.double(), bits)
+    which = torch.arange(4, device=kernel_device)
+    got = after[which, slots].view(2, HEADS, r).transpose(0, 1)
+    reach = step.double().unsqueeze(1) / 2 + d * 2.0**-22
+    near = (dequantise(got, mean.double(), step.double(), bits) - skewed).abs() <= reach
+    assert (near | (got == want)).all() and (got == want).float().mean() > 0.999
+    after[which, slots] = before[which, slots]
+    assert torch.equal(after, before)

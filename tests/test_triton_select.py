@@ -1,0 +1,106 @@
+"""Selection under a static cap: the same tokens as the definition for any scores, ties included, and no host sync."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from select_models import as_sets
+
+from offload_rt.kernels import lists
+from offload_rt.kernels.selection import floor_share, select_tokens_reference
+
+KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny"]
+
+
+def scores_of(kind: str, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """Scores `[P, G, N]`."""
+    scores = torch.randn(shape, device=device) * 4
+    if kind == "ties":
+        return (scores / 3).round()
+    if kind == "equal":
+        return torch.zeros_like(scores)
+    if kind == "minus infinity":
+        return scores.masked_fill(torch.rand(shape, device=device) < 0.5, -math.inf)
+    if kind == "signed zeros":
+        return torch.where(torch.rand(shape, device=device) < 0.5, 0.0, -0.0)
+    return scores * 1e-40 if kind == "tiny" else scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "group", "alpha", "share"),
+    [(kind, 1, 3, 4.0, 0.2) for kind in KINDS]
+    + [("continuous", 1, 1, math.inf, 0.3), ("ties", 1, 1, math.inf, 1.0), ("ties", 3, 1, 4.0, 0.2)]
+    + [("continuous", 2, 16, 4.0, 1.0), ("equal", 2, 2, 0.0, 0.1), ("continuous", 3, 1, 0.0, 0.2)],
+)
+def test_the_same_tokens_as_the_definition(
+    kernel_device: torch.device, kind: str, heads: int, group: int, alpha: float, share: float
+) -> None:
+    from offload_rt.kernels.triton_select import select_tokens
+
+    torch.manual_seed(group)
+    tokens, first = (131_072, 64) if kernel_device.type == "cuda" else (1100, 9)
+    stop = [tokens - 5, tokens // 2, first, first + 1]  # a batch: long, short, without candidates, with one
+    starts = torch.full((4 * heads,), first, dtype=torch.int32, device=kernel_device)
+    stops = torch.tensor(stop, dtype=torch.int32, device=kernel_device).repeat_interleave(heads)
+    found = lists._within(scores_of(kind, (4 * heads, group, tokens), kernel_device), starts, stops)
+    limits = [lists.selection_limit(s - first, share) for s in stop]
+    limit = torch.tensor(limits, dtype=torch.int32, device=kernel_device)
+    chosen, counts = select_tokens(found, starts, stops, heads, alpha, limit, tokens)
+    want, want_counts = lists.select_tokens(found, starts, stops, heads, alpha, limit, tokens)
+    assert torch.equal(counts, want_counts) and torch.equal(chosen, want)
+    assert want_counts.view(4, heads)[2:].tolist() == [[0] * heads, [1] * heads]
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_definition_is_infinigens(group: int) -> None:
+    """`lists.select_tokens` of one sequence is `selection.select_tokens_reference` of its candidates."""
+    torch.manual_seed(group)
+    starts, stops = torch.full((3,), 8), torch.full((3,), 500)
+    found = lists._within(torch.randn(3, group, 512) * 3, starts, stops)
+    limit = torch.tensor([lists.selection_limit(492, 0.2)])
+    chosen, counts = lists.select_tokens(found, starts, stops, 3, 4.0, limit, 512)
+    want = select_tokens_reference(found.scores[:, :, 8:500], 4.0, 0.2) + 8
+    assert as_sets(chosen[:, : int(counts[0])]) == as_sets(want)
+    assert floor_share(0.2, 492) == int(limit) > 0
+
+
+def test_a_cap_holds(kernel_device: torch.device) -> None:
+    from offload_rt.kernels.triton_select import select_tokens
+
+    torch.manual_seed(0)
+    starts = torch.zeros(2, dtype=torch.int32, device=kernel_device)
+    stops = torch.full((2,), 1500, dtype=torch.int32, device=kernel_device)
+    found = lists._within(torch.randn(2, 2, 1500, device=kernel_device), starts, stops)
+    limit = torch.tensor([1500], dtype=torch.int32, device=kernel_device)
+    chosen, counts = select_tokens(found, starts, stops, 2, math.inf, limit, 40)
+    want, _ = lists.select_tokens(found, starts, stops, 2, math.inf, limit, 40)
+    assert counts.tolist() == [40, 40] and torch.equal(chosen, want)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    """Scoring, selecting, attending and merging enqueue without one host sync (torch raises at any)."""
+    from offload_rt.kernels import dispatch
+
+    device = torch.device("cuda")
+    q, keys = torch.randn(8, 4, 38, device=device), torch.randn(8, 38, 8192, device=device).half()
+    rows = torch.randn(8, 2048, 128, device=device).half()
+    starts, stops = (torch.full((8,), at, dtype=torch.int32, device=device) for at in (4, 8000))
+    limit = torch.full((1,), 1024, dtype=torch.int32, device=device)
+    query = torch.randn(8, 4, 128, device=device).half()
+
+    def step() -> torch.Tensor:
+        found = dispatch.partial_scores(q, keys, starts, stops)
+        _, counts = dispatch.select_tokens(found, starts, stops, 8, 4.0, limit, 1024)
+        return dispatch.attend_counted(query, rows, rows, counts, 0.09)[0]
+
+    want = step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
