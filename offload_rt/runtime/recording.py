@@ -160,7 +160,8 @@ class Recording:
         if (version := record.pop("version", None)) != VERSION:
             raise InputError(f"{str(folder)!r} is a recording of version {version}, this program reads {VERSION}")
         try:
-            info = RunInfo(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+            info = RunInfo(**fields)
         except TypeError as error:
             raise InputError(f"{str(folder / _ABOUT)!r} is damaged: {error}; record the run again") from error
         return cls(folder, info)
