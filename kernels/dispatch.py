@@ -54,7 +54,13 @@ def quantised_scores(
 
 
 def select_tokens(
-    found: Scores, starts: torch.Tensor, stops: torch.Tensor, kv_heads: int, alpha: float, limits: torch.Tensor, cap: int
+    found: Scores,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    kv_heads: int,
+    alpha: float,
+    limits: torch.Tensor,
+    cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lists.select_tokens`."""
     module: Any = lists

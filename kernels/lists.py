@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .selection import floor_share, pack, quantise, skew, top_tokens_reference, unpack
+from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
 from .selection import quantised_scores as packed_scores
 
 
@@ -63,7 +63,13 @@ def _within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> 
 
 
 def select_tokens(
-    found: Scores, starts: torch.Tensor, stops: torch.Tensor, kv_heads: int, alpha: float, limits: torch.Tensor, cap: int
+    found: Scores,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    kv_heads: int,
+    alpha: float,
+    limits: torch.Tensor,
+    cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`selection.select_tokens` of every sequence of a batch, under a static cap: token indices int64 `[P, cap]`,
     rising, and counts int32 `[P]`, how many of each row are meant; the rest of a row is 0.
@@ -83,7 +89,8 @@ def select_tokens(
         passing = scores >= found.maximum[own].unsqueeze(-1) - alpha
         n = min(max(1, min(-(-int(passing.sum()) // (kv_heads * group)), limit)), cap)
         passed = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
-        values = scores[:, 0] if group == 1 else (scores - found.lse[own].unsqueeze(-1)).amax(1)
+        lse = found.lse[own].masked_fill(found.lse[own].isneginf(), 0).unsqueeze(-1)
+        values = group_scores(scores, None if group == 1 else lse)
         chosen = passed[top_tokens_reference(values[:, passed], n)] + start
         tokens[own, :n] = chosen.sort(1).values
         counts[own] = n

@@ -71,9 +71,7 @@ def _partial(
 
 
 @triton.jit
-def _field_sums(
-    weights: Any, raw: Any, total: Any, FIELD: tl.constexpr, BITS: tl.constexpr
-) -> Any:
+def _field_sums(weights: Any, raw: Any, total: Any, FIELD: tl.constexpr, BITS: tl.constexpr) -> Any:
     """Sum over columns of weights int8 `[GROUP, D]` times field FIELD of the bytes raw int8 `[n, D]`: float32
     `[GROUP, n]`, whole numbers below 2^24."""
     if BITS == 8:
@@ -163,7 +161,7 @@ def quantised_scores(
 
 def _padded(group: int) -> int:
     """A product has at least 16 rows."""
-    return max(16, triton.next_power_of_2(group))
+    return max(16, 1 << (group - 1).bit_length())
 
 
 def _outputs(q: torch.Tensor, tokens: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

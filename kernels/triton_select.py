@@ -51,17 +51,18 @@ def _mark(
     inside = (token >= start) & (token < stop)
     real = (head < G)[:, None] & inside[None, :]
     passes = tl.zeros((BLOCK,), tl.int32)
-    for h in range(0, kv_heads):
+    for h in range(kv_heads):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
         least = tl.load(maxima + line, mask=head < G, other=float("inf")) - alpha
         passes += tl.sum((real & (score >= least[:, None])).to(tl.int32), 0)
     tl.atomic_add(passing + b, tl.sum(passes, 0))
-    for h in range(0, kv_heads):
+    for h in range(kv_heads):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
         if G > 1:
-            score -= tl.load(lses + line, mask=head < G, other=0.0)[:, None]
+            lse = tl.load(lses + line, mask=head < G, other=0.0)
+            score -= tl.where(lse == float("-inf"), 0.0, lse)[:, None]
         order = tl.where(passes > 0, _ordered(tl.max(score, 0)), _ABSENT)
         tl.store(orders + (b * kv_heads + h) * tokens + token, order, mask=token < tokens)
 
@@ -145,7 +146,13 @@ def _write(
 
 
 def select_tokens(
-    found: Scores, starts: torch.Tensor, stops: torch.Tensor, kv_heads: int, alpha: float, limits: torch.Tensor, cap: int
+    found: Scores,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    kv_heads: int,
+    alpha: float,
+    limits: torch.Tensor,
+    cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lists.select_tokens`."""
     (lists, group, tokens), device = found.scores.shape, found.scores.device

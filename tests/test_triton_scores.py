@@ -83,7 +83,9 @@ def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.devic
     torch.testing.assert_close(got.scores, want.scores, rtol=3e-7, atol=3e-6)
 
 
-@pytest.mark.parametrize(("d", "r", "dtype"), [(64, 19, torch.float32), (80, 24, torch.float16), (256, 76, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("d", "r", "dtype"), [(64, 19, torch.float32), (80, 24, torch.float16), (256, 76, torch.bfloat16)]
+)
 def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_append import append_partial
 
@@ -94,13 +96,17 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
     slots, want = torch.tensor([0, 32, 7, 7], device=kernel_device), keys.double()
     append_partial(k, basis, keys, slots)
     lists.append_partial(k.double(), basis.double(), want, slots)
-    half_unit = torch.finfo(dtype).eps / 2
-    bound = half_unit * want.abs() + d * 2.0**-24 * k.double().abs().max()
+    unit = torch.finfo(dtype).eps
+    if kernel_device.type == "cuda" or dtype != torch.bfloat16:
+        unit /= 2  # to nearest; the interpreter cuts bf16 off
+    bound = unit * want.abs() + d * 2.0**-24 * k.double().abs().max()
     assert ((keys.double() - want).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize(("d", "r", "dtype"), [(64, 64, torch.float32), (96, 28, torch.bfloat16), (128, 128, torch.float16)])
+@pytest.mark.parametrize(
+    ("d", "r", "dtype"), [(64, 64, torch.float32), (96, 28, torch.bfloat16), (128, 128, torch.float16)]
+)
 def test_a_new_code_is_the_quantised_key(
     kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int
 ) -> None:
