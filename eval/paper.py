@@ -83,7 +83,7 @@ class Paper:
         ]
         for step in [*steps, *([self.tasks] if tasks else [])]:
             began = time.monotonic()
-            self.say(f"{self.title}: {(step.__doc__ or '').splitlines()[0]}")
+            self.say(f"{self.title}: {(step.__doc__ or step.__name__).splitlines()[0]}")
             step()
             self.say(f"  took {time.monotonic() - began:.0f} s")
 

@@ -10,7 +10,7 @@ from offload_rt.eval.paper import Paper, Size, main
 from offload_rt.eval.subject import Subject
 
 BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
-TINY = Size(context=512, windows=1, length=384, passages=1, budgets=(0.2,), limit=1, timed_tokens=3)
+TINY = Size(context=320, windows=1, length=256, passages=1, budgets=(0.2,), limit=1, timed_tokens=3)
 
 PICTURES = {
     "attention_similarity_along_the_text.png",
