@@ -24,18 +24,20 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def staged(llm: LLM) -> LLM:
-    """Puts the link of a machine with device memory into an LLM, the CPU being that device."""
+def staged(llm: LLM, reads_host: bool = False) -> LLM:
+    """Puts the link of a machine with device memory into an LLM, the CPU being that device; with `reads_host` one whose
+    gather reads the pool's rows itself."""
     runner = llm._runner
-    runner.link = CudaLink(
-        runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=(InlineLane(), InlineLane())
-    )
+    link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=(InlineLane(), InlineLane()))
+    link._reads_host = reads_host
+    runner.link = link
     return llm
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
-def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("reads_host", [False, True])
+def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any], reads_host: bool) -> None:
     def run(prepare: bool) -> list[Completion]:
         llm = LLM(
             tiny_model(name, dtype=torch.float64),
@@ -45,7 +47,8 @@ def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[s
             dtype="float64",
         )
         prompts = [tiny_prompt(length, seed=length) for length in (1, 30, 140)]
-        return (staged(llm) if prepare else llm).generate(prompts, SamplingParams(max_new_tokens=20, temperature=0))
+        runs = staged(llm, reads_host) if prepare else llm
+        return runs.generate(prompts, SamplingParams(max_new_tokens=20, temperature=0))
 
     for staged_run, in_place in zip(run(True), run(False), strict=True):
         assert staged_run.token_ids == in_place.token_ids

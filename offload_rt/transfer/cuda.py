@@ -1,7 +1,9 @@
 """The link across PCIe: pinned host rows, a prefetch lane, a write-back lane, resident rows on the device.
 
-Bytes per sparse layer and step and sequence: 2 * Hkv * n * d numbers in, 2 * Hkv * d out. Scattered rows are gathered
-into pinned staging by the host, which has to know the indices: one host sync for each fetch of a selection.
+Bytes per sparse layer and step and sequence: 2 * Hkv * n * d numbers in, 2 * Hkv * d out. On CUDA a selection's rows
+are gathered by a kernel that reads the pinned rows across the link; its indices never leave the device. Rows of several
+sequences at once (`fetch_together`), and rows for a device that cannot read the host's memory, are gathered into pinned
+staging by the host, which has to know the indices: one host sync.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
+from ..kernels.dispatch import gather_rows
 from ..pool.kv_format import KVFormat
 from ..pool.pool import HostPool
 from .lanes import CudaLane, Lane, Mark
@@ -68,12 +71,14 @@ class CudaLink:
         self._write_back: Lane
         self._prefetch, self._write_back = lanes or (CudaLane(device), CudaLane(device))
         self._pin = device.type == "cuda"
+        self._reads_host = device.type == "cuda"
         self._format = pool.format
         self._pair_bytes = 2 * pool.layout.row_bytes
         self._token_bytes = pool.layout.kv_heads * self._pair_bytes
         self._residency: dict[int, Residency] = {}
         self._written: dict[int, Mark] = {}
         self._pinned: list[tuple[torch.Tensor, Mark]] = []
+        self._bases: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -96,6 +101,7 @@ class CudaLink:
         self._prefetch.mark().synchronize()
         self._write_back.mark().synchronize()
         self._written.pop(id(lease), None)
+        self._bases.pop(id(lease), None)
         del self._residency[id(lease)]
 
     def settle(self, lease: Lease) -> None:
@@ -206,9 +212,32 @@ class CudaLink:
 
     def _fetch_rows(self, lease: Lease, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Rows of `tokens` `[Hkv, n]` as stored, `[2, Hkv, n, width]` on the device."""
+        if self._reads_host:
+            return self._gather_across(lease, layer, tokens)
         ids = row_ids(self._pool.layout, self._pool.row_base(lease), layer, tokens.cpu())
         self.settle(lease)
         return self._fetch_ids(ids)
+
+    def _gather_across(self, lease: Lease, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """`_fetch_rows` by a kernel that reads the pool's rows where they are. `tokens` is borrowed from the compute
+        stream; ids and counts are made, used and freed in the prefetch lane."""
+        base, tokens = self._device_base(lease), tokens.to(self._device)
+        with self._prefetch.behind_compute():
+            self._behind_write_back(lease)
+            self._prefetch.borrow(tokens, base)
+            ids = row_ids(self._pool.layout, base, layer, tokens).flatten(0, 1)
+            staged = self._staging(tokens.shape[1])
+            counts = torch.full((len(ids),), tokens.shape[1], dtype=torch.int32, device=self._device)
+            gather_rows(self._pool.rows, ids, counts, staged.flatten(0, 1))
+            return staged, self._prefetch.mark()
+
+    def _device_base(self, lease: Lease) -> torch.Tensor:
+        """`HostPool.row_base` on the device, copied anew when the lease's chunks have changed."""
+        chunks, base = self._bases.get(id(lease), ([], None))
+        if base is None or chunks != lease.chunks:
+            base = self._pool.row_base(lease).to(self._device)
+            self._bases[id(lease)] = (list(lease.chunks), base)
+        return base
 
     def _fetch_ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """The rows `ids`, of any shape, as stored, on the device: gathered by the host into pinned memory."""
