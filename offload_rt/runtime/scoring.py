@@ -28,13 +28,18 @@ class Score:
 
 @dataclass(eq=False)
 class _Task:
-    """tokens: prompt and continuation; tokens [scored_from, end) are scored."""
+    """tokens: prompt and continuation; tokens [scored_from, end) are scored. The last one is never computed."""
 
     tokens: list[int]
     scored_from: int
     logprobs: list[float] = field(default_factory=list)
     is_greedy: list[bool] = field(default_factory=list)
     score: Score | None = None
+
+    @property
+    def computed(self) -> int:
+        """How many of its tokens are computed in the end."""
+        return len(self.tokens) - 1
 
 
 def score(
@@ -99,7 +104,7 @@ class _Batches:
             return make()
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
-        self._runner.check_fits(len(task.tokens))
+        self._runner.check_fits(task.computed)
         sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
         sequence.trace.prompt_tokens = len(prefix)
         if prefix:
@@ -107,11 +112,11 @@ class _Batches:
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:
-        self._runner.pool.reserve(origin.lease, self._runner.room(origin.position, len(task.tokens)))
+        self._runner.pool.reserve(origin.lease, self._runner.room(origin.position, task.computed))
         return origin
 
     def _fork(self, origin: Sequence, task: _Task) -> Sequence:
-        fork = self._runner.fork(origin, self._runner.room(origin.position, len(task.tokens)))
+        fork = self._runner.fork(origin, self._runner.room(origin.position, task.computed))
         fork.tokens = list(task.tokens)
         return fork
 
@@ -130,7 +135,7 @@ class _Batches:
             value = logprobs[task.tokens[target]]
             task.logprobs.append(float(value))
             task.is_greedy.append(bool(value == logprobs.max()))
-        if target == len(task.tokens) - 1:
+        if target == task.computed:
             task.score = Score(task.logprobs, task.is_greedy, self._runner.stats(sequence))
             self._runner.free(sequence)
             self._on_done()
