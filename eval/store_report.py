@@ -8,7 +8,8 @@ from typing import Any
 
 from .figures import lines, picture
 from .report import Column, Report, Row
-from .store_simulation import POLICIES, label
+from .store_policies import POLICIES
+from .store_simulation import label
 
 COLUMNS = (
     Column("host", "host_size"), Column("disk", "disk_size"), Column("prefill tokens/s", "prefill_rate", "g"),

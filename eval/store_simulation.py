@@ -15,26 +15,21 @@ is stored when the next turn that contains it has computed it: the trace has no 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any
 
 import numpy as np
 
-from ..config import check_choice, format_size
+from ..config import format_size
 from ..errors import ConfigError, InputError
+from .store_policies import NEVER, POLICIES, LookAhead, Order, make_order
 
 BLOCK = 512
 """Tokens of one id of the trace."""
-
-StorePolicy = Literal["lookahead", "lru", "fifo", "belady"]
-POLICIES: tuple[str, ...] = get_args(StorePolicy)
-NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -133,120 +128,6 @@ def spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     return spread
 
 
-class Order(Protocol):
-    """Which block of one tier leaves next."""
-
-    def enter(self, block: int, next_use: int) -> None:
-        """A block came, or was used; `next_use` is the request that will use it next (only Belady may look)."""
-        ...
-
-    def leave(self, block: int) -> None:
-        """The block is gone."""
-        ...
-
-    def expect(self, block: int, request: int) -> None:
-        """Waiting request number `request` came into the eviction window and will use the block."""
-        ...
-
-    def victim(self) -> int:
-        """The block that is to leave."""
-        ...
-
-
-class ByAge:
-    """LRU; with `renew=False` FIFO: being used does not make a block younger."""
-
-    def __init__(self, *, renew: bool) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._renew = renew
-
-    def enter(self, block: int, next_use: int) -> None:
-        """See `Order`."""
-        if self._renew or block not in self._blocks:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-
-    def leave(self, block: int) -> None:
-        """See `Order`."""
-        del self._blocks[block]
-
-    def expect(self, block: int, request: int) -> None:
-        """It does not look ahead."""
-
-    def victim(self) -> int:
-        """The oldest."""
-        return next(iter(self._blocks))
-
-
-class LookAhead:
-    """CachedAttention §3.3.2: blocks of requests in the eviction window are spared; of the others the least recently
-    used leaves first, then what is wanted last in the window."""
-
-    def __init__(self) -> None:
-        self._others: OrderedDict[int, None] = OrderedDict()
-        self._wanted: OrderedDict[int, None] = OrderedDict()
-
-    def enter(self, block: int, next_use: int) -> None:
-        """See `Order`; the window is told by `expect`."""
-        if block not in self._wanted:
-            self._others[block] = None
-            self._others.move_to_end(block)
-
-    def leave(self, block: int) -> None:
-        """See `Order`."""
-        self._others.pop(block, None)
-        self._wanted.pop(block, None)
-
-    def expect(self, block: int, request: int) -> None:
-        """Spared from now on."""
-        if self._others.pop(block, NEVER) is None:
-            self._wanted[block] = None
-
-    def done(self, block: int) -> None:
-        """No waiting request of the window wants the block any more."""
-        if self._wanted.pop(block, NEVER) is None:
-            self._others[block] = None
-
-    def victim(self) -> int:
-        """See the class."""
-        return next(iter(self._others)) if self._others else next(reversed(self._wanted))
-
-
-class Belady:
-    """The oracle: the block whose next use is farthest away leaves."""
-
-    def __init__(self) -> None:
-        self._next: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = []
-
-    def enter(self, block: int, next_use: int) -> None:
-        """See `Order`."""
-        self._next[block] = next_use
-        heapq.heappush(self._heap, (-next_use, block))
-
-    def leave(self, block: int) -> None:
-        """See `Order`."""
-        del self._next[block]
-
-    def expect(self, block: int, request: int) -> None:
-        """It knows."""
-
-    def victim(self) -> int:
-        """See the class; entries that are out of date are dropped."""
-        while True:
-            use, block = self._heap[0]
-            if self._next.get(block) == -use:
-                return block
-            heapq.heappop(self._heap)
-
-
-def _order(policy: str) -> Order:
-    check_choice("policy", policy, POLICIES)
-    if policy == "belady":
-        return Belady()
-    return LookAhead() if policy == "lookahead" else ByAge(renew=policy == "lru")
-
-
 class Tier:
     """Blocks in one kind of memory, at most `capacity` of them."""
 
@@ -279,8 +160,8 @@ class Replay:
         self.machine, self.policy, self.speed = machine, policy, speed
         self.requests = requests
         self._block_bytes = BLOCK * machine.token_bytes
-        self._host = Tier(machine.host // self._block_bytes, _order(policy))
-        self._disk = Tier(machine.disk // self._block_bytes, _order(policy))
+        self._host = Tier(machine.host // self._block_bytes, make_order(policy))
+        self._disk = Tier(machine.disk // self._block_bytes, make_order(policy))
         mean = sum(r.tokens for r in requests) / len(requests) * machine.token_bytes
         self.prefetch_window = max(1, int(machine.host * machine.free_share / mean))
         self.eviction_window = int((machine.host + machine.disk) / mean)

@@ -30,7 +30,8 @@ from .runtime.progress import Progress
 from .runtime.recording import Recorder, RunInfo, RunWriter
 from .runtime.runner import Runner
 from .runtime.scoring import Score, score
-from .runtime.sessions import Session, SessionStore
+from .runtime.session_store import SessionStore
+from .runtime.sessions import Session
 from .select.base import Policy
 from .select.registry import make_policy
 from .skewing.artifact import SkewArtifact

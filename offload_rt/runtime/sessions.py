@@ -6,107 +6,28 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from pathlib import Path
-from urllib.parse import quote
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import SamplingParams
 from ..core import CHUNK, Lease, Request
-from ..errors import ConfigError, InputError
-from ..pool.disk import DiskStore, EvictionOrder, StoredChunk
-from ..pool.format import LAYOUT_VERSION
+from ..errors import InputError
+from ..pool.disk import StoredChunk
 from .conversation import turn_tokens
 from .generation import Event, Generation
 from .history import History
 from .metrics import Stats
-from .preload import DamagedChunkError, Preload, read_buffer_layers
-from .runner import Runner
-from .saving import NamedChunk, Saver, layer_bytes
+from .preload import DamagedChunkError, Preload
+from .saving import NamedChunk, layer_bytes
 from .sequence import Sequence
 from .truncation import check_truncatable, copy_rows, kept_tokens, read_sinks, turn_sinks
 
+if TYPE_CHECKING:
+    from .session_store import SessionStore
+
 SINKS = 4
 """First tokens that a truncation keeps unless told otherwise."""
-
-
-class SessionStore:
-    """The sessions of one model in one folder: names, and what they share, a disk tier and the thread that saves to it.
-    Host memory is the tier above: chunks of closed sessions stay in the prefix tree while there is room.
-
-    Raises ConfigError where sessions cannot be restored exactly under the runner's policy, StoreError.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        folder: Path,
-        limit_bytes: int | None = None,
-        *,
-        order: EvictionOrder = "lru",
-        ttl: float | None = None,
-    ) -> None:
-        _check_restorable(runner)
-        self.runner = runner
-        self.private = not runner.pool.format.exact
-        namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
-        self.disk = DiskStore(folder, namespace, runner.adapter.geometry.layers, limit_bytes, order=order, ttl=ttl)
-        self.saver = Saver(self.disk, runner.pool, runner.link)
-        self.load_rate = 0.0
-        self.compute_rate = 0.0
-        self.closed = False
-        self._open: dict[str, Session] = {}
-
-    def open(self, name: str) -> Session:
-        """The session `name`: as it was left, or new. Raises InputError where it is open already."""
-        if not name or len(quote(name, safe="")) > 200:
-            raise InputError(f"session name {name!r} must have 1 to 200 characters (as a file name)")
-        if name in self._open:
-            raise InputError(f"session {name!r} is open already: close it first, or fork it")
-        data = self.disk.get(quote(name, safe=""))
-        history = History.from_bytes(data) if data is not None else None
-        return self.enter(history or History(name, self.runner.model.name))
-
-    def enter(self, history: History) -> Session:
-        """A session with this history."""
-        session = Session(self, history)
-        self._open[history.name] = session
-        return session
-
-    def exists(self, name: str) -> bool:
-        """Whether there is such a session, open or stored."""
-        return name in self._open or self.disk.get(quote(name, safe="")) is not None
-
-    def put(self, history: History) -> None:
-        """Writes a history. Raises StoreError."""
-        self.disk.put(quote(history.name, safe=""), history.to_bytes())
-
-    def left(self, session: Session) -> None:
-        """A session has closed; with the last one the store closes."""
-        self._open.pop(session.name, None)
-        self.close_if_idle()
-
-    def close_if_idle(self) -> None:
-        """Closes the store where no session is open."""
-        if not self._open:
-            self.close()
-
-    def close(self) -> None:
-        """Closes all sessions, the saver and the store: another process may write then. A second call does nothing."""
-        if self.closed:
-            return
-        self.closed = True
-        for session in list(self._open.values()):
-            session.close()
-        self.saver.close()
-        self.disk.close()
-
-    def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
-        """k, from the load and compute times measured last; all layers before there are any."""
-        layers = self.disk.layers
-        if not (self.load_rate and self.compute_rate):
-            return layers
-        return read_buffer_layers(loaded_bytes * self.load_rate, new_tokens * self.compute_rate, layers)
 
 
 class Session:
@@ -541,17 +462,3 @@ class Session:
             raise InputError(f"session {self.name!r} is closed: open it again with llm.session")
         if self._busy:
             raise InputError(f"session {self.name!r} is answering: take all events first, or close their iterator")
-
-
-def _check_restorable(runner: Runner) -> None:
-    """Raises ConfigError where what is restored would not be what was left."""
-    if runner.policy.wants_queries:
-        raise ConfigError(
-            f"policy {runner.policy.name!r} (with these options) learns from every query of a text, which a stored "
-            "session does not hold: use 'full' or 'infinigen' with columns by calibration"
-        )
-    if runner.config.eviction is not None:
-        raise ConfigError(
-            "eviction overwrites tokens in place, so that chunks are no longer what their names say: open sessions "
-            "without eviction, and truncate them where they grow too long"
-        )
