@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from .commands import chat, generate, info, measure, replay, sessions, simulate_store, skew
+from .commands import chat, generate, info, measure, replay, sessions, simulate_store, skew, tune
 from .commands.common import INTERRUPTED, read_text
 from .errors import OffloadError
 
@@ -20,7 +20,7 @@ __all__ = ["main", "read_text"]
 
 USER_ERROR = 2
 
-COMMANDS = (generate, replay, chat, sessions, skew, info, measure, simulate_store)
+COMMANDS = (generate, replay, chat, sessions, skew, tune, info, measure, simulate_store)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -56,14 +56,14 @@ def requirements(
         kv_per_token=layer_token * geometry.layers,
         kv_host=geometry.kv_bytes(-(-context // CHUNK) * CHUNK, dtype),
         weights=weight_bytes,
-        scoring=0 if options is None else _scoring_bytes(geometry, dtype, context, options),
+        scoring=0 if options is None else scoring_bytes(geometry, dtype, context, options),
         resident=(sinks + recent) * layer_token * geometry.layers,
         staging=staged * layer_token,
         prefill=context * (layer_token + 2 * geometry.hidden * dtype.itemsize),
     )
 
 
-def _scoring_bytes(geometry: ModelGeometry, dtype: torch.dtype, context: int, options: InfiniGenOptions) -> int:
+def scoring_bytes(geometry: ModelGeometry, dtype: torch.dtype, context: int, options: InfiniGenOptions) -> int:
     """Scoring keys of the layers that select; up to a sixteenth more is allocated as they grow."""
     layers = geometry.layers - len(set(options.dense_layers))
     kept = kept_columns(options.partial_ratio, geometry.head_dim)
