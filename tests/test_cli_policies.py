@@ -1,0 +1,139 @@
+"""`offload-rt generate` with every policy, its options, the pool's settings; what a policy does not have is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload_rt
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import main
+from offload_rt.commands.policy_flags import OPTIONS
+from offload_rt.config import BudgetOptions, InfiniGenOptions, QuestOptions
+from offload_rt.select.registry import POLICIES
+
+BOOK = str(Path(offload_rt.__file__).parent / "data" / "black_arrow.txt")
+FLAGS = ("--prompt-file", BOOK, "--prompt-tokens", "300", "--max-new-tokens", "6", "--temperature", "0", "--quiet")
+WINDOW: dict[str, Any] = {"budget": 0.2, "sinks": 2, "recent": 16, "dense_layers": (0, 1)}
+
+Generate = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
+    def run(*flags: str) -> tuple[int, str, str]:
+        try:
+            code: Any = main(("generate", "reference", *FLAGS, *flags))
+        except SystemExit as leave:
+            code = leave.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "full"])
+def test_every_policy_gets_its_options(generate: Generate, tmp_path: Path, policy: str) -> None:
+    stats = tmp_path / "stats.json"
+    flags = ("--budget", "0.2", "--sinks", "2", "--recent", "16", "--dense-layers", "0,1", "--stats-json", str(stats))
+    code, out, err = generate("--policy", policy, *flags)
+    assert (code, err) == (0, "")
+    llm = LLM("reference", policy=policy, policy_options=WINDOW)
+    ids = llm.encode(Path(BOOK).read_text(encoding="utf-8"))[:300]
+    (done,) = llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))
+    written = json.loads(stats.read_text())
+    assert out == done.text
+    assert (written["policy"], written["dense_layers"]) == (policy, [0, 1])
+    assert written["attended_fraction"] == pytest.approx(done.stats.attended_fraction)
+    assert written["sparse_attended_fraction"] == pytest.approx(0.2, abs=0.03)
+
+
+def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Generate) -> None:
+    seen: dict[str, Any] = {}
+
+    def stop(self: LLM, *model: Any, **settings: Any) -> None:
+        seen.update(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "__init__", stop)
+    words = "--preset paper --max-missed-mass 0.02 --skew-method svd --columns calibration --scorer int2 --skew DIR"
+    pool = "--eviction lru --protect none --kv-format int4 --host-memory 1GiB --no-prefix-sharing"
+    assert generate(*words.split(), *pool.split())[0] == 130
+    assert seen["policy_options"] == {
+        "preset": "paper", "max_missed_mass": 0.02, "skew": "svd", "columns": "calibration", "scorer": "int2",
+    }  # fmt: skip
+    assert seen["skew"] == "DIR"
+    assert (seen["kv_format"], seen["host_memory"], seen["prefix_sharing"]) == ("int4", "1GiB", False)
+    assert seen["eviction"] == {"policy": "lru", "protect": "none"}
+
+
+def test_every_option_has_a_flag() -> None:
+    fields = {name for kind in (InfiniGenOptions, QuestOptions, BudgetOptions) for name in kind.__dataclass_fields__}
+    assert fields | {"preset"} == set(OPTIONS)
+
+
+@pytest.mark.parametrize("eviction", ["fifo", "lru", "counter"])
+def test_a_bounded_pool_goes_on_with_eviction(generate: Generate, tmp_path: Path, eviction: str) -> None:
+    stats = tmp_path / "stats.json"
+    llm = LLM("reference", policy="full")
+    limit = 5 * llm._runner.pool.chunk_bytes + 1
+    flags = ("--host-memory", str(limit), "--max-new-tokens", "60", "--ignore-eos", "--stats-json", str(stats))
+    code, _, err = generate("--policy", "full", *flags)
+    assert (code, err.count("\n")) == (2, 1)
+    code, _, err = generate("--policy", "infinigen", "--recent", "16", *flags, "--eviction", eviction)
+    assert (code, err) == (0, "")
+    written = json.loads(stats.read_text())
+    assert written["new_tokens"] == 60
+    assert written["kv_bytes_host"] <= limit
+
+
+def test_a_kv_format_moves_fewer_bytes(generate: Generate, tmp_path: Path) -> None:
+    moved = {}
+    for name in ("auto", "int8", "int2"):
+        stats = tmp_path / f"{name}.json"
+        assert generate("--policy", "full", "--kv-format", name, "--stats-json", str(stats))[0] == 0
+        written = json.loads(stats.read_text())
+        moved[name] = written["link_bytes_to_device"], written["kv_bytes_host"]
+    assert moved["auto"][1] > 2.5 * moved["int8"][1] > 5 * moved["int2"][1]
+    assert moved["auto"][0] > 2 * moved["int8"][0] > 4 * moved["int2"][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--policy", "full", "--budget", "0.1"), ("full", "no options", "budget")),
+        (("--policy", "h2o", "--alpha", "3"), ("BudgetOptions", "alpha")),
+        (("--policy", "oracle", "--max-missed-mass", "0.1"), ("BudgetOptions", "max_missed_mass")),
+        (("--policy", "streaming", "--page", "8"), ("BudgetOptions", "page")),
+        (("--policy", "quest", "--scorer", "int4"), ("QuestOptions", "scorer")),
+        (("--policy", "quest", "--page", "0"), ("page=0",)),
+        (("--policy", "infinigen", "--page", "8"), ("InfiniGenOptions", "page")),
+        (("--policy", "h2o", "--budget", "0"), ("budget=0", "(0, 1]")),
+        (("--policy", "h2o", "--recent", "0"), ("recent=0", "at least 1")),
+        (("--max-missed-mass", "1"), ("max_missed_mass=1", "(0, 1)")),
+        (("--skew-method", "pca"), ("skew='pca'", "svd, balanced")),
+        (("--eviction", "lfu"), ("eviction='lfu'", "fifo, lru, counter")),
+        (("--eviction", "lru", "--protect", "sinks"), ("protect='sinks'", "window, none")),
+        (("--protect", "none"), ("--protect none", "--eviction")),
+        (("--kv-format", "int3"), ("kv_format='int3'", "int4")),
+        (("--policy", "h2o", "--eviction", "lru"), ("h2o", "eviction")),
+        (("--policy", "full", "--record", "RUN"), ("--record", "full")),
+        (("--record", BOOK), ("cannot record", "new folder")),
+    ],
+    ids=lambda part: " ".join(part)[-40:],
+)
+def test_what_does_not_fit_is_one_clear_line(
+    generate: Generate, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    code, out, err = generate(*flags)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert not [word for word in words if word not in err], err
+
+
+def test_info_knows_two_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("info", "reference", "--context", "100", "--policy", "h2o")) == 2
+    assert "infinigen, full" in capsys.readouterr().err
