@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 BASE_CONTEXT = 512
+SCORED = 128  # tokens at the end of a window: with a context of c they have c - 128 to c - 1 tokens before them
 TOKENS_PER_FACT = 40  # with its question, about; fewer would leave out the longer kinds
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -54,7 +55,7 @@ def measure_text(
 ) -> dict[str, Any]:
     """Bits per byte of the same tokens by context length, and its difference from `BASE_CONTEXT` with an interval."""
     ids = load_corpus([book], tokenizer).ids[:-1]
-    sample = {"windows": windows, "scored": 64}
+    sample = {"windows": windows, "scored": SCORED}
     nats = nats_by_context(model, ids, contexts, batch=8, **sample)
     sizes = scored_bytes(tokenizer, ids, max(contexts), **sample)
     base = nats[BASE_CONTEXT]
@@ -132,8 +133,8 @@ def tables(measured: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"Bits per byte on `{text['book']}` (never trained on), the same {text['tokens_scored']:,} tokens for each "
-            f"context length; difference from {BASE_CONTEXT} with its 95 % paired bootstrap interval "
-            f"({text['windows']} windows):",
+            f"context length c (c - {SCORED} to c - 1 tokens before each); difference from {BASE_CONTEXT} with its "
+            f"95 % paired bootstrap interval ({text['windows']} windows):",
             _table(["context", "bits per byte", f"minus that at {BASE_CONTEXT}"], rows),
             "Recall, full attention, held-out names, all answers of a question right in every token "
             f"({asked['questions_per_cell']} questions for each number of facts):",
@@ -164,7 +165,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="a checkpoint with a README.md that has the two marks")
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {TEST_BOOK} and {VALIDATION_BOOK}")
     parser.add_argument("--pinned-text", type=Path, required=True, help="the text that the pinning test scores")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, BASE_CONTEXT, 1024, 2048])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, BASE_CONTEXT, 1024, 2048])
     parser.add_argument("--facts", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--windows", type=int, default=400)
     parser.add_argument("--questions", type=int, default=192)
@@ -173,9 +174,8 @@ def main(arguments: list[str]) -> int:
     model, tokenizer = load_model(args.folder)
     with console.status("bits per byte"):
         text = measure_text(model, tokenizer, args.data / TEST_BOOK, args.contexts, args.windows)
-    lengths = [max(256, context) for context in args.contexts]
     with console.status("recall"):
-        asked = measure_recall(model, tokenizer, args.data / TEST_BOOK, lengths, args.facts, args.questions)
+        asked = measure_recall(model, tokenizer, args.data / TEST_BOOK, args.contexts, args.facts, args.questions)
     pinned = pinned_scores(model, tokenizer, args.pinned_text.read_text(encoding="utf-8"))
     measured = {
         "architecture": model.config.model_type,
