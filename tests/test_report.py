@@ -121,7 +121,8 @@ def test_requirements_by_hand() -> None:
     assert (needed.scoring, needed.resident, needed.staging) == (0, 4 * token, 3 * 1000 * token)
     assert needed.prefill == 1000 * (token + 2 * 64 * 2)
     assert needed.device == 1000 + max(needed.prefill, needed.resident + needed.staging)
-    sparse = requirements(geometry, 1000, torch.bfloat16, 1000, InfiniGenOptions(dense_layers=(), max_fraction=0.1))
+    options = InfiniGenOptions(dense_layers=(), max_fraction=0.1, scorer="partial")
+    sparse = requirements(geometry, 1000, torch.bfloat16, 1000, options)
     assert sparse.staging == 3 * 100 * token
     assert sparse.resident == 68 * 4 * token
     assert sparse.scoring == 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns are 4
