@@ -9,7 +9,8 @@ import torch
 from tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.core import Visible
+from offload_rt.core import CHUNK, Selection, Visible
+from offload_rt.pool.pool import HostPool
 from offload_rt.runtime.generation import Completion
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.lanes import InlineLane
@@ -68,6 +69,39 @@ def test_a_fork_loads_its_resident_rows() -> None:
         return [s.logprobs for s in ready.score([tokens[:70]] * 2, [tokens[70:], tokens[75:]])]
 
     assert scores(True) == [pytest.approx(row, abs=1e-9) for row in scores(False)]
+
+
+@pytest.mark.parametrize("kv_format", ["auto", "int8", "int2"])
+@pytest.mark.parametrize("reads_host", [False, True])
+def test_a_fetch_follows_a_growing_lease(device: torch.device, reads_host: bool, kv_format: Any) -> None:
+    """Chunks of two sequences lie between each other, over several slabs; a fetch gives the rows that were appended,
+    also from chunks that the lease has taken since its last fetch."""
+    geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
+    pool = HostPool(geometry, torch.float32, 1 << 21, kv_format=kv_format, pin=cuda, slab_tokens=2 * CHUNK)
+    link = CudaLink(pool, geometry, device, lanes=None if cuda else (InlineLane(), InlineLane()))
+    link._reads_host = reads_host
+    leases = [pool.new_lease(CHUNK), pool.new_lease(CHUNK)]
+    for lease in leases:
+        link.open(lease, 0, 1)
+    rows = torch.randn(2, len(leases), geometry.kv_heads, 3 * CHUNK, geometry.head_dim, device=device)
+    for stop in range(CHUNK, 3 * CHUNK + 1, CHUNK):
+        for b, lease in enumerate(leases):
+            pool.reserve(lease, stop)
+            k, v = rows[:, b, :, stop - CHUNK : stop]
+            link.append(lease, 1, stop - CHUNK, k, v)
+            tokens = torch.stack([torch.randperm(stop - 1)[:40] for _ in range(geometry.kv_heads)]).to(device)
+            ticket = link.fetch_more(lease, 1, Selection(tokens))
+            (part,) = ticket.wait()
+            want = pool.format.decode(pool.format.encode(rows[:, b])).gather(
+                2, tokens[None, :, :, None].expand(2, -1, -1, geometry.head_dim)
+            )
+            assert torch.equal(torch.stack((part.k, part.v)), want)
+            assert ticket.bytes == 2 * tokens.numel() * pool.layout.row_bytes
+    for lease in leases:
+        link.close(lease)
+        pool.release(lease)
+    assert not link._bases
+    pool.check_integrity()
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
