@@ -83,7 +83,7 @@ def test_recall_is_looking_back(name):
         shown = [[fact if told else replace(fact, statements=(" It was late.",)) for fact in pair] for pair in facts]
         shares[told] = share_right(ask(model, [make_passage(rng, 256, pair, corpus, encoder) for pair in shown]))
     assert shares[False] <= 0.15  # chance: a city in 36, a number in 990
-    assert shares[True] > shares[False] + {"llama": 0.5, "opt": 0.1}[name]  # measured: 0.8 and 0.17 more
+    assert shares[True] > shares[False] + {"llama": 0.5, "opt": 0.1}[name]  # measured: 0.83 and 0.17 more
 
 
 def test_card_states_the_measurements(name):
