@@ -163,19 +163,20 @@ def replay(recording: Recording, config: ReplayConfig, say: Say = lambda line: N
     shape = (layers, info.kv_heads, tokens)
     sets = [WorkingSet(c, math.ceil(f * tokens), shape) for f in config.working_sets for c in config.caches]
     pools = [ShrunkPool(e, math.ceil(b * tokens), info) for b in config.budgets for e in config.evictions]
-    tallies = {actor: _Tally() for actor in (*sets, *pools)}
+    actors: list[WorkingSet | ShrunkPool] = [*sets, *pools]
+    tallies = {actor: _Tally() for actor in actors}
     selected: list[int] = []
     for position, step in recording.steps():
         for pool in pools:
             pool.enter(position)
         selected.append(sum(rows.size for rows in step))
-        for actor in (*sets, *pools):
+        for actor in actors:
             tallies[actor].add(sum(actor.use(layer, rows, position) for layer, rows in enumerate(step)))
         if len(selected) % 500 == 0:
             say(f"{len(selected)} steps")
     if not sum(selected):
         raise InputError(f"{str(recording.folder)!r} holds no selections: the run ended at once or selected nothing")
-    for actor in (*sets, *pools):
+    for actor in actors:
         actor.check_integrity()
     shared = {"selected_rows": sum(selected), "steps": len(selected), "row_bytes": info.row_bytes}
     return (
@@ -301,7 +302,8 @@ def _draw(report: Report, path: Path, value: str, y: str) -> None:
     along = {" ".join(_names(row)): row["samples"][value] for row in report.rows}
     by_size: dict[str, list[tuple[float, float]]] = {}
     for row in report.rows:
-        by_size.setdefault(_names(row)[0], []).append((row.get("share_kept", row.get("limit_share")), row[value]))
+        size = "share_kept" if "cache" in row else "limit_share"
+        by_size.setdefault(_names(row)[0], []).append((row[size], row[value]))
     data: dict[str, Any] = {"along_the_run": along, "by_size": by_size}
     with picture(path, report.title, data, panels=(1, 2)) as (left, right):
         lines(left, by_size, x="share of the run's tokens that fit", y=y, percent="xy")

@@ -163,7 +163,7 @@ class Search:
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
         ]
-        aims = [limit * aim for aim in AIMS if limit * aim < 1]
+        aims = [round(limit * aim, 9) for aim in AIMS if limit * aim < 1]
         others += [self.smallest(start | {"alpha": alpha}, "max_missed_mass", aims) for alpha in REPAIR_FROM]
         return self.cheapest([best, *others])
 
