@@ -23,7 +23,7 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     rope_theta: float = 50_000.0
-    max_positions: int = 4096
+    max_positions: int = 2048
 
     def __post_init__(self) -> None:
         if self.architecture not in ("llama", "opt"):
