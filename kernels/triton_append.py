@@ -8,8 +8,6 @@ within rounding of the border of two codes may take either; both are as near to 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,16 @@ _COLUMNS = 16
 
 
 @triton.jit
-def _skewed(k: Any, basis: Any, p: Any, heads: Any, column: Any, r: Any, d: tl.constexpr, D: tl.constexpr) -> Any:
+def _skewed(
+    k: tl.tensor,
+    basis: tl.tensor,
+    p: tl.tensor,
+    heads: tl.tensor,
+    column: tl.tensor,
+    r: tl.tensor,
+    d: tl.constexpr,
+    D: tl.constexpr,
+) -> tl.tensor:
     """Numbers `column` of the key of list p in its basis, float32."""
     row = tl.arange(0, D)
     key = tl.load(k + p * d + row, mask=row < d, other=0.0).to(tl.float32)
@@ -30,7 +37,8 @@ def _skewed(k: Any, basis: Any, p: Any, heads: Any, column: Any, r: Any, d: tl.c
 
 @triton.jit
 def _partial(
-    k: Any, basis: Any, keys: Any, slots: Any, heads: Any, r: Any, list_step: Any, column_step: Any,
+    k: tl.tensor, basis: tl.tensor, keys: tl.tensor, slots: tl.tensor, heads: tl.tensor, r: tl.tensor,
+    list_step: tl.tensor, column_step: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, c): columns [c * COLUMNS, ...) of list p."""
@@ -43,8 +51,9 @@ def _partial(
 
 @triton.jit
 def _quantised(
-    k: Any, basis: Any, mean: Any, step: Any, packed: Any, slots: Any, heads: Any, r: Any, list_step: Any,
-    row_step: Any, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
+    k: tl.tensor, basis: tl.tensor, mean: tl.tensor, step: tl.tensor, packed: tl.tensor, slots: tl.tensor,
+    heads: tl.tensor, r: tl.tensor, list_step: tl.tensor,
+    row_step: tl.tensor, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """As `_partial`; the other tokens of the byte keep their codes."""
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))

@@ -7,8 +7,6 @@ move as integer words, so any format of any width is one kernel (quantised rows 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @triton.jit
 def _gather(
-    rows: Any, ids: Any, counts: Any, out: Any, listed: Any,
+    rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i): rows [i * BLOCK, ...) of list p. WORDS, words of a row, is constant so that the alignment of a

@@ -7,8 +7,6 @@ need and the sums that group scores need cost no second pass. Definitions: `list
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,15 +21,16 @@ _COLUMNS = 16
 
 
 @triton.jit
-def _rint(x: Any) -> Any:
+def _rint(x: tl.tensor) -> tl.tensor:
     """Round half to even for |x| < 2^22, as torch rounds: adding 1.5 * 2^23 leaves no bits behind the point."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _finish(
-    acc: Any, token: Any, start: Any, stop: Any, p: Any, block: Any, blocks: Any, tokens: Any,
-    scores: Any, maxima: Any, sums: Any, G: tl.constexpr, GROUP: tl.constexpr,
+    acc: tl.tensor, token: tl.tensor, start: tl.tensor, stop: tl.tensor, p: tl.tensor, block: tl.tensor,
+    blocks: tl.tensor, tokens: tl.tensor,
+    scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Stores scores acc `[GROUP, n]` of `token` `[n]`, -inf outside [start, stop), and the block's maximum and sum of
     exp(score - maximum) of each head (-inf and 0 where nothing is inside)."""
@@ -48,8 +47,9 @@ def _finish(
 
 @triton.jit
 def _partial(
-    q: Any, keys: Any, starts: Any, stops: Any, scores: Any, maxima: Any, sums: Any,
-    r: Any, tokens: Any, list_step: Any, column_step: Any, blocks: Any,
+    q: tl.tensor, keys: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor,
+    sums: tl.tensor,
+    r: tl.tensor, tokens: tl.tensor, list_step: tl.tensor, column_step: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, b): tokens [b * BLOCK, ...) of list p. Blocks outside the range read no keys."""
@@ -71,7 +71,9 @@ def _partial(
 
 
 @triton.jit
-def _field_sums(weights: Any, raw: Any, total: Any, FIELD: tl.constexpr, BITS: tl.constexpr) -> Any:
+def _field_sums(
+    weights: tl.tensor, raw: tl.tensor, total: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr
+) -> tl.tensor:
     """Sum over columns of weights int8 `[GROUP, D]` times field FIELD of the bytes raw int8 `[n, D]`: float32
     `[GROUP, n]`, whole numbers below 2^24."""
     if BITS == 8:
@@ -85,8 +87,9 @@ def _field_sums(weights: Any, raw: Any, total: Any, FIELD: tl.constexpr, BITS: t
 
 @triton.jit
 def _packed(
-    q: Any, keys: Any, mean: Any, step: Any, starts: Any, stops: Any, scores: Any, maxima: Any, sums: Any,
-    tokens: Any, list_step: Any, row_step: Any, blocks: Any, heads: Any,
+    q: tl.tensor, keys: tl.tensor, mean: tl.tensor, step: tl.tensor, starts: tl.tensor, stops: tl.tensor,
+    scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor,
+    tokens: tl.tensor, list_step: tl.tensor, row_step: tl.tensor, blocks: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """As `_partial`; the query is quantised as `selection.quantise_query` does, in every program anew: G * d numbers

@@ -8,8 +8,6 @@ atomically. Definition: `lists.select_tokens`; given the same scores the result 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,22 +24,23 @@ _DIGITS = 4
 
 
 @triton.jit
-def _ordered(x: Any) -> Any:
+def _ordered(x: tl.tensor) -> tl.tensor:
     """float32 as int32 of the same order; -0 equals +0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
-def _digit(order: Any, DIGIT: tl.constexpr) -> Any:
+def _digit(order: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
     """The DIGIT-th byte of an order, the highest first, as of an unsigned number."""
     return ((order ^ -2147483648) >> (24 - 8 * DIGIT)) & 255
 
 
 @triton.jit
 def _mark(
-    scores: Any, maxima: Any, lses: Any, starts: Any, stops: Any, passing: Any, orders: Any,
-    tokens: Any, kv_heads: Any, alpha: Any, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    scores: tl.tensor, maxima: tl.tensor, lses: tl.tensor, starts: tl.tensor, stops: tl.tensor, passing: tl.tensor,
+    orders: tl.tensor,
+    tokens: tl.tensor, kv_heads: tl.tensor, alpha: tl.tensor, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads. Adds how often a token passes a head to
     `passing[b]`, and writes the orders of those that pass any head of the layer."""
@@ -68,14 +67,14 @@ def _mark(
 
 
 @triton.jit
-def _count(passing: Any, limits: Any, b: Any, heads: Any, cap: Any) -> Any:
+def _count(passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """n of sequence b, as `selection.token_count`, under `cap`."""
     limit = tl.load(limits + b)
     return tl.minimum(tl.minimum(tl.maximum((tl.load(passing + b) + heads - 1) // heads, 1), limit), cap)
 
 
 @triton.jit
-def _bound(histograms: Any, p: Any, lists: Any, rank: Any, KNOWN: tl.constexpr) -> Any:
+def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
     """The first KNOWN digits of the rank-th largest order, and its rank among the orders that share them."""
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):
@@ -88,8 +87,9 @@ def _bound(histograms: Any, p: Any, lists: Any, rank: Any, KNOWN: tl.constexpr) 
 
 @triton.jit
 def _histogram(
-    orders: Any, passing: Any, limits: Any, histograms: Any, tokens: Any, kv_heads: Any, lists: Any, heads: Any,
-    cap: Any, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+    orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, tokens: tl.tensor,
+    kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
+    cap: tl.tensor, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i) adds the digits of its orders whose higher digits are those of the bound."""
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -106,8 +106,10 @@ def _histogram(
 
 @triton.jit
 def _tally(
-    orders: Any, passing: Any, limits: Any, histograms: Any, above: Any, equal: Any, counts: Any,
-    tokens: Any, kv_heads: Any, lists: Any, heads: Any, cap: Any, blocks: Any, BLOCK: tl.constexpr,
+    orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
+    equal: tl.tensor, counts: tl.tensor,
+    tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, blocks: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i): how many of its orders lie above the bound, and how many equal it."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -124,8 +126,9 @@ def _tally(
 
 @triton.jit
 def _write(
-    orders: Any, passing: Any, limits: Any, histograms: Any, above: Any, equal: Any, out: Any,
-    tokens: Any, kv_heads: Any, lists: Any, heads: Any, cap: Any, blocks: Any,
+    orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
+    equal: tl.tensor, out: tl.tensor,
+    tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, blocks: tl.tensor,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i) writes its tokens, rising, behind those of the blocks before it; of the orders that equal the

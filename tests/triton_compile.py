@@ -1,0 +1,56 @@
+"""Compiles every Triton kernel for a GPU, without one: run by test_triton_compile.py in a process of its own, since the
+interpreter cannot be switched off again. Prints a line for each kernel: name, bytes of shared memory."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from offload_rt.kernels import triton_append, triton_attention, triton_gather, triton_scores, triton_select
+
+
+def compiled(capability: int, kernel: Any, types: str, **constants: Any) -> None:
+    """`types` of the arguments that are not constants, in order; pointers are 16-byte aligned."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = dict(zip(names, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
+    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    print(kernel.__name__, binary.metadata.shared, flush=True)
+
+
+def main(capability: int) -> None:
+    def build(kernel: Any, types: str, **constants: Any) -> None:
+        compiled(capability, kernel, types, **constants)
+
+    build(triton_gather._gather, "*i32 *i64 *i32 *i32 i32", WORDS=64, COLS=64, BLOCK=8)
+    build(triton_append._partial, "*bf16 *fp32 *bf16 *i64 i32 i32 i32 i32", d=256, D=256, COLUMNS=16)
+    packed = "*bf16 *fp32 *fp32 *fp32 *i8 *i64 i32 i32 i32 i32"
+    build(triton_append._quantised, packed, d=128, D=128, COLUMNS=16, BITS=4)
+    build(triton_attention._merge, "*fp32 *fp32 *fp32 *fp32 i32 i32", d=80, D=128, PARTS=16, ALL=32)
+    for kind, size, d in (("bf16", 2, 128), ("fp32", 4, 256)):
+        block = triton_attention._BLOCKS[size]
+        types = f"*{kind} *{kind} *{kind} *i32 *fp32 *fp32 fp32 i32 i32 i32 i32 i32"
+        constants = {"d": d, "D": d, "G": 4, "GROUP": 16, "BLOCK": block, "PIECE": 256, "WIDEN": size == 4}
+        build(triton_attention._attend, types, **constants)
+    partial = "*fp32 *fp16 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32"
+    build(triton_scores._partial, partial, G=4, GROUP=16, BLOCK=256, COLUMNS=16)
+    for bits, d, D in ((8, 38, 64), (4, 128, 128), (2, 256, 256)):
+        types = "*fp32 *i8 *fp32 *fp32 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32"
+        build(triton_scores._packed, types, d=d, D=D, G=4, GROUP=16, BLOCK=256, BITS=bits)
+    for group in (1, 4):
+        types = "*fp32 *fp32 *fp32 *i32 *i32 *i32 *i32 i32 i32 fp32"
+        build(triton_select._mark, types, G=group, GROUP=group, BLOCK=1024)
+    for digit in (0, 3):
+        build(triton_select._histogram, "*i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", DIGIT=digit, BLOCK=1024)
+    build(triton_select._tally, "*i32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32", BLOCK=1024)
+    build(triton_select._write, "*i32 " * 6 + "*i64 i32 i32 i32 i32 i32 i32", BLOCKS=128, BLOCK=1024)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
