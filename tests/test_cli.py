@@ -181,11 +181,11 @@ def test_info(cli: Cli) -> None:
     run = cli("info", "reference", "--context", "2000", "--dtype", "bfloat16", "--device", "cpu")
     assert (run.code, run.err) == (0, "")
     assert "It fits here." in run.out
-    assert "3 KiB" in run.out  # 2 (K, V) * 6 layers * 2 heads * 64 * 2 bytes
+    assert "4 KiB" in run.out  # 2 (K, V) * 8 layers * 2 heads * 64 * 2 bytes
     run = cli("info", "reference", "--context", "100000", "--policy", "full", "--host-memory", "100MiB")
     assert "It does not fit here." in run.out
     assert "100 MiB" in run.out
-    assert "4,096 positions" in run.out
+    assert "2,048 positions" in run.out
 
 
 def test_reader_that_leaves_early_is_no_error() -> None:
@@ -305,7 +305,7 @@ def test_prompt_over_the_positions_of_a_table(cli: Cli, tmp_path: Path, architec
         (("--policy", "infinigen", "--source", "residuals"), ("residuals", "did you mean 'residual'")),
         (("--policy", "infinigen", "--scorer", "int7"), ("int7", "int4")),
         (("--policy", "infinigen", "--dense-layers", "first"), ("--dense-layers", "first")),
-        (("--policy", "infinigen", "--dense-layers", "6"), ("dense_layers", "6", "0 to 5")),
+        (("--policy", "infinigen", "--dense-layers", "8"), ("dense_layers", "8", "0 to 7")),
         (("--policy", "infinigen", "--skew", "none.safetensors"), ("none.safetensors",)),
         (("--policy", "infinigen", "--skew", BOOK), (BOOK,)),
         (("--device", "tpu"), ("tpu", "cpu")),

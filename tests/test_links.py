@@ -57,6 +57,23 @@ def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[s
         assert staged_run.stats.link_bytes_to_host == in_place.stats.link_bytes_to_host
 
 
+@pytest.mark.parametrize(
+    ("policy", "options"), [("full", {}), ("infinigen", {"recent": 8}), ("infinigen", {"preset": "paper"})]
+)
+def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str, options: dict[str, Any]) -> None:
+    """A dense layer is fetched before the newest token exists: what leaves the window must be in its new place."""
+
+    def run(prepare: bool) -> list[int]:
+        model = tiny_model("llama", dtype=torch.float64)
+        chunk = 2 * 4 * 2 * 16 * 64 * 8
+        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * chunk, dtype="float64", eviction="lru")
+        ready = staged(llm) if prepare else llm
+        [done] = ready.generate([tiny_prompt(100)], SamplingParams(max_new_tokens=150, temperature=0))
+        return done.token_ids
+
+    assert run(True) == run(False)
+
+
 def test_a_fork_loads_its_resident_rows() -> None:
     """Equal prompts are prefilled once; the fork's sinks and window come from the pool."""
     model = tiny_model("llama", dtype=torch.float64)

@@ -66,6 +66,7 @@ class DecodeStep:
         adapter = self.adapter
         for sequence in self.batch:
             sequence.trace.begin_step()
+            self._make_way(sequence)
         tokens = torch.tensor([s.tokens[s.position] for s in self.batch], device=adapter.device)
         x = adapter.embed(tokens, self.positions)
         fetched = self._fetch_dense(0)
@@ -103,18 +104,21 @@ class DecodeStep:
             ]
         return self._visible[window]
 
-    def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v `[Hkv, B, d]`: the newest token becomes resident, is written back, and is made known to the policy; in
-        a full pool the token that leaves the window moves to its victim's slot first."""
-        for b, sequence in enumerate(self.batch):
-            key, value, slot = k[:, b : b + 1], v[:, b : b + 1], sequence.slots.newest
-            selecting = layer not in self.policy.dense_layers
+    def _make_way(self, sequence: Sequence) -> None:
+        """In a full pool the token that leaves the window moves to its victim's slot, in every layer, before any layer
+        selects or fetches."""
+        for layer in range(self.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
                 self.link.move(sequence.lease, layer, *moved)
-                if selecting:
+                if layer not in self.policy.dense_layers:
                     sequence.state.on_moved(layer, *moved)
+
+    def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v `[Hkv, B, d]`: the newest token becomes resident, is written back, and is made known to the policy."""
+        for b, sequence in enumerate(self.batch):
+            key, value, slot = k[:, b : b + 1], v[:, b : b + 1], sequence.slots.newest
             sequence.trace.bytes_to_host += self.link.append(sequence.lease, layer, slot, key, value)
-            if selecting:
+            if layer not in self.policy.dense_layers:
                 sequence.state.on_keys(layer, key, slot)
 
     def _fetch_dense(self, layer: int) -> Fetched | None:
