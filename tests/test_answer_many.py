@@ -77,7 +77,7 @@ def test_a_document_is_cut_to_what_the_model_holds(script: ModuleType, llm: LLM)
     text = "word " * 5000
     assert len(script.document_tokens(llm, text, 100, None)) == llm.geometry.max_positions - 100
     assert len(script.document_tokens(llm, text, 100, 50)) == 50
-    with pytest.raises(InputError, match="--document-tokens 4090 must be between 1 and 3996"):
-        script.document_tokens(llm, text, 100, 4090)
+    with pytest.raises(InputError, match="--document-tokens 2040 must be between 1 and 1948"):
+        script.document_tokens(llm, text, 100, 2040)
     with pytest.raises(InputError, match="need 5000 positions"):
         script.document_tokens(llm, text, 5000, None)

@@ -96,7 +96,7 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path)
     """On a pseudo-terminal: a prompt, an answer that is interrupted, another one, and a session that is saved."""
     master, slave = pty.openpty()
     command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
-    command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--ignore-eos"][:-1]
+    command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
     os.close(slave)
     seen = b""
