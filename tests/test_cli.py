@@ -186,6 +186,8 @@ def test_info(cli: Cli) -> None:
     assert "It does not fit here." in run.out
     assert "100 MiB" in run.out
     assert "2,048 positions" in run.out
+    beyond = cli("info", "reference", "--context", "4096")
+    assert "It fits here.\nThe model was made for 2,048 positions; quality beyond is not known." in beyond.out
 
 
 def test_reader_that_leaves_early_is_no_error() -> None:

@@ -33,11 +33,14 @@ def run(args: argparse.Namespace) -> int:
     machine = Machine.here(host_memory, device)
     needed = requirements(geometry, weight_bytes, dtype, args.context, chosen)
     Console().print(requirements_table(args.model, args.policy, needed, machine))
-    found = obstacles(needed, machine)
+    found, notes = obstacles(needed, machine), []
     if args.context > geometry.max_positions:
-        effect = "it cannot take more" if geometry.absolute_positions else "quality beyond is not known"
-        found.append(f"The model was made for {geometry.max_positions:,} positions; {effect}.")
-    print("\n".join(["It does not fit here.", *found]) if found else "It fits here.")
+        made_for = f"The model was made for {geometry.max_positions:,} positions"
+        if geometry.absolute_positions:
+            found.append(f"{made_for}; it cannot take more.")
+        else:
+            notes.append(f"{made_for}; quality beyond is not known.")
+    print("\n".join(["It does not fit here." if found else "It fits here.", *found, *notes]))
     return 0
 
 
