@@ -1,4 +1,4 @@
-"""Configurations of the reference models: shape, curriculum, schedule; the presets `cpu`, `cuda` and `opt`."""
+"""Configurations of the reference models: shape, curriculum, schedule; the presets `cpu`, `cpu-longer`, `cuda` and `opt`."""
 
 from __future__ import annotations
 
@@ -157,6 +157,19 @@ PRESETS: dict[str, TrainConfig] = {
         tokens_per_step=4096,
         peak_lr=1e-3,
         decay_share=0.8,
+    ),
+    # Goes on from a checkpoint of `cpu` (--init-from), long sequences first: what that one lacks is text at 2,048 tokens.
+    "cpu-longer": TrainConfig(
+        shape=Shape(),
+        stages=_curriculum(
+            (0.50, ((256, 0.20), (512, 0.30), (1024, 0.30), (2048, 0.20)), 0.55, 0.0),
+            (1.00, ((512, 0.15), (1024, 0.25), (2048, 0.60)), 0.50, 0.0),
+        ),
+        total_tokens=12_000_000,
+        tokens_per_step=4096,
+        peak_lr=1e-3,
+        decay_share=0.7,
+        evaluate_lengths=(512, 2048),
     ),
     "cuda": TrainConfig(
         shape=Shape(

@@ -1,6 +1,7 @@
 """Train a reference model (Llama or OPT architecture) on a folder of novels and on recall passages.
 
     python scripts/train_reference.py cpu  --data ../shared/data/books --out runs/llama --init-from FOLDER
+    python scripts/train_reference.py cpu-longer --data ../shared/data/books --out runs/more --init-from CHECKPOINT
     python scripts/train_reference.py cuda --data ../shared/data/books --out runs/llama-16k
     python scripts/train_reference.py opt  --data ../shared/data/books --out runs/opt --tokenizer FOLDER
 
