@@ -1,4 +1,4 @@
-"""Configurations of the reference models: shape, curriculum, schedule; the presets `cpu`, `cpu-longer`, `cuda` and `opt`."""
+"""Configurations of the reference models: shape, curriculum, schedule; presets `cpu`, `cpu-longer`, `cuda`, `opt`."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ PRESETS: dict[str, TrainConfig] = {
         peak_lr=1e-3,
         decay_share=0.8,
     ),
-    # Goes on from a checkpoint of `cpu` (--init-from), long sequences first: what that one lacks is text at 2,048 tokens.
+    # Goes on from a checkpoint of `cpu` (--init-from), which lacks text at 2,048 tokens.
     "cpu-longer": TrainConfig(
         shape=Shape(),
         stages=_curriculum(
