@@ -36,8 +36,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 soak: $(READY)
-	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 OFFLOAD_RT_TERMINAL=1 \
-		$(BIN)/pytest tests/test_disk.py tests/test_composition.py tests/test_chat.py
+	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 $(BIN)/pytest tests/test_disk.py tests/test_composition.py
 
 gpu: $(READY)
 	$(BIN)/pytest -m gpu

@@ -6,19 +6,25 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from offload_rt import SamplingParams
 from offload_rt.cli import main
+from offload_rt.commands.chat_loop import Chat
 from offload_rt.errors import InputError
 from offload_rt.runtime.conversation import turn_tokens
+from offload_rt.runtime.generation import Event
 from offload_rt.runtime.history import History
 
 
@@ -91,37 +97,96 @@ def test_simulate_store_prints_a_line_for_each_run(tmp_path: Path, capsys: pytes
     assert (tmp_path / "out" / "store.md").exists() and (tmp_path / "out" / "store_load.png").exists()
 
 
-@pytest.mark.skipif("OFFLOAD_RT_TERMINAL" not in os.environ, reason="depends on timing: run by make soak")
+def test_an_interrupt_that_python_drops_still_ends_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KeyboardInterrupt in a destructor is printed and dropped; the chat stops with the next token all the same, and
+    gives Ctrl-C back to whoever had it."""
+
+    class Deaf:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class Endless:
+        name, turns, tokens, closed = "s", (), (), 0
+
+        def send(self, text: str, params: object) -> Any:
+            try:
+                for i in range(100):
+                    yield Event(0, f"{i} ", i, i, None)
+                    if i == 3:
+                        Deaf()
+            finally:
+                self.closed += 1
+
+        def close(self) -> None:
+            self.closed += 1
+
+    class Roomy:
+        geometry = types.SimpleNamespace(max_positions=10**6)
+        name = "m"
+
+        def encode(self, text: str) -> list[int]:
+            return [1]
+
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    session, before = Endless(), signal.getsignal(signal.SIGINT)
+    console = Console(stderr=True)
+    Chat(Roomy(), session, SamplingParams(), str, console).run()  # type: ignore[arg-type]
+    out, err = capsys.readouterr()
+    assert len(dropped) == 1, "the interrupt was really lost"
+    assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Terminal:
+    """A command on a pseudo-terminal. It is killed at the end of the block, whatever happens."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self._seen = b""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def write(self, text: bytes) -> None:
+        os.write(self._master, text)
+
+    def read_until(self, pattern: bytes, seconds: float = 120) -> None:
+        """Waits until what is shown (without control sequences) from here on matches."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen))) is None:
+            assert time.monotonic() < end, self._seen
+            if select.select([self._master], [], [], 0.5)[0]:
+                self._seen += os.read(self._master, 4096)
+        self._seen = re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen)[found.end() :]
+
+
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
-    """On a pseudo-terminal: a prompt, an answer that is interrupted, another one, and a session that is saved."""
-    master, slave = pty.openpty()
+    """On a pseudo-terminal: a prompt, an answer that is interrupted after its first words, and a session that is saved.
+    What is waited for is always something shown, never a time."""
     command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
     command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
-    os.close(slave)
-    seen = b""
-
-    def read_until(text: bytes, seconds: float = 120) -> None:
-        nonlocal seen
-        end = time.monotonic() + seconds
-        while text not in seen:
-            assert time.monotonic() < end, seen
-            if select.select([master], [], [], 0.5)[0]:
-                seen += os.read(master, 4096)
-        seen = seen.split(text, 1)[1]
-
-    read_until(b"> ")
-    os.write(master, b"It was a dark night\n")
-    read_until(b"night")
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    read_until(b"(ended)")
-    read_until(b"> ")
-    os.write(master, b"\x04")
-    read_until(b"is saved")
-    assert process.wait(30) == 0
-    os.close(master)
+    with Terminal(command) as terminal:
+        terminal.read_until(rb"> ")
+        terminal.write(b"It was a dark night\n")
+        terminal.read_until(rb"night\r?\n[^a-z]*[a-z]+")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until(rb"\(ended\)")
+        terminal.read_until(rb"> ")
+        terminal.write(b"\x04")
+        terminal.read_until(rb"is saved")
+        assert terminal.process.wait(30) == 0
 
 
 # ----------------------------------------------------------------------------------------------------- turns to tokens

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config import SamplingParams, format_size
 from ..errors import InputError, ModelError, OffloadError
+from .interrupts import watched
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +58,8 @@ class Chat:
                     self._take(line)
                 except OffloadError as error:
                     self._say(f"offload-rt: {' '.join(str(error).split())}")
+                except KeyboardInterrupt:
+                    self._say("\n(ended)")
             self._say("saving …")
         self._say(f"session {self._session.name!r} is saved")
 
@@ -88,14 +91,13 @@ class Chat:
             raise InputError(f"there is no command {name!r}; /help lists them")
 
     def _answer(self, text: str) -> None:
-        self._make_room(text)
-        with closing(self._session.send(text, self._params)) as events:  # type: ignore[type-var]
-            try:
+        with watched() as interrupts:
+            self._make_room(text)
+            with closing(self._session.send(text, self._params)) as events:  # type: ignore[type-var]
                 for event in events:
                     sys.stdout.write(event.text)
                     sys.stdout.flush()
-            except KeyboardInterrupt:
-                self._say("\n(ended)")
+                    interrupts.check()
         sys.stdout.write("\n")
         sys.stdout.flush()
 
