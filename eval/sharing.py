@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from ..core import Lease, ModelGeometry
+from ..kernels.dispatch import attend_runs
+from ..kernels.segments import Run
 from ..pool.pool import HostPool
 from ..runtime.attention import attend
-from ..runtime.segments import SharedPrefixes, Sharing, attend_batch
+from ..runtime.segments import SharedPrefixes, Sharing
 from .arrivals import arrivals_report, questions_report
 from .report import Column, Report, Row
 
@@ -67,10 +69,14 @@ class Batch:
         """Shared rows are read once: `[H, B, d]`. Without a segment it is `one_by_one`."""
         if not sharing.segments:
             return self.one_by_one()
-        pairs = zip(self.leases, sharing.private, strict=True)
-        own = (self.pool.runs(lease, 0, range(start, lease.length)) for lease, start in pairs)
-        shared = ((s, self.pool.runs(self.leases[s.first], 0, s.tokens)) for s in sharing.segments)
-        return attend_batch(self.q, own, shared, SCALE)
+        wanted = [(s.first, s.stop, s.tokens) for s in sharing.segments]
+        wanted += [(b, b + 1, range(sharing.private[b], lease.length)) for b, lease in enumerate(self.leases)]
+        runs = [
+            Run(first, stop, part.k, part.v)
+            for first, stop, tokens in wanted
+            for part in self.pool.runs(self.leases[first], 0, tokens)
+        ]
+        return attend_runs(self.q, runs, SCALE)[0]
 
     @property
     def floor_bytes(self) -> tuple[int, int]:

@@ -1,16 +1,18 @@
 """One function for each operation of the decode step: Triton for tensors on a CUDA device, torch elsewhere (and for
-float64, and where Triton is not installed). What each computes is defined, shapes and all, in `lists`.
+float64, and where Triton is not installed). What each computes is defined, shapes and all, in `lists` and `segments`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from . import lists
+from . import lists, segments
 from .lists import Scores
+from .segments import Run
 
 
 def _compiled(tensor: torch.Tensor) -> bool:
@@ -112,3 +114,12 @@ def append_quantised(
     if _compiled(k):
         from . import triton_append as module
     module.append_quantised(k, basis, mean, step, bits, packed, slots)
+
+
+def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `segments.attend_runs`."""
+    module: Any = segments
+    if _compiled(q):
+        from . import triton_segments as module
+    whole: tuple[torch.Tensor, torch.Tensor] = module.attend_runs(q, runs, scale)
+    return whole

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCKS = {2: 64, 4: 16}
-"""Rows of one step by bytes of a number: with d = 256 they fit the 99 KiB of shared memory of consumer cards."""
+_STEP_BYTES = 1 << 14
+"""Of K (and of V) in one step: what the compiler keeps in flight of them fits the 99 KiB of shared memory of consumer
+cards."""
 
 _PIECE = 256
 """Rows of a program."""
@@ -88,6 +89,11 @@ def _merge(
     tl.store(out + r * d + column, acc / some, mask=column < d)
 
 
+def block_rows(d: int, itemsize: int) -> int:
+    """Rows of one step."""
+    return min(64, _STEP_BYTES // (max(16, triton.next_power_of_2(d)) * itemsize))
+
+
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +107,7 @@ def attend_counted(
     _attend[(lists, pieces)](
         q, k, v, counts, outs, lses, scale, lists, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=max(16, triton.next_power_of_2(group)),
-        BLOCK=_BLOCKS[k.itemsize], PIECE=_PIECE, WIDEN=not q.is_cuda or q.dtype == torch.float32,
+        BLOCK=block_rows(d, k.itemsize), PIECE=_PIECE, WIDEN=not q.is_cuda or q.dtype == torch.float32,
     )  # fmt: skip
     out, lse = merge_parts(outs, lses)
     return out.view(lists, group, d), lse.view(lists, group)

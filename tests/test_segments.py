@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.core import CHUNK, KVPart, Lease, Visible
-from offload_rt.runtime.segments import Segment, SharedPrefixes, Sharing, attend_batch
+from offload_rt.core import CHUNK, Lease, Visible
+from offload_rt.kernels.segments import Run, attend_runs
+from offload_rt.runtime.segments import Segment, SharedPrefixes, Sharing
 
 
 @st.composite
@@ -77,14 +78,13 @@ def test_attention_over_segments_is_attention_over_everything(
     assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
     assert all(len(o.recent) and o.all.stop == v.all.stop for o, v in zip(own, seen, strict=True))
 
-    def part(b: int, tokens: range) -> list[KVPart]:
-        k, v = whole[b][:, :, tokens.start : tokens.stop]
+    def runs(first: int, stop: int, tokens: range) -> list[Run]:
+        k, v = whole[first][:, :, tokens.start : tokens.stop]
         middle = k.shape[1] // 2
-        return [KVPart(k[:, :middle], v[:, :middle]), KVPart(k[:, middle:], v[:, middle:])]
+        return [Run(first, stop, k[:, :middle], v[:, :middle]), Run(first, stop, k[:, middle:], v[:, middle:])]
 
-    got = attend_batch(
-        q, (part(b, o.all) for b, o in enumerate(own)), ((s, part(s.first, s.tokens)) for s in sharing.segments), 0.3
-    )
+    shared = [run for s in sharing.segments for run in runs(s.first, s.stop, s.tokens)]
+    got, _ = attend_runs(q, [*shared, *(run for b, o in enumerate(own) for run in runs(b, b + 1, o.all))], 0.3)
     for b, (k, v) in enumerate(whole):
         scores = 0.3 * torch.einsum("hgd,hnd->hgn", q[:, b].view(kv_heads, group, d), k)
         expected = (scores.softmax(-1) @ v).view(-1, d)
@@ -96,13 +96,13 @@ def test_half_precision_is_merged_in_float32() -> None:
     as much again."""
     generator = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(s, generator=generator).bfloat16() for s in ((2, 256, 16), (2, 256, 16), (4, 3, 16)))
-    segment = Segment(0, 3, range(192))
-    got = attend_batch(q, [[KVPart(k[:, 192:], v[:, 192:])]] * 3, [(segment, [KVPart(k[:, :192], v[:, :192])])], 0.25)
-    once = attend_batch(q, [[KVPart(k, v)]] * 3, [], 0.25)
+    tails = [Run(b, b + 1, k[:, 192:], v[:, 192:]) for b in range(3)]
+    got, _ = attend_runs(q, [Run(0, 3, k[:, :192], v[:, :192]), *tails], 0.25)
+    once, _ = attend_runs(q, [Run(b, b + 1, k, v) for b in range(3)], 0.25)
     exact = torch.einsum(
         "hsn,hnd->hsd", (0.25 * q.double().view(2, 6, 16) @ k.double().mT).softmax(-1), v.double()
     ).view(4, 3, 16)
-    assert got.dtype == torch.bfloat16
+    assert got.dtype == torch.float32
     assert (got - exact).abs().mean() <= 2 * (once - exact).abs().mean()
 
 

@@ -15,7 +15,7 @@ from tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
 from offload_rt.runtime.engine import Engine
-from offload_rt.runtime.segments import SharedPrefixes
+from offload_rt.runtime.segments import NEVER_PAYS, SharedPrefixes
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.lanes import InlineLane
 
@@ -191,6 +191,30 @@ def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
     torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-9)
     for sequence in batch:
         runner.free(sequence)
+
+
+def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence on a prefix that others used, a batch without a common chunk, a segment that is too short: bit for
+    bit the step of a runner that knows no segments, through the same calls."""
+    llm = make()
+    runner, prompts = llm._runner, [tiny_prompt(3 * CHUNK + 9, seed=i) for i in range(3)]
+    sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
+    for sequence in sequences:
+        runner.prefill(sequence, len(sequence.tokens) - 1)
+    sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
+    monkeypatch.setattr("offload_rt.runtime.decode.attend_runs", None)  # whoever calls it fails
+    for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * CHUNK * ROW + 1)):
+        logits = []
+        for rule in (NEVER_PAYS, pays_from):
+            runner.prefixes = SharedPrefixes(ROW, rule)
+            forks = [runner.fork(sequences[i], len(prompts[0]) + 4) for i in batch]
+            logits.append(runner.decode(forks))
+            for fork in forks:
+                runner.free(fork)
+        assert torch.equal(*logits)
+    runner.prefixes = SharedPrefixes(ROW, 3 * CHUNK * ROW)
+    with pytest.raises(TypeError):
+        runner.decode([sequences[0], sequences[3]])
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])

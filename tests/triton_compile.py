@@ -10,18 +10,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from offload_rt.kernels import triton_append, triton_attention, triton_gather, triton_scores, triton_select
+from offload_rt.kernels import (
+    triton_append,
+    triton_attention,
+    triton_gather,
+    triton_scores,
+    triton_segments,
+    triton_select,
+)
 
 
 def compiled(capability: int, kernel: Any, types: str, **constants: Any) -> None:
-    """`types` of the arguments that are not constants, in order; pointers are 16-byte aligned."""
+    """`types` of the arguments that are not constants, in order; pointers are 16-byte aligned, numbers with a type in
+    capitals are multiples of 16."""
     names = [name for name in kernel.arg_names if name not in constants]
-    signature = dict(zip(names, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
-    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    given = dict(zip(names, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
+    aligned = [i for i, name in enumerate(kernel.arg_names) if given[name].startswith("*") or given[name].isupper()]
+    signature = {name: kind.lower() for name, kind in given.items()}
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    print(kernel.__name__, binary.metadata.shared, flush=True)
+    print(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", binary.metadata.shared, flush=True)
 
 
 def main(capability: int) -> None:
@@ -33,11 +42,13 @@ def main(capability: int) -> None:
     packed = "*bf16 *fp32 *fp32 *fp32 *i8 *i64 i32 i32 i32 i32"
     build(triton_append._quantised, packed, d=128, D=128, COLUMNS=16, BITS=4)
     build(triton_attention._merge, "*fp32 *fp32 *fp32 *fp32 i32 i32", d=80, D=128, PARTS=16, ALL=32)
-    for kind, size, d in (("bf16", 2, 128), ("fp32", 4, 256)):
-        block = triton_attention._BLOCKS[size]
-        types = f"*{kind} *{kind} *{kind} *i32 *fp32 *fp32 fp32 i32 i32 i32 i32 i32"
-        constants = {"d": d, "D": d, "G": 4, "GROUP": 16, "BLOCK": block, "PIECE": 256, "WIDEN": size == 4}
-        build(triton_attention._attend, types, **constants)
+    for kind, size, d in (("bf16", 2, 128), ("bf16", 2, 256), ("fp32", 4, 256)):
+        shape = {"d": d, "D": d, "G": 4, "BLOCK": triton_attention.block_rows(d, size), "WIDEN": size == 4}
+        types = f"*{kind} *{kind} *{kind} *i32 *fp32 *fp32 fp32 i32 I32 I32 I32 I32"
+        build(triton_attention._attend, types, **shape, GROUP=16, PIECE=256)
+        types = f"*{kind} *i64 *fp32 *fp32 fp32 i32 i32 i32"
+        for queries in sorted({16, triton_segments.most_queries(d, size)}):
+            build(triton_segments._attend, types, **shape, ALIGN=8, QUERIES=queries)
     partial = "*fp32 *fp16 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32"
     build(triton_scores._partial, partial, G=4, GROUP=16, BLOCK=256, COLUMNS=16)
     for bits, d, D in ((8, 38, 64), (4, 128, 128), (2, 256, 256)):

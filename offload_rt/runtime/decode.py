@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from ..core import KVPart, Selection, Visible
+from ..kernels.dispatch import attend_runs
+from ..kernels.segments import Run
 from ..models.adapter import ModelAdapter
 from ..select.base import Policy
 from ..transfer.link import Link, Ticket
 from ..transfer.plan import attended_tokens
 from .attention import attend, group_weights, scores_lse
 from .recording import Recorder
-from .segments import Segment, Sharing, attend_batch
+from .segments import Segment, Sharing
 from .sequence import Sequence
 
 
@@ -166,9 +168,11 @@ class DecodeStep:
     def _attend(self, layer: int, q: torch.Tensor, fetched: Fetched) -> torch.Tensor:
         """q `[H, B, d]`, true queries. Returns `[B, H * d]`."""
         if fetched.shared:
-            own = (fetch.ticket.wait() for fetch in fetched.own)
-            shared = ((segment, ticket.wait()) for segment, ticket in fetched.shared)
-            return attend_batch(q, own, shared, self.geometry.scales[layer]).transpose(0, 1).flatten(1)
+            tickets = [(segment.first, segment.stop, ticket) for segment, ticket in fetched.shared]
+            tickets += [(b, b + 1, fetch.ticket) for b, fetch in enumerate(fetched.own)]
+            runs = [Run(first, stop, part.k, part.v) for first, stop, ticket in tickets for part in ticket.wait()]
+            out, _ = attend_runs(q, runs, self.geometry.scales[layer])
+            return out.to(q.dtype).transpose(0, 1).flatten(1)
         outs = [self._attend_one(layer, s, q[:, b], fetched.own[b]) for b, s in enumerate(self.batch)]
         return torch.stack(outs).flatten(1)
 

@@ -1,22 +1,17 @@
-"""Decode attention of a batch over what its sequences share: each shared run of chunks is read once, for all of them.
-
-ChunkAttention's two phases (chunk first, then sequence) and Hydragen's hierarchy are one operator here: the chunk lists
-of a batch in tree order form a trie; a *segment* is a maximal run of its chunks with the same sequences below.
-Attention over a segment is one batched product with all their queries, `[Hkv, G * S, d] x [Hkv, n, d]^T`; merged with
-what each sequence has for itself by log-sum-exp in float32. Rows to read per layer: each shared row once, not S times.
+"""What a batch shares: the chunk lists of its sequences in tree order form a trie; a *segment* is a maximal run of its
+chunks with the same sequences below. Attention over segments and over what each sequence has for itself is
+`kernels.segments.attend_runs`: each shared row is read once, not once for each sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
-from ..core import CHUNK, KVPart, Lease, Visible
-from ..kernels.reference import attend_part, merge_lse
+from ..core import CHUNK, Lease, Visible
 
 PAYS_FROM_BYTES = 2 << 20
 """A segment costs one more product and merge (0.1-0.2 ms on one thread of a CPU) and saves reading its rows for all
@@ -121,34 +116,3 @@ class SharedPrefixes:
             self._sharing = Sharing.of(leases, self._token_bytes, self._pays_from)
             self._chunks = [list(ids) for ids in chunks]
         return self._sharing
-
-
-def attend_batch(
-    q: torch.Tensor,
-    own: Iterable[Seq[KVPart]],
-    shared: Iterable[tuple[Segment, Seq[KVPart]]],
-    scale: float,
-) -> torch.Tensor:
-    """Exact attention of each sequence over its own rows and those of its segments.
-
-    q `[H, B, d]`, sequences in tree order. own: the parts of each sequence, not all empty. shared: segments with their
-    rows. Both are taken one at a time, when their turn comes. Returns `[H, B, d]` in q's dtype; sums and merges are
-    float32 (float64 for float64).
-    """
-    alone = [_attend_parts(q[:, b].unsqueeze(1), parts, scale) for b, parts in enumerate(own)]
-    out = torch.cat([o for o, _ in alone], dim=1)
-    lse = torch.cat([s for _, s in alone], dim=1)
-    for segment, parts in shared:
-        members = slice(segment.first, segment.stop)
-        more, more_lse = _attend_parts(q[:, members], parts, scale)
-        out[:, members], lse[:, members] = merge_lse([out[:, members], more], [lse[:, members], more_lse])
-    return out.to(q.dtype)
-
-
-def _attend_parts(q: torch.Tensor, parts: Seq[KVPart], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """q `[H, S, d]`, all over all of `parts`: out `[H, S, d]` and lse `[H, S]`, float32 or float64."""
-    heads, queries, d = q.shape
-    grouped = q.reshape(parts[0].k.shape[0], -1, d)
-    done = [attend_part(grouped, part.k, part.v, scale) for part in parts if part.k.shape[1]]
-    out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
-    return out.view(heads, queries, d), lse.view(heads, queries)

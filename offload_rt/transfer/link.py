@@ -37,7 +37,8 @@ class Ticket(Protocol):
         """The rows, on the device. Of `fetch`: everything the layer attends to for this sequence, each token once, in
         the order sinks, recent, selected (dense: in any order), the newest token included, so `append` of the layer
         must come first. Of `fetch_more`: its rows only. Orders the compute stream behind the copies and never blocks
-        the host on CUDA. The parts are valid until the next `wait` of a ticket from the same method."""
+        the host on CUDA. The parts of a selection are valid until the next `wait` of a ticket from the same method,
+        those of everything (`fetch` without a selection, `fetch_range`) for as long as they are held."""
         ...
 
 

@@ -1,0 +1,102 @@
+"""Decode attention of a batch whose sequences hold rows in common, in torch: the definition of the Triton kernel in
+`triton_segments`, and what runs on a CPU.
+
+ChunkAttention's two phases and Hydragen's hierarchy are one operator over *runs*: rows that lie together and the
+neighbouring sequences that attend to them. A run of several sequences is one batched product with all their queries;
+the runs of single sequences have their scores side by side in one padded buffer, so that a softmax serves them all.
+Bytes: the rows of every run once. LSE is natural, float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from .reference import attend_part, merge_lse
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows k, v `[Hkv, n, d]` (views of anything whose rows are contiguous) that the sequences [first, stop) of a batch
+    all attend to."""
+
+    first: int
+    stop: int
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence over all rows of the runs that it is in (Hydragen §3.1-3.3, ChunkAttention §3.2).
+
+    q `[H, B, d]`; no row is in two runs of a sequence, and each sequence has a row in a run of its own, as whoever
+    decodes has. Returns out `[H, B, d]` and lse `[H, B]`.
+    """
+    whole = [run for run in runs if run.k.shape[1]]
+    own: list[list[Run]] = [[] for _ in range(q.shape[1])]
+    for run in (run for run in whole if run.stop - run.first == 1):
+        own[run.first].append(run)
+    out, lse = _attend_own(q, own, scale)
+    for run in (run for run in whole if run.stop - run.first > 1):
+        members = slice(run.first, run.stop)
+        more, more_lse = _attend_shared(q[:, members], run, scale)
+        out[:, members], lse[:, members] = merge_lse([out[:, members], more], [lse[:, members], more_lse])
+    return out, lse
+
+
+def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """q `[H, S, d]` of all the run's sequences: out `[H, S, d]` and lse `[H, S]`."""
+    heads, queries, d = q.shape
+    out, lse = attend_part(q.reshape(len(run.k), -1, d), run.k, run.v, scale)
+    return out.view(heads, queries, d), lse.view(heads, queries)
+
+
+def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each sequence over runs of its own: out `[H, B, d]` and lse `[H, B]`. Sequences with about as many rows go
+    together, so that the padding is less than the rows."""
+    heads, batch, d = q.shape
+    kv_heads = len(own[0][0].k)
+    queries = (q * scale).view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.empty(batch, *queries.shape[1:], dtype=wide, device=q.device)
+    lse = torch.empty(out.shape[:-1], dtype=wide, device=q.device)
+    sizes = [sum(run.k.shape[1] for run in runs) for runs in own]
+    assert min(sizes) > 0, "a sequence without rows of its own"
+    rising = sorted(range(batch), key=sizes.__getitem__)
+    for _, alike in groupby(rising, key=lambda b: sizes[b].bit_length()):
+        members = list(alike)
+        out[members], lse[members] = _attend_padded(queries, [own[b] for b in members], members, sizes[members[-1]])
+    return out.permute(1, 2, 0, 3).reshape(heads, batch, d), lse.permute(1, 2, 0).reshape(heads, batch)
+
+
+def _attend_padded(
+    queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """queries `[B, Hkv, G, d]`, scaled; of those the sequences `members`, each with at most `most` rows. Returns out
+    `[S, Hkv, G, d]` and lse `[S, Hkv, G]`."""
+    pieces = [(i, at, run) for i, runs in enumerate(own) for at, run in _placed(runs)]
+    shape = (len(members), *queries.shape[1:3])
+    scores = queries.new_full((*shape, most), -torch.inf)
+    for i, at, run in pieces:
+        torch.bmm(queries[members[i]], run.k.transpose(1, 2), out=scores[i, :, :, at : at + run.k.shape[1]])
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    lse = (peak + total.log()).squeeze(-1)
+    weights = weights.div_(total).to(queries.dtype)
+    out = lse.new_zeros(*shape, queries.shape[3])
+    for i, at, run in pieces:
+        out[i].add_(torch.bmm(weights[i, :, :, at : at + run.k.shape[1]], run.v))
+    return out, lse
+
+
+def _placed(runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
+    """Each run with the rows before it."""
+    at = 0
+    for run in runs:
+        yield at, run
+        at += run.k.shape[1]

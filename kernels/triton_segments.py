@@ -1,0 +1,143 @@
+"""Decode attention over runs of rows in Triton: segments that several sequences share and each sequence's own rows, in
+place, wherever they lie on the device.
+
+Bytes: the rows of every run are read once for all its queries (once for each 64 of them); 88 bytes of table a run go to
+the device. One launch for shared runs (up to 64 queries a program, tensor-core products), one for runs of a single
+sequence, one merge in float32. Rows are found by address, so that nothing is copied together first. Long runs are cut
+into pieces so that few sequences fill the device. Definition and bounds: `segments.attend_runs`; rounding as
+`triton_attention` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from .segments import Run
+from .triton_attention import block_rows, merge_parts
+
+_PIECE, _PIECES = 256, 64
+"""Rows of a program, and the most pieces of a run: longer runs have longer pieces."""
+
+_QUERY_BYTES = 1 << 14
+"""Of the queries of a program of a shared run, 16 to 64 of them: with the rows they fit a consumer card's shared
+memory."""
+
+_FIELDS = tl.constexpr(11)
+"""Of a run in the table: addresses of k and v, strides of head and row of each, rows, first and stop of its sequences,
+its first slot among the parts, rows of a piece."""
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor, table: tl.tensor, outs: tl.tensor, lses: tl.tensor, scale: tl.tensor,
+    batch: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (run, piece, head and block of queries): one KV head of a piece, softmax on the fly. Writes the part of
+    its queries: out `[d]` and lse each; nothing where the run has no such piece or not as many queries. ALIGN: numbers
+    that all strides are a multiple of, so that the compiler knows which loads can be 16 bytes wide."""
+    run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
+    head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads
+    first, stop = tl.load(run + 7), tl.load(run + 8)
+    size = tl.load(run + 10)
+    begin, end = piece * size, tl.minimum(tl.load(run + 6), (piece + 1) * size)
+    index, column = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, D)
+    known = index < (stop - first) * G
+    if (begin < end) & (block * QUERIES < (stop - first) * G):
+        row_of = (head * G + index % G) * batch + first + index // G
+        mask = known[:, None] & (column < d)[None, :]
+        query = tl.load(q + row_of[:, None] * d + column[None, :], mask=mask, other=0.0)
+        k_head, k_row = tl.multiple_of(tl.load(run + 2), ALIGN), tl.multiple_of(tl.load(run + 3), ALIGN)
+        v_head, v_row = tl.multiple_of(tl.load(run + 4), ALIGN), tl.multiple_of(tl.load(run + 5), ALIGN)
+        k = tl.load(run).to(tl.pointer_type(q.dtype.element_ty)) + head * k_head
+        v = tl.load(run + 1).to(tl.pointer_type(q.dtype.element_ty)) + head * v_head
+        k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # forgotten by the cast, were it said before
+        if WIDEN:
+            query = query.to(tl.float32)
+        peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        acc = tl.zeros((QUERIES, D), tl.float32)
+        for start in range(begin, end, BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            there = (row < end)[:, None] & (column < d)[None, :]
+            keys = tl.load(k + row[:, None] * k_row + column[None, :], mask=there, other=0.0)
+            values = tl.load(v + row[:, None] * v_row + column[None, :], mask=there, other=0.0)
+            if WIDEN:
+                keys, values = keys.to(tl.float32), values.to(tl.float32)
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where((row < end)[None, :], scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            kept = tl.exp(peak - higher)
+            total = total * kept + tl.sum(weights, 1)
+            acc = acc * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            peak = higher
+        at = (tl.load(run + 9) + piece) * heads * batch + row_of
+        tl.store(lses + at, peak + tl.log(total), mask=known)
+        tl.store(outs + at[:, None] * d + column[None, :], acc / total[:, None], mask=mask)
+
+
+def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `segments.attend_runs`; q and all rows of one dtype: float32, float16 or bfloat16, on one device."""
+    heads, batch, d = q.shape
+    q = q.contiguous()
+    shared = [run for run in runs if run.stop - run.first > 1 and run.k.shape[1]]
+    own = [run for run in runs if run.stop - run.first == 1 and run.k.shape[1]]
+    kv_heads = len(own[0].k)
+    slots = [0] * batch
+    tables = [[_row(run, slots) for run in group] for group in (shared, own)]
+    parts = max(slots)
+    outs = torch.empty(parts, heads * batch, d, dtype=torch.float32, device=q.device)
+    lses = torch.full((parts, heads * batch), -torch.inf, dtype=torch.float32, device=q.device)
+    group = heads // kv_heads
+    for rows, block in zip(tables, (most_queries(d, q.itemsize), 16), strict=True):
+        if not rows:
+            continue
+        queries = max((row[8] - row[7]) * group for row in rows)
+        pieces = max(triton.cdiv(row[6], row[10]) for row in rows)
+        size = max(16, min(block, triton.next_power_of_2(queries)))
+        _attend[(len(rows), pieces, kv_heads * triton.cdiv(queries, size))](
+            q, _on_device(rows, q.device), outs, lses, scale, batch, heads, kv_heads,
+            d=d, D=max(16, triton.next_power_of_2(d)), G=group, QUERIES=size, BLOCK=block_rows(d, q.itemsize),
+            WIDEN=not q.is_cuda or q.dtype == torch.float32, ALIGN=_alignment(rows),
+        )  # fmt: skip
+    out, lse = merge_parts(outs, lses)
+    return out.view(heads, batch, d), lse.view(heads, batch)
+
+
+def most_queries(d: int, itemsize: int) -> int:
+    """Queries of a program of a shared run; float32 products, which are no tensor cores', have 16."""
+    if itemsize == 4:
+        return 16
+    return max(16, min(64, _QUERY_BYTES // (triton.next_power_of_2(d) * itemsize)))
+
+
+def _row(run: Run, slots: list[int]) -> list[int]:
+    """The run's fields. Its parts take the next free slots of its sequences (`slots[b]` of each is moved on): parents
+    of a tree first, so that those of a run have as many."""
+    k, v, n = run.k, run.v, run.k.shape[1]
+    assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(slots)
+    size = max(_PIECE, triton.cdiv(triton.cdiv(n, _PIECES), _PIECE) * _PIECE)
+    slot = max(slots[run.first : run.stop])
+    slots[run.first : run.stop] = [slot + triton.cdiv(n, size)] * (run.stop - run.first)
+    return [
+        k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        n, run.first, run.stop, slot, size,
+    ]  # fmt: skip
+
+
+def _alignment(rows: Sequence[Sequence[int]]) -> int:
+    """8 numbers (16 bytes of half precision) where every address and stride allows it, else 1."""
+    aligned = all(address % 16 == 0 for row in rows for address in row[:2])
+    return 8 if aligned and all(stride % 8 == 0 for row in rows for stride in row[2:6]) else 1
+
+
+def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """int64 `[runs, fields]`, without waiting for the device."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

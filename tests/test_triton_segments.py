@@ -1,0 +1,70 @@
+"""Attention over shared and own runs in Triton against float64: random trees, every head dimension and group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_triton_attention import ROUNDING
+
+from offload_rt.kernels import dispatch, segments
+from offload_rt.kernels.segments import Run
+
+
+def rows(device: torch.device, n: int, kv_heads: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v `[Hkv, n, d]`, views of a wider buffer that is NaN around them."""
+    buffer = torch.full((2, kv_heads, n + 5, d), torch.nan, device=device, dtype=dtype)
+    buffer[:, :, 2 : n + 2] = torch.randn(2, kv_heads, n, d, device=device).to(dtype)
+    return buffer[0, :, 2 : n + 2], buffer[1, :, 2 : n + 2]
+
+
+def widened(runs: list[Run]) -> list[Run]:
+    return [Run(run.first, run.stop, run.k.double(), run.v.double()) for run in runs]
+
+
+TREE = [(0, 7, 130), (0, 3, 64), (3, 6, 256), (4, 6, 1), (0, 1, 300), (1, 2, 1), (2, 3, 17), (3, 4, 0), (3, 4, 2)]
+"""first, stop, rows: three levels of sharing over seven sequences, an empty run; tails of 5, 4 and 3 follow."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("d", "group"), [(64, 1), (80, 4), (96, 3), (128, 16), (128, 4), (20, 2)])
+def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:
+    from offload_rt.kernels.triton_segments import attend_runs
+
+    torch.manual_seed(d + group)
+    cuda, kv_heads, batch = kernel_device.type == "cuda", 2, 7
+    tree = [*TREE, (4, 5, 5), (5, 6, 4), (6, 7, 3)]
+    grown = [(first, stop, 40 * n if cuda else n) for first, stop, n in tree]
+    runs = [Run(first, stop, *rows(kernel_device, n, kv_heads, d, dtype)) for first, stop, n in grown]
+    q = torch.randn(kv_heads * group, batch, d, device=kernel_device).to(dtype)
+    out, lse = attend_runs(q, runs, d**-0.5)
+    want, want_lse = segments.attend_runs(q.double(), widened(runs), d**-0.5)
+    largest = max(float(run.v.double().abs().max()) for run in runs if run.v.numel())
+    rounding = ROUNDING[dtype] if cuda else 0.0  # the interpreter multiplies in float32
+    assert (out - want).abs().max() <= (rounding + 4e-6) * largest
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+
+
+def test_long_runs_are_cut_into_few_pieces(kernel_device: torch.device) -> None:
+    from offload_rt.kernels.triton_segments import _PIECES, _row, attend_runs
+
+    torch.manual_seed(0)
+    slots = [0, 0]
+    runs = [Run(0, 2, *rows(kernel_device, n, 1, 16, torch.float32)) for n in (20_000, 3)]
+    assert [_row(run, slots)[9] for run in runs] == [0, -(-20_000 // 512)] and slots[0] == slots[1] <= _PIECES + 1
+    runs += [Run(b, b + 1, *rows(kernel_device, 5, 1, 16, torch.float32)) for b in range(2)]
+    q = torch.randn(1, 2, 16, device=kernel_device)
+    out, _ = attend_runs(q, runs, 0.25)
+    want, _ = segments.attend_runs(q.double(), widened(runs), 0.25)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_take_the_kernel() -> None:
+    device = torch.device("cuda")
+    runs = [Run(0, 2, *rows(device, 100, 2, 64, torch.bfloat16))]
+    runs += [Run(b, b + 1, *rows(device, 9, 2, 64, torch.bfloat16)) for b in range(2)]
+    q = torch.randn(4, 2, 64, device=device).bfloat16()
+    out, _ = dispatch.attend_runs(q, runs, 0.125)
+    assert out.is_cuda and out.dtype == torch.float32
+    want, _ = segments.attend_runs(q.double(), widened(runs), 0.125)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-2)
