@@ -48,7 +48,11 @@ def eval_flags(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--harness-class", action="store_true", help="the harness' own transformers class beside full")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
-    machine.add_argument("--skew", metavar="FILE", help="skew artifact (default: calibrated once and cached)")
+    machine.add_argument(
+        "--skew",
+        metavar="FILE|DIR",
+        help="skew artifact, or what 'offload-rt skew' or 'tune' wrote (default: calibrated once and cached)",
+    )
     machine.add_argument(
         "--path", default="layers", metavar="layers|steps", help="many positions a layer, or LLM.score"
     )

@@ -1,9 +1,10 @@
 """The decode path layer by layer: all decoded positions of a text at once, each with its own selection.
 
 A policy never looks ahead within a layer, so the positions of a teacher-forced text need not wait for each other: what
-the step-by-step path computes for token t at layer l depends on layers below l and on keys up to t only. The results
-are those of `LLM.score` up to rounding (a test holds the two together); the time is a small part of it. And because a
-whole layer is at hand, an observer can look at everything that the paper's pictures show.
+the step-by-step path computes for token t at layer l depends on layers below l and on keys up to t only. The same is
+true of a bounded pool, whose victims are chosen layer by layer, and of rounded rows. The results are those of
+`LLM.score` up to rounding (a test holds the two together); the time is a small part of it. And because a whole layer is
+at hand, an observer can look at everything that the paper's pictures show.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from ..core import KVPart, Visible
 from ..kernels.causal import attend_causal
 from ..models.adapter import ModelAdapter
+from ..pool.kv_format import kv_format
 from ..runtime.attention import attend, group_weights
 from ..runtime.metrics import Fractions, Trace, layer_means
-from ..select.base import Policy, PolicyState
+from ..select.base import KeyReader, Policy, PolicyState
 from ..transfer.plan import attended_tokens
+from .layer_slots import LayerSlots, PoolSettings
 
 BLOCK = 128
 """Positions whose attention weights exist at once."""
@@ -45,6 +48,8 @@ class LayerView:
 
 
 Observer = Callable[[LayerView], None]
+
+UNLIMITED = PoolSettings()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +118,14 @@ def score_layerwise(
     scored_from: int,
     observe: Observer | None = None,
     prefix: Prefix | None = None,
+    pool: PoolSettings = UNLIMITED,
 ) -> LayerwiseScore:
     """Scores tokens [scored_from, N) of `tokens`: the first `decode_from` are prefilled exactly (or were, as `prefix`),
-    the others go through the policy, the last one's own prediction excepted. 0 <= decode_from < scored_from < N."""
+    the others go through the policy, the last one's own prediction excepted. 0 <= decode_from < scored_from < N.
+    Raises PoolFullError where `pool` has no room."""
     assert 0 <= decode_from < scored_from < len(tokens)
     prefix = prefix or prefill_layers(adapter, tokens[:decode_from])
-    return _Pass(adapter, policy, tokens, decode_from, prefix, observe).run(scored_from)
+    return _Pass(adapter, policy, tokens, decode_from, prefix, observe, pool).run(scored_from)
 
 
 class _Pass:
@@ -132,9 +139,11 @@ class _Pass:
         decode_from: int,
         prefix: Prefix,
         observe: Observer | None,
+        pool: PoolSettings,
     ) -> None:
         self.adapter, self.policy, self.prefix, self.observe = adapter, policy, prefix, observe
-        self.geometry = adapter.geometry
+        self.geometry, self.pool = adapter.geometry, pool
+        self.format = kv_format(pool.kv_format, adapter.dtype, adapter.geometry.head_dim)
         self.ids = torch.tensor(tokens, device=adapter.device)
         self.start, self.stop = decode_from, len(tokens) - 1
         self.positions = torch.arange(self.stop, device=adapter.device)
@@ -143,8 +152,8 @@ class _Pass:
             self.trace.begin_step()
         self.trace.missed = [(t, [0.0] * self.geometry.layers) for t in range(self.stop - self.start)]
         self.output_error: dict[int, float] = {}
-        self._keys: dict[int, torch.Tensor] = {}
-        self.state: PolicyState = policy.new_state(lambda layer, span: self._keys[layer][:, span.start : span.stop])
+        self._keys: KeyReader = lambda layer, slots: torch.empty(0)
+        self.state: PolicyState = policy.new_state(lambda layer, slots: self._keys(layer, slots))
 
     def run(self, scored_from: int) -> LayerwiseScore:
         """All layers, then the head."""
@@ -171,7 +180,6 @@ class _Pass:
                 self.state.on_queries(layer, prefix.q[layer], prefix.k[layer], 0)
                 self.state.on_keys(layer, prefix.k[layer], 0)
             k, v = torch.cat((prefix.k[layer], k), 1), torch.cat((prefix.v[layer], v), 1)
-        self._keys = {layer: k}
         out = self._decoded(layer, q, k, v, guess)
         residual = adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1))
         upcoming = self._speculate(layer + 1, x, attention_input, residual)
@@ -198,74 +206,92 @@ class _Pass:
         ago = self.positions[self.start :, None] - self.positions
         window = self.geometry.windows[layer]
         causal = (ago >= 0) & (ago < (self.stop if window is None else window))
-        dense = layer in self.policy.dense_layers
-        if dense:
-            attended = causal.expand(k.shape[0], -1, -1)
-        else:
-            attended = self._select(layer, q, k, v, q if guess is None else guess)
-        out = self._attend(layer, q, k, v, attended, causal)
-        for t in range(self.stop - self.start) if dense else ():
-            visible = self._visible(layer, t)
-            self.trace.fetched[t][layer] = len(visible.candidates) / len(visible.all)
-            self.trace.attended[t][layer] = 1.0
+        stored = KVPart(k, v)
+        if not self.format.exact:
+            stored = KVPart(*(self.format.decode(self.format.encode(rows)) for rows in (k, v)))
+        rows = _Rows(KVPart(k, v), stored, causal)
+        chosen = None if layer in self.policy.dense_layers else q if guess is None else guess
+        self._walk(layer, q, rows, chosen)
+        out = self._attend(layer, q, rows)
         if self.observe is not None:
-            chosen = None if dense else q if guess is None else guess
-            self.observe(LayerView(layer, self.geometry.scales[layer], q, chosen, k, v, attended, causal))
+            scale = self.geometry.scales[layer]
+            self.observe(LayerView(layer, scale, q, chosen, k, v, rows.attended, causal))
         return out
 
-    def _visible(self, layer: int, t: int) -> Visible:
-        policy, length = self.policy, self.start + t + 1
-        return Visible.of(length, sinks=policy.sinks, recent=policy.recent, window=self.geometry.windows[layer])
-
-    def _select(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor
-    ) -> torch.Tensor:
-        """bool `[Hkv, T, N]`: what each decoded position attends to, asked of the policy in order."""
-        attended = torch.zeros(k.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+    def _walk(self, layer: int, q: torch.Tensor, rows: _Rows, chosen: torch.Tensor | None) -> None:
+        """Enters in `rows` what each decoded position attends to, asked of the policy in order; chosen `[H, T, d]` is
+        what it selects with, None in a dense layer."""
+        slots = LayerSlots(self.geometry, self.adapter.dtype, self.pool, self.policy, self.start)
+        self._keys = lambda _, at: rows.stored.k[:, slots.tokens(at)]
         for t in range(q.shape[1]):
-            at = self.start + t
-            self.state.on_keys(layer, k[:, at : at + 1], at)
-            visible = self._visible(layer, t)
-            selection = self.state.select(layer, guess[:, t], visible)
-            tokens, count = attended_tokens(visible, selection.tokens), selection.count
-            extra = self.state.repair(layer, q[:, t], visible, selection)
-            if extra is not None:
-                tokens, count = torch.cat((tokens, extra.tokens), 1), count + extra.count
-            attended[:, t].scatter_(1, tokens, True)
+            token = self.start + t
+            moved = slots.enter(token)
+            visible = slots.visible(self.geometry.windows[layer])
+            resident = torch.cat((slots.tokens(visible.sinks), slots.tokens(visible.recent)))
+            rows.resident[t, resident] = True
+            count = len(visible.candidates)
+            if chosen is None:
+                rows.attended[:, t, slots.tokens(visible.all)] = True
+            else:
+                if moved is not None:
+                    self.state.on_moved(layer, *moved)
+                self.state.on_keys(layer, rows.exact.k[:, token : token + 1], slots.newest)
+                selected = self._select(layer, q[:, t], chosen[:, t], visible, slots)
+                count = selected.shape[1]
+                rows.attended[:, t, resident] = True
+                rows.attended[:, t].scatter_(1, slots.tokens(selected), True)
+                self._learn(layer, q[:, t], rows, resident, selected, visible, slots)
             context = len(visible.all)
             self.trace.fetched[t][layer] = count / context
             self.trace.attended[t][layer] = (visible.resident + count) / context
-            if self.policy.wants_weights:
-                index = tokens.unsqueeze(-1).expand(-1, -1, k.shape[2])
-                part, scale = KVPart(k.gather(1, index), v.gather(1, index)), self.geometry.scales[layer]
-                lse = attend(q[:, t], [part], scale)[1]
-                self.state.on_attended(layer, tokens, group_weights(q[:, t], [part], scale, lse))
-        return attended
 
-    def _attend(
+    def _select(
+        self, layer: int, q: torch.Tensor, guess: torch.Tensor, visible: Visible, slots: LayerSlots
+    ) -> torch.Tensor:
+        """Slots `[Hkv, n]` of one position: selected with `guess` `[H, d]`, and repaired with the true query q."""
+        selection = self.state.select(layer, guess, visible)
+        slots.selected(selection.tokens)
+        extra = self.state.repair(layer, q, visible, selection)
+        return selection.tokens if extra is None else torch.cat((selection.tokens, extra.tokens), 1)
+
+    def _learn(
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        attended: torch.Tensor,
-        causal: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention over `attended`; in selecting layers also the missed mass and the output error."""
+        rows: _Rows,
+        resident: torch.Tensor,
+        selected: torch.Tensor,
+        visible: Visible,
+        slots: LayerSlots,
+    ) -> None:
+        """Tells the policy the attention weights of the position's query q `[H, d]`, if it wants them."""
+        if not self.policy.wants_weights:
+            return
+        index = slots.tokens(selected).unsqueeze(-1).expand(-1, -1, q.shape[-1])
+        fetched = KVPart(rows.stored.k.gather(1, index), rows.stored.v.gather(1, index))
+        parts = [KVPart(rows.exact.k[:, resident], rows.exact.v[:, resident]), fetched]
+        scale = self.geometry.scales[layer]
+        lse = attend(q, parts, scale)[1]
+        self.state.on_attended(layer, attended_tokens(visible, selected), group_weights(q, parts, scale, lse))
+
+    def _attend(self, layer: int, q: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        """Attention over what is attended: resident rows as they are, others as they are stored. In selecting layers
+        also the missed mass (of all tokens so far, those included that the pool has lost) and the output error."""
         heads, _, d = q.shape
         out = torch.empty_like(q)
         error = norm = 0.0
+        dense = layer in self.policy.dense_layers
         for begin in range(0, q.shape[1], BLOCK):
             block = slice(begin, begin + BLOCK)
-            grouped = q[:, block].reshape(len(k), -1, *q[:, block].shape[1:]) * self.geometry.scales[layer]
-            scores = grouped @ k.transpose(1, 2).unsqueeze(1)
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill_(~causal[block], -math.inf)
-            chosen = scores.masked_fill(~attended[:, block].unsqueeze(1), -math.inf)
-            mine = chosen.softmax(-1).to(v.dtype) @ v.unsqueeze(1)
+            grouped = q[:, block].reshape(len(rows.exact.k), -1, *q[:, block].shape[1:]) * self.geometry.scales[layer]
+            scores = _scores(grouped, rows.exact.k).masked_fill_(~rows.causal[block], -math.inf)
+            chosen = self._chosen_scores(grouped, scores, rows, block)
+            chosen.masked_fill_(~rows.attended[:, block].unsqueeze(1), -math.inf)
+            mine = self._mix(chosen.softmax(-1), rows, block)
             out[:, block] = mine.reshape(heads, -1, d)
-            if layer in self.policy.dense_layers:
+            if dense:
                 continue
-            exact = scores.softmax(-1).to(v.dtype) @ v.unsqueeze(1)
+            exact = scores.softmax(-1).to(q.dtype) @ rows.exact.v.unsqueeze(1)
             error += float((mine - exact).norm(dim=-1).sum())
             norm += float(exact.norm(dim=-1).sum())
             caught = (chosen.logsumexp(-1) - scores.logsumexp(-1)).exp().mean((0, 1))
@@ -274,3 +300,34 @@ class _Pass:
         if norm:
             self.output_error[layer] = error / norm
         return out
+
+    def _chosen_scores(self, q: torch.Tensor, scores: torch.Tensor, rows: _Rows, block: slice) -> torch.Tensor:
+        """A copy of scores `[Hkv, G, T, N]` with those of rows that are not resident as the stored keys give them."""
+        if self.format.exact:
+            return scores.clone()
+        return torch.where(rows.resident[block], scores, _scores(q, rows.stored.k))
+
+    def _mix(self, weights: torch.Tensor, rows: _Rows, block: slice) -> torch.Tensor:
+        """Values `[Hkv, G, T, d]` weighted by `[Hkv, G, T, N]`."""
+        weights = weights.to(rows.exact.v.dtype)
+        if self.format.exact:
+            return weights @ rows.exact.v.unsqueeze(1)
+        resident = rows.resident[block]
+        own, others = weights.masked_fill(~resident, 0), weights.masked_fill(resident, 0)
+        return own @ rows.exact.v.unsqueeze(1) + others @ rows.stored.v.unsqueeze(1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Scores `[Hkv, G, T, N]`, float32 at least, of scaled queries q `[Hkv, G, T, d]` with k `[Hkv, N, d]`."""
+    scores = q @ k.transpose(1, 2).unsqueeze(1)
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+class _Rows:
+    """One layer's K and V `[Hkv, N, d]` as they are and as they are stored; bool: causal `[T, N]`, what the model
+    itself sees; attended `[Hkv, T, N]` and resident `[T, N]`, filled position by position."""
+
+    def __init__(self, exact: KVPart, stored: KVPart, causal: torch.Tensor) -> None:
+        self.exact, self.stored, self.causal = exact, stored, causal
+        self.attended = torch.zeros(len(exact.k), *causal.shape, dtype=torch.bool, device=causal.device)
+        self.resident = torch.zeros_like(causal)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..config import DType, SkewMethod, check_choice
+from ..config import DType, SkewMethod, check_choice, eviction_options, from_mapping, parse_size
 from ..core import ModelGeometry
 from ..errors import ConfigError, InputError
 from ..llm import LLM
@@ -21,6 +21,8 @@ from ..select.base import Policy
 from ..select.registry import make_policy
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
+from ..skewing.tuned import default_options, load_artifact
+from .layer_slots import PoolSettings
 from .layerwise import Observer, Prefix, prefill_layers, score_layerwise
 
 PATHS = ("layers", "steps")
@@ -100,7 +102,7 @@ class Scored:
 
 class Subject:
     """A model under measurement. `path` "steps" scores by `LLM.score`; "layers" computes the same layer by layer, many
-    times faster on a CPU, but knows no limit of the pool: variants with `engine` settings take the steps.
+    times faster on a CPU.
 
     Raises what `LLM` raises; ConfigError for an unknown path.
     """
@@ -118,7 +120,7 @@ class Subject:
     ) -> None:
         check_choice("path", path, PATHS)
         self.model, self.path, self.batch, self.progress = model, path, batch, progress
-        self._device, self._dtype, self._skew = device, dtype, skew
+        self._device, self._dtype, self._skew = device, dtype, None if skew is None else Path(skew)
         self._artifacts: dict[str, SkewArtifact] = {}
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
 
@@ -152,14 +154,16 @@ class Subject:
     def artifact(self, method: SkewMethod) -> SkewArtifact:
         """The skew artifact given, or the cached one of `method`."""
         if method not in self._artifacts:
-            given = None if self._skew is None else SkewArtifact.load(Path(self._skew), self.loaded.fingerprint)
+            given = None if self._skew is None else load_artifact(self._skew, self.loaded.fingerprint)
             self._artifacts[method] = given or cached_artifact(self.loaded, method)
         return self._artifacts[method]
 
     def policy(self, variant: Variant) -> Policy:
-        """The variant's policy for this model; "skew": "none" compares queries and keys as they are (for ablations,
-        path "layers" only). Raises ConfigError for options that it does not have."""
-        adapter, options = self.loaded.adapter, dict(variant.options)
+        """The variant's policy for this model, its options on top of those that a tuned folder given as `skew` chose;
+        "skew": "none" compares queries and keys as they are (for ablations, path "layers" only). Raises ConfigError for
+        options that it does not have."""
+        adapter = self.loaded.adapter
+        options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
         unskewed = options.get("skew") == "none"
         if unskewed:
             del options["skew"]
@@ -196,17 +200,17 @@ class Subject:
 
     def score(self, variant: Variant, texts: Sequence[Text], observe: Observer | None = None) -> list[Scored]:
         """Each text under the variant, through the decode path; `observe` sees every layer (path "layers" only)."""
-        if self.path == "layers" and not variant.engine:
-            policy = self.policy(variant)
-            return [self._by_layer(policy, text, observe) for text in texts]
+        if self.path == "layers":
+            policy, pool = self.policy(variant), pool_settings(variant.engine)
+            return [self._by_layer(policy, pool, text, observe) for text in texts]
         if observe is not None:
-            raise ConfigError("only path='layers' can be observed, and it knows no limit of the pool")
+            raise ConfigError("only path='layers' can be observed")
         return self._by_step(self.llm(variant), texts)
 
-    def _by_layer(self, policy: Policy, text: Text, observe: Observer | None) -> Scored:
+    def _by_layer(self, policy: Policy, pool: PoolSettings, text: Text, observe: Observer | None) -> Scored:
         prefix = self._prefix(text.tokens[: text.decode_from])
         done = score_layerwise(
-            self.loaded.adapter, policy, text.tokens, text.decode_from, text.scored_from, observe, prefix
+            self.loaded.adapter, policy, text.tokens, text.decode_from, text.scored_from, observe, prefix, pool
         )
         shares = done.fractions
         missed, worst = done.missed
@@ -255,6 +259,16 @@ class Subject:
                 )
                 self.progress()
         return [done[i] for i in range(len(texts))]
+
+
+def pool_settings(engine: Mapping[str, Any]) -> PoolSettings:
+    """A variant's `engine` settings, read as `LLM` reads them. Raises ConfigError."""
+    given = dict(engine)
+    if "host_memory" in given:
+        given["host_memory"] = parse_size(given["host_memory"], "host_memory")
+    if "eviction" in given:
+        given["eviction"] = eviction_options(given["eviction"])
+    return from_mapping(PoolSettings, given)
 
 
 def text_digest(text: str) -> str:

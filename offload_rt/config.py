@@ -278,6 +278,13 @@ class EvictionOptions:
         check_choice("protect", self.protect, ("window", "none"))
 
 
+def eviction_options(eviction: str | Mapping[str, Any] | None) -> EvictionOptions | None:
+    """`LLM(eviction=...)`: a policy's name, or all options. Raises ConfigError for what does not exist."""
+    if eviction is None:
+        return None
+    return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What a runtime is built from, besides the model and the policy's own options.

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import (
     DType,
     EngineConfig,
-    EvictionOptions,
     KVFormatName,
     SamplingParams,
     SkewMethod,
-    from_mapping,
+    eviction_options,
     parse_size,
 )
 from .core import CHUNK, ModelGeometry
@@ -89,7 +88,7 @@ class LLM:
         limit = None if host_memory is None else parse_size(host_memory, "host_memory")
         config = EngineConfig(
             host_memory=limit,
-            eviction=_eviction(eviction),
+            eviction=eviction_options(eviction),
             prefix_sharing=prefix_sharing,
             missed_mass_every=missed_mass_every,
         )
@@ -269,12 +268,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _eviction(eviction: str | Mapping[str, Any] | None) -> EvictionOptions | None:
-    if eviction is None:
-        return None
-    return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
 
 
 def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: Path | None) -> Policy:

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM
 from offload_rt.config import InfiniGenOptions
-from offload_rt.errors import ConfigError, InputError
+from offload_rt.errors import ConfigError, InputError, PoolFullError
 from offload_rt.eval.bootstrap import paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.layerwise import LayerView, score_layerwise
 from offload_rt.eval.perplexity import PerplexityConfig, cut_windows, run_perplexity
 from offload_rt.eval.report import Column, Report, RowStore
-from offload_rt.eval.subject import Subject, Text, Variant, encode_text, grid
+from offload_rt.eval.subject import Subject, Text, Variant, encode_text, grid, pool_settings
 from offload_rt.models.registry import load_model
 from offload_rt.select.registry import make_policy
 from offload_rt.skewing.calibrate import cached_artifact
@@ -46,7 +46,14 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(1, 199, size=count)]
 
 
-def by_layer(model: PreTrainedModel, policy: str, options: dict[str, Any], ids: Sequence[int], start: int) -> Any:
+def by_layer(
+    model: PreTrainedModel,
+    policy: str,
+    options: dict[str, Any],
+    ids: Sequence[int],
+    start: int,
+    engine: dict[str, Any] | None = None,
+) -> Any:
     loaded = load_model(model)
     adapter = loaded.adapter
     made = make_policy(
@@ -57,7 +64,7 @@ def by_layer(model: PreTrainedModel, policy: str, options: dict[str, Any], ids: 
         dtype=adapter.dtype,
         artifact=lambda method: cached_artifact(loaded, method),
     )
-    return score_layerwise(adapter, made, ids, start, start + 1)
+    return score_layerwise(adapter, made, ids, start, start + 1, pool=pool_settings(engine or {}))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "opt", "gpt2"])
@@ -80,6 +87,53 @@ def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> Non
     sampled = [masses for step, masses in layers.trace.missed if step % 16 == 0]
     for (_, theirs), ours in zip(stats.missed_by_step, sampled, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+CHUNK_BYTES = 2 * 4 * 2 * 16 * 64 * 8
+"""Of the tiny Llama and GPT-2 in float64."""
+
+EVICTIONS: list[Any] = ["counter", "lru", {"policy": "fifo", "protect": "none"}]
+
+
+@pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
+@pytest.mark.parametrize("kv_format", ["int8", "int2"])
+def test_rounded_rows_layer_by_layer(name: str, kv_format: str) -> None:
+    """As above, rows rounded where they are not resident."""
+    (policy, options), model = VARIANTS[name], tiny_model("llama").double()
+    ids, start, engine = tokens(150), 90, {"kv_format": kv_format}
+    steps = LLM(model, policy=policy, policy_options=options, **engine).score([ids[: start + 1]], [ids[start + 1 :]])[0]
+    layers = by_layer(model, policy, options, ids, start, engine)
+    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
+    assert layers.fractions.link == pytest.approx(steps.stats.link_fraction, abs=1e-12)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS, ids=lambda e: e if isinstance(e, str) else e["policy"])
+@pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "repair"])
+def test_a_bounded_pool_layer_by_layer(name: str, eviction: Any) -> None:
+    """As above in two chunks, from the 129th token on over victims; also where every position is decoded, and with
+    rounded rows."""
+    (policy, options), model = VARIANTS[name], tiny_model("llama").double()
+    ids = tokens(190)
+    for start, more in ((90, {}), (1, {}), (90, {"kv_format": "int8"})):
+        engine = {"host_memory": 2 * CHUNK_BYTES, "eviction": eviction, **more}
+        if more:
+            engine["host_memory"] = 2 * 4 * 2 * 64 * (16 + 4) * 2
+        llm = LLM(model, policy=policy, policy_options=options, **engine)
+        steps = llm.score([ids[: start + 1]], [ids[start + 1 :]])[0]
+        layers = by_layer(model, policy, options, ids, start, engine)
+        assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
+        assert layers.fractions.attended == pytest.approx(steps.stats.attended_fraction, abs=1e-12)
+        assert steps.stats.kv_bytes_host == engine["host_memory"]
+    free = by_layer(model, policy, options, ids, 90)
+    assert layers.logprobs[:37] != free.logprobs[:37] and layers.logprobs[38:] != free.logprobs[38:]
+
+
+def test_a_pool_that_is_too_small_is_an_error_on_both_paths() -> None:
+    model, ids = tiny_model("llama").double(), tokens(150)
+    with pytest.raises(PoolFullError, match="raise host_memory"):
+        by_layer(model, "full", {}, ids, 90, {"host_memory": 2 * CHUNK_BYTES})
+    with pytest.raises(PoolFullError, match="raise host_memory"):
+        by_layer(model, "full", {}, ids, 140, {"host_memory": 2 * CHUNK_BYTES, "eviction": "lru"})
 
 
 def test_nothing_prefilled_is_the_paper_s_simulation() -> None:

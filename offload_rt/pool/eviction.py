@@ -64,7 +64,7 @@ class SlotState:
     def move(self, source: int, targets: torch.Tensor) -> None:
         """What slot `source` of each layer holds, and its history, moves to slot `targets[l]`; targets int64 `[L]`."""
         for table in self._tables():
-            table.scatter_(1, targets[:, None], table[:, source : source + 1])
+            table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
     def place(self, slots: torch.Tensor, position: int, step: int) -> None:
         """The token at `position` is written to slot `slots[l]` of each layer l in step `step`; slots int64 `[L]`."""

@@ -126,10 +126,11 @@ class CudaLink:
 
     def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
         """See `Link.move`: both rows are in the pool, so the copy stays on the host, behind the write-back of the row
-        and the reads of the slot it overwrites."""
+        and the reads of the slot it overwrites; where that slot is a resident one, the device's copy moves too."""
         self._written[id(lease)].synchronize()
         self._prefetch.mark().synchronize()
         self._pool.move(lease, layer, source, target)
+        self._residency[id(lease)].move(layer, source, target)
 
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """See `Link.fetch`."""

@@ -40,6 +40,11 @@ class Residency:
         self._ring[layer, 0].index_copy_(1, places, k[:, first - start :])
         self._ring[layer, 1].index_copy_(1, places, v[:, first - start :])
 
+    def move(self, layer: int, source: int, target: int) -> None:
+        """The recent row in slot `source` also takes slot `target`, if that is a sink's."""
+        if target < self._sinks.shape[3]:
+            self._sinks[layer, :, :, target] = self._ring[layer, :, :, source % self._ring.shape[3]]
+
     def part(self, layer: int, visible: Visible) -> list[KVPart]:
         """The resident rows of `visible` in token order, as views."""
         recent = self._ring.shape[3]
