@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..pool.store_policies import POLICIES
 from .figures import lines, picture
 from .report import Column, Report, Row
-from .store_policies import POLICIES
 from .store_simulation import label
 
 COLUMNS = (

@@ -26,7 +26,15 @@ import numpy as np
 
 from ..config import format_size
 from ..errors import ConfigError, InputError
-from .store_policies import NEVER, POLICIES, LookAhead, Order, make_order
+from ..pool.store_policies import (
+    NEVER,
+    POLICIES,
+    LookAhead,
+    Order,
+    eviction_window,
+    make_order,
+    prefetch_window,
+)
 
 BLOCK = 512
 """Tokens of one id of the trace."""
@@ -131,7 +139,7 @@ def spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 class Tier:
     """Blocks in one kind of memory, at most `capacity` of them."""
 
-    def __init__(self, capacity: int, order: Order) -> None:
+    def __init__(self, capacity: int, order: Order[int]) -> None:
         self.capacity, self.order = capacity, order
         self.blocks: set[int] = set()
 
@@ -163,8 +171,8 @@ class Replay:
         self._host = Tier(machine.host // self._block_bytes, make_order(policy))
         self._disk = Tier(machine.disk // self._block_bytes, make_order(policy))
         mean = sum(r.tokens for r in requests) / len(requests) * machine.token_bytes
-        self.prefetch_window = max(1, int(machine.host * machine.free_share / mean))
-        self.eviction_window = int((machine.host + machine.disk) / mean)
+        self.prefetch_window = max(1, prefetch_window(int(machine.host * machine.free_share), mean))
+        self.eviction_window = eviction_window(machine.host, machine.disk, mean)
         self._uses: dict[int, list[int]] = {}
         for number, request in reversed(list(enumerate(requests))):
             for block in request.blocks:

@@ -312,3 +312,31 @@ class EngineConfig:
         _check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
         _check(self.prefill_tokens >= 1, f"prefill_tokens={self.prefill_tokens} must be at least 1")
         _check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
+
+
+LIVE_POLICIES = ("lookahead", "lru", "fifo")
+"""What orders a store that runs (`pool/store_policies.py`); the simulator has Belady's oracle besides."""
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """The tiers behind sessions (CachedAttention §3.3, DESIGN section 9).
+
+    limit: most bytes of all files of the store's folder; None is no limit.
+    policy: "lookahead" spares what waiting turns will use (least recently used first otherwise, so without a queue it
+        is "lru"); "lru" and "fifo" do not look ahead and fetch nothing early.
+    ttl: seconds after the last use from which stored chunks are given up, and parked sessions leave host memory; None
+        is for ever.
+    free_host: share of the host pool that parked sessions leave free, for fetching without waiting for an eviction.
+    """
+
+    limit: int | None = None
+    policy: Literal["lookahead", "lru", "fifo"] = "lookahead"
+    ttl: float | None = None
+    free_host: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("store policy", self.policy, LIVE_POLICIES)
+        _check(self.limit is None or self.limit > 0, f"limit={self.limit} must be positive")
+        _check(self.ttl is None or self.ttl > 0, f"ttl={self.ttl} must be positive (seconds), or None")
+        _check(0 <= self.free_host < 1, f"free_host={self.free_host} must be a share in [0, 1)")

@@ -15,6 +15,7 @@ from .config import (
     KVFormatName,
     SamplingParams,
     SkewMethod,
+    StoreOptions,
     eviction_options,
     parse_size,
 )
@@ -243,7 +244,7 @@ class LLM:
         known = self._stores.get(folder)
         if known is None or known.closed:
             size = None if limit is None else parse_size(limit, "limit")
-            known = self._stores[folder] = SessionStore(self._runner, folder, size)
+            known = self._stores[folder] = SessionStore(self._runner, folder, StoreOptions(size))
         try:
             return known.open(name)
         except InputError:

@@ -9,6 +9,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from offload_rt.config import LIVE_POLICIES, StoreOptions
 from offload_rt.errors import StoreError
-from offload_rt.pool.disk import DiskStore, EvictionOrder
+from offload_rt.pool.disk import DiskStore
 from offload_rt.pool.format import ChunkHeader, ChunkName
 
 LAYERS, LAYER_BYTES = 3, 512
@@ -55,62 +57,91 @@ def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[byt
     return blocks
 
 
-def open_store(folder: Path, limit: int | None = None, **options: object) -> DiskStore:
-    return DiskStore(folder, "model a", LAYERS, limit, **options)  # type: ignore[arg-type]
+def open_store(
+    folder: Path, limit: int | None = None, *, policy: str = "lru", ttl: float | None = None, **options: Any
+) -> DiskStore:
+    return DiskStore(folder, "model a", LAYERS, StoreOptions(limit, policy, ttl), **options)  # type: ignore[arg-type]
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
     """With room for all: every chunk saved and not removed is found. With a limit: never above it, never wrong bytes,
-    and what leaves is the least recently used."""
+    and what leaves is the least recently used of what no waiting turn wants, then what is wanted last."""
 
     limited = False
 
-    @initialize(order=st.sampled_from(["lru", "fifo"]))
-    def start(self, order: EvictionOrder) -> None:
+    @initialize(policy=st.sampled_from(LIVE_POLICIES))
+    def start(self, policy: str) -> None:
         import tempfile
 
         self.home = tempfile.TemporaryDirectory()
         self.now = 10**18
-        self.order = order
+        self.policy = policy
         self.limit = 4 * FILE_BYTES + 100 if self.limited else None
-        self.model: list[int] = []  # oldest first
+        self.stamps: dict[int, int] = {}  # number -> when it was marked last
+        self.others: list[int] = []  # oldest first
+        self.wanted: list[int] = []  # soonest first
+        self.window: list[int] = []
+        self.clock = itertools.count()
         self.reopen()
 
     def reopen(self) -> None:
-        self.store = open_store(Path(self.home.name), self.limit, order=self.order, clock=lambda: self.now)
+        self.store = open_store(Path(self.home.name), self.limit, policy=self.policy, clock=lambda: self.now)
+
+    def key(self, number: int) -> bytes:
+        return self.store.key(self.store.root, "exact", tokens_of(number))
+
+    def make_room(self) -> None:
+        if self.limited and len(self.stamps) == 4:
+            self.forget(self.others[0] if self.others else self.wanted[-1])
+
+    def forget(self, number: int) -> None:
+        del self.stamps[number]
+        (self.others if number in self.others else self.wanted).remove(number)
 
     @rule(number=st.integers(0, 9))
     def save_one(self, number: int) -> None:
-        assert save(self.store, number) == (number not in self.model)
-        if number not in self.model:
-            self.model.append(number)
-            if self.limited:
-                del self.model[:-4]
+        assert save(self.store, number) == (number not in self.stamps)
+        if number not in self.stamps:
+            self.make_room()
+            self.stamps[number] = next(self.clock)
+            (self.wanted if number in self.window else self.others).append(number)
 
     @rule(number=st.integers(0, 9))
     def load_one(self, number: int) -> None:
-        assert load(self.store, number) == (blocks_of(number) if number in self.model else None)
+        assert load(self.store, number) == (blocks_of(number) if number in self.stamps else None)
 
     @rule(numbers=st.lists(st.integers(0, 9), max_size=3, unique=True))
     def touch_some(self, numbers: list[int]) -> None:
-        self.store.touch([self.store.key(self.store.root, "exact", tokens_of(number)) for number in numbers])
-        if self.order == "lru":
-            for number in reversed([n for n in numbers if n in self.model]):
-                self.model.remove(number)
-                self.model.append(number)
+        self.store.touch([self.key(number) for number in numbers])
+        for number in reversed([n for n in numbers if n in self.stamps and self.policy != "fifo"]):
+            self.stamps[number] = next(self.clock)
+            if number in self.others:
+                self.others.remove(number)
+                self.others.append(number)
+
+    @rule(numbers=st.lists(st.integers(0, 9), max_size=4, unique=True))
+    def expect_some(self, numbers: list[int]) -> None:
+        self.store.expect([self.key(number) for number in numbers])
+        if self.policy != "lookahead":
+            return
+        self.window = numbers
+        for number in [n for n in self.wanted if n not in numbers]:
+            self.stamps[number] = next(self.clock)
+            self.others.append(number)
+        self.wanted = [n for n in numbers if n in self.stamps]
+        self.others = [n for n in self.others if n not in self.wanted]
 
     @rule(number=st.integers(0, 9))
     def remove_one(self, number: int) -> None:
-        self.store.remove([self.store.key(self.store.root, "exact", tokens_of(number))])
-        if number in self.model:
-            self.model.remove(number)
+        self.store.remove([self.key(number)])
+        if number in self.stamps:
+            self.forget(number)
 
     @rule(number=st.integers(0, 9))
     def abort_one(self, number: int) -> None:
         writer = self.store.begin(self.store.root, "exact", tokens_of(number), LAYER_BYTES)
         if writer is not None:
-            if self.limited and len(self.model) == 4:
-                del self.model[0]
+            self.make_room()
             writer.write(1, memoryview(bytes(LAYER_BYTES)))
             writer.abort()
 
@@ -121,13 +152,15 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
+        """What was wanted is known no more; ages are."""
         self.store.close()
         self.reopen()
+        self.others, self.wanted, self.window = sorted(self.stamps, key=self.stamps.__getitem__), [], []
 
     @invariant()
     def holds(self) -> None:
         self.store.check_integrity()
-        assert len(self.store) == len(self.model)
+        assert len(self.store) == len(self.stamps)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -168,7 +201,7 @@ def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        store._enter(path, len(whole))
+        store._index.enter(path, len(whole))
         answer = load(store, 1)
         assert answer in (None, right)
         in_padding = used <= bit // 8 < 4096
@@ -204,7 +237,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
         disguise = store._path(store.key(parent, lineage, tokens))
         disguise.parent.mkdir(exist_ok=True)
         disguise.write_bytes(path.read_bytes())
-        store._enter(disguise, FILE_BYTES)
+        store._index.enter(disguise, FILE_BYTES)
         assert store.find(parent, lineage, tokens) is None
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
@@ -212,7 +245,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     other._path(other.key(other.root, "exact", tokens_of(1))).parent.mkdir(parents=True)
     forged = other._path(other.key(other.root, "exact", tokens_of(1)))
     forged.write_bytes(path.read_bytes())
-    other._enter(forged, FILE_BYTES)
+    other._index.enter(forged, FILE_BYTES)
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:
@@ -249,6 +282,29 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
     assert store.get("session") == b"x" * 50
     with pytest.raises(StoreError, match="full"):
         store.put("huge", bytes(5 * FILE_BYTES))
+
+
+def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
+    """Or a session whose chunks fill the store could not write down what was said."""
+    store = open_store(tmp_path, 2 * FILE_BYTES)
+    keys = [store.key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
+    store.pin(keys)
+    assert save(store, 0) and save(store, 1) and not save(store, 2)
+    store.put("history", bytes(100))
+    assert [load(store, n) is not None for n in (0, 1)] == [False, True] and store.get("history") == bytes(100)
+    store.check_integrity()
+
+
+def test_what_waiting_turns_want_leaves_last_and_from_its_tail(tmp_path: Path) -> None:
+    for policy, kept in (("lookahead", [0, 1, 4, 9]), ("lru", [3, 4, 8, 9]), ("fifo", [3, 4, 8, 9])):
+        store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
+        for number in range(4):
+            save(store, number)
+        store.expect([store.key(store.root, "exact", tokens_of(n)) for n in (0, 1, 4, 9, 8)])
+        for number in (4, 8, 9):
+            save(store, number)
+        assert [n for n in range(10) if load(store, n)] == kept, policy
+        store.check_integrity()
 
 
 def test_a_path_leaves_from_its_end(tmp_path: Path) -> None:
@@ -300,7 +356,7 @@ def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine")
-    store = open_store(tmp_path, FILE_BYTES, ttl=0)
+    store = open_store(tmp_path, FILE_BYTES, ttl=1e-9)
     save(store, 1)
     save(store, 2)
     assert store.bytes_used == FILE_BYTES

@@ -1,129 +1,213 @@
-"""Which block leaves next: LRU, FIFO, CachedAttention's look-ahead (§3.3.2), and Belady's oracle."""
+"""What leaves a tier of stored KV next: LRU, FIFO, CachedAttention's look-ahead (§3.3), and Belady's oracle.
+
+One implementation for the live store (`disk_index.py`, `runtime/tiers.py`) and for the simulator. What is ordered is
+anything hashable: a file, a session, a block of a trace.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from typing import Literal, Protocol, get_args
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, Literal, Protocol, TypeVar, get_args
 
-from ..config import check_choice
+from ..config import LIVE_POLICIES, check_choice
 
 StorePolicy = Literal["lookahead", "lru", "fifo", "belady"]
 POLICIES: tuple[str, ...] = get_args(StorePolicy)
 NEVER = 1 << 60
 """The next use of what is not used again."""
 
+K = TypeVar("K", bound=Hashable)
 
-class Order(Protocol):
-    """Which block of one tier leaves next."""
 
-    def enter(self, block: int, next_use: int) -> None:
-        """A block came, or was used; `next_use` is the request that will use it next (only Belady may look)."""
+def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
+    """L_pw = C_mem / S_kv (§3.3.1): how many waiting requests are fetched ahead, from the bytes of host memory free for
+    fetching and the mean KV of a session."""
+    return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
+
+
+def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
+    """L_ew = (C_mem + C_disk) / S_kv (§3.3.2): how many waiting requests' KV eviction spares."""
+    return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
+
+
+class Order(Protocol[K]):
+    """Which item of one tier leaves next."""
+
+    def enter(self, item: K, next_use: int = NEVER) -> None:
+        """An item came, or was used; `next_use` is the request that will use it next (only Belady may look)."""
         ...
 
-    def leave(self, block: int) -> None:
-        """The block is gone."""
+    def leave(self, item: K) -> None:
+        """The item is gone."""
         ...
 
-    def expect(self, block: int, request: int) -> None:
-        """Waiting request number `request` came into the eviction window and will use the block."""
+    def expect(self, item: K, request: int) -> None:
+        """Waiting request number `request` came into the eviction window and will use the item."""
         ...
 
-    def victim(self) -> int:
-        """The block that is to leave."""
+    def window(self, items: Sequence[K]) -> list[K]:
+        """The eviction window is exactly `items` now, soonest needed first (those that are not here are ignored).
+        Returns the items that left it."""
+        ...
+
+    def wants(self, item: K) -> bool:
+        """Whether the item is in the eviction window."""
+        ...
+
+    def ranked(self) -> Iterator[K]:
+        """All items, the next to leave first. Nothing may change meanwhile."""
+        ...
+
+    def victim(self) -> K:
+        """The item that is to leave next; there must be one."""
         ...
 
 
-class ByAge:
-    """LRU; with `renew=False` FIFO: being used does not make a block younger."""
+class ByAge(Generic[K]):
+    """LRU; with `renew=False` FIFO: being used does not make an item younger. Neither looks ahead."""
 
     def __init__(self, *, renew: bool) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._items: OrderedDict[K, None] = OrderedDict()
         self._renew = renew
 
-    def enter(self, block: int, next_use: int) -> None:
+    def enter(self, item: K, next_use: int = NEVER) -> None:
         """See `Order`."""
-        if self._renew or block not in self._blocks:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
+        if self._renew or item not in self._items:
+            self._items[item] = None
+            self._items.move_to_end(item)
 
-    def leave(self, block: int) -> None:
+    def leave(self, item: K) -> None:
         """See `Order`."""
-        del self._blocks[block]
+        del self._items[item]
 
-    def expect(self, block: int, request: int) -> None:
-        """It does not look ahead."""
+    def expect(self, item: K, request: int) -> None:
+        """See `Order`."""
 
-    def victim(self) -> int:
+    def window(self, items: Sequence[K]) -> list[K]:
+        """See `Order`."""
+        return []
+
+    def wants(self, item: K) -> bool:
+        """See `Order`."""
+        return False
+
+    def ranked(self) -> Iterator[K]:
+        """The oldest first."""
+        return iter(self._items)
+
+    def victim(self) -> K:
         """The oldest."""
-        return next(iter(self._blocks))
+        return next(self.ranked())
 
 
-class LookAhead:
-    """CachedAttention §3.3.2: blocks of requests in the eviction window are spared; of the others the least recently
-    used leaves first, then what is wanted last in the window."""
+class LookAhead(Generic[K]):
+    """CachedAttention §3.3.2: items of requests in the eviction window are spared; of the others the least recently
+    used leaves first, then what is wanted last in the window. Without a queue this is LRU."""
 
     def __init__(self) -> None:
-        self._others: OrderedDict[int, None] = OrderedDict()
-        self._wanted: OrderedDict[int, None] = OrderedDict()
+        self._others: OrderedDict[K, None] = OrderedDict()
+        self._wanted: OrderedDict[K, None] = OrderedDict()
 
-    def enter(self, block: int, next_use: int) -> None:
-        """See `Order`; the window is told by `expect`."""
-        if block not in self._wanted:
-            self._others[block] = None
-            self._others.move_to_end(block)
+    def enter(self, item: K, next_use: int = NEVER) -> None:
+        """See `Order`; the window is told by `expect` or `window`."""
+        if item not in self._wanted:
+            self._others[item] = None
+            self._others.move_to_end(item)
 
-    def leave(self, block: int) -> None:
+    def leave(self, item: K) -> None:
         """See `Order`."""
-        self._others.pop(block, None)
-        self._wanted.pop(block, None)
+        self._others.pop(item, None)
+        self._wanted.pop(item, None)
 
-    def expect(self, block: int, request: int) -> None:
+    def expect(self, item: K, request: int) -> None:
         """Spared from now on."""
-        if self._others.pop(block, NEVER) is None:
-            self._wanted[block] = None
+        if self._others.pop(item, NEVER) is None:
+            self._wanted[item] = None
 
-    def done(self, block: int) -> None:
-        """No waiting request of the window wants the block any more."""
-        if self._wanted.pop(block, NEVER) is None:
-            self._others[block] = None
+    def done(self, item: K) -> None:
+        """No waiting request of the window wants the item any more."""
+        if self._wanted.pop(item, NEVER) is None:
+            self._others[item] = None
 
-    def victim(self) -> int:
+    def window(self, items: Sequence[K]) -> list[K]:
+        """See `Order`."""
+        now = dict.fromkeys(items)
+        left = [item for item in self._wanted if item not in now]
+        for item in left:
+            self.done(item)
+        for item in now:
+            self.expect(item, 0)
+            if item in self._wanted:
+                self._wanted.move_to_end(item)
+        return left
+
+    def wants(self, item: K) -> bool:
+        """See `Order`."""
+        return item in self._wanted
+
+    def ranked(self) -> Iterator[K]:
         """See the class."""
-        return next(iter(self._others)) if self._others else next(reversed(self._wanted))
+        yield from self._others
+        yield from reversed(self._wanted)
+
+    def victim(self) -> K:
+        """See the class."""
+        return next(self.ranked())
 
 
-class Belady:
-    """The oracle: the block whose next use is farthest away leaves."""
+class Belady(Generic[K]):
+    """The oracle: the item whose next use is farthest away leaves."""
 
     def __init__(self) -> None:
-        self._next: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = []
+        self._next: dict[K, int] = {}
+        self._heap: list[tuple[int, int, K]] = []
+        self._entries = 0
 
-    def enter(self, block: int, next_use: int) -> None:
+    def enter(self, item: K, next_use: int = NEVER) -> None:
         """See `Order`."""
-        self._next[block] = next_use
-        heapq.heappush(self._heap, (-next_use, block))
+        self._next[item] = next_use
+        self._entries += 1  # items need not be comparable
+        heapq.heappush(self._heap, (-next_use, self._entries, item))
 
-    def leave(self, block: int) -> None:
+    def leave(self, item: K) -> None:
         """See `Order`."""
-        del self._next[block]
+        del self._next[item]
 
-    def expect(self, block: int, request: int) -> None:
+    def expect(self, item: K, request: int) -> None:
         """It knows."""
 
-    def victim(self) -> int:
+    def window(self, items: Sequence[K]) -> list[K]:
+        """It knows."""
+        return []
+
+    def wants(self, item: K) -> bool:
+        """See `Order`."""
+        return False
+
+    def ranked(self) -> Iterator[K]:
+        """See the class."""
+        return iter(sorted(self._next, key=lambda item: -self._next[item]))
+
+    def victim(self) -> K:
         """See the class; entries that are out of date are dropped."""
         while True:
-            use, block = self._heap[0]
-            if self._next.get(block) == -use:
-                return block
+            use, _, item = self._heap[0]
+            if self._next.get(item) == -use:
+                return item
             heapq.heappop(self._heap)
 
 
-def make_order(policy: str) -> Order:
-    """An empty order of the policy `policy`. Raises ConfigError for an unknown one."""
+def make_order(policy: str) -> Order[K]:
+    """An empty order of the policy `policy`, any of `POLICIES`. Raises ConfigError for an unknown one."""
     check_choice("policy", policy, POLICIES)
     if policy == "belady":
         return Belady()
     return LookAhead() if policy == "lookahead" else ByAge(renew=policy == "lru")
+
+
+def make_live_order(policy: str) -> Order[K]:
+    """The same for a store that runs: the future beyond the queue is not known there. Raises ConfigError."""
+    check_choice("store policy", policy, LIVE_POLICIES)
+    return make_order(policy)

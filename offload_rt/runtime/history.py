@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..core import CHUNK
+from ..pool.disk import DiskStore
 from ..pool.prefix_tree import chunk_key, pack_tokens
 from .runner import EXACT
 from .saving import NamedChunk
 
 FORMAT = 1
 """Of a history's document; another is none of ours."""
+
+_SINKS = ".sinks"
 
 
 @dataclass
@@ -77,6 +80,11 @@ class History:
             self.decoded.append((start, stop))
 
     @property
+    def sinks_document(self) -> str:
+        """Where the originals of its sinks' keys lie in a store: of all forks the same."""
+        return f"{self.id}.{self.sinks}{_SINKS}"
+
+    @property
     def exact(self) -> int:
         """Tokens before the first that a decode step computed."""
         return self.decoded[0][0] if self.decoded else len(self.tokens)
@@ -128,6 +136,16 @@ class History:
         for start, stop in self.decoded:
             marks[start:stop] = b"\1" * (stop - start)
         return marks
+
+
+def remove_orphans(store: DiskStore) -> None:
+    """Deletes the originals of sinks that no history in `store` has any more."""
+    documents = store.documents()
+    histories = [History.from_bytes(data) for data in documents.values()]
+    alive = {history.id for history in histories if history is not None}
+    for name in documents:
+        if name.endswith(_SINKS) and name.split("/")[1].split(".")[0] not in alive:
+            store.delete(name)
 
 
 def _pack(tokens: list[int]) -> bytes:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..core import Lease
-from ..pool.disk import ChunkWriter, DiskStore
+from ..pool.chunk_writer import ChunkWriter
+from ..pool.disk import DiskStore
 from ..pool.pool import HostPool, Span
 from ..transfer.link import Link
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
+from ..config import StoreOptions
 from ..errors import ConfigError, InputError
-from ..pool.disk import DiskStore, EvictionOrder
+from ..pool.disk import DiskStore
 from ..pool.format import LAYOUT_VERSION
-from .history import History
+from .history import History, remove_orphans
 from .preload import read_buffer_layers
 from .runner import Runner
 from .saving import Saver
@@ -26,16 +27,13 @@ class SessionStore:
         self,
         runner: Runner,
         folder: Path,
-        limit_bytes: int | None = None,
-        *,
-        order: EvictionOrder = "lru",
-        ttl: float | None = None,
+        options: StoreOptions | None = None,
     ) -> None:
         _check_restorable(runner)
         self.runner = runner
         self.private = not runner.pool.format.exact
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
-        self.disk = DiskStore(folder, namespace, runner.adapter.geometry.layers, limit_bytes, order=order, ttl=ttl)
+        self.disk = DiskStore(folder, namespace, runner.adapter.geometry.layers, options)
         self.saver = Saver(self.disk, runner.pool, runner.link)
         self.load_rate = 0.0
         self.compute_rate = 0.0
@@ -65,6 +63,13 @@ class SessionStore:
     def put(self, history: History) -> None:
         """Writes a history. Raises StoreError."""
         self.disk.put(quote(history.name, safe=""), history.to_bytes())
+
+    def forget(self, history: History) -> None:
+        """Deletes a history and its tail, and the originals of its sinks where no fork has them too."""
+        self.disk.delete(quote(history.name, safe=""))
+        if history.tail and not history.tail_shared:
+            self.disk.remove([bytes.fromhex(history.tail)])
+        remove_orphans(self.disk)
 
     def left(self, session: Session) -> None:
         """A session has closed; with the last one the store closes."""

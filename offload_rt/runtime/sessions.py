@@ -380,7 +380,8 @@ class Session:
         """Keeps the originals of the first tokens' keys, before the first cut."""
         if sinks and not self._history.cut:
             originals = read_sinks(self._runner.pool, sequence.lease, sinks)
-            self._store.disk.put(f"{self._history.id}.{sinks}.sinks", originals.view(torch.uint8).numpy().tobytes())
+            self._history.sinks = sinks
+            self._store.disk.put(self._history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
 
     def _close_gap(self, length: int) -> None:
         """Turns the sinks' keys across the gap if a context of `length` tokens would see them from farther away than
@@ -389,7 +390,7 @@ class Session:
         distance = length + history.shift - history.sink_shift
         if not history.sinks or history.sink_shift == history.shift or distance <= geometry.max_positions:
             return
-        data = self._store.disk.get(f"{history.id}.{history.sinks}.sinks")
+        data = self._store.disk.get(history.sinks_document)
         sequence = self._materialise()
         pool = self._runner.pool
         if data is None or history.sinks == 0:
@@ -450,6 +451,17 @@ class Session:
             self._drop()
             self._store.disk.unpin(self._pinned)
             self._store.left(self)
+
+    def discard(self) -> None:
+        """Closes the session without saving it, and deletes what is stored of it; chunks that others may have stay
+        until they are evicted. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._drop()
+        self._store.disk.unpin(self._pinned)
+        self._store.forget(self._history)
+        self._store.left(self)
 
     def check_integrity(self) -> None:
         """Asserts that history and sequence agree."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import InputError
 from ..pool.disk import DiskStore
-from .history import History
+from .history import History, remove_orphans
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def delete_stored(folder: Path, name: str) -> StoredSession:
     try:
         store.delete(gone.document)
         store.remove((bytes.fromhex(key) for key in gone.history.keys if key not in others), gone.space)
+        remove_orphans(store)
     finally:
         store.close()
     return gone
