@@ -17,10 +17,8 @@ import torch
 from ..config import SamplingParams
 from ..errors import InputError
 from ..llm import LLM
-from ..runtime.decode import DecodeStep
 from ..runtime.engine import Engine
 from ..runtime.generation import Served
-from ..runtime.runner import Runner
 from ..runtime.segments import NEVER_PAYS, SharedPrefixes
 from .needles import FACTS, NAMES
 from .report import Column, Report, Row
@@ -30,14 +28,37 @@ ANSWER = 8
 """Tokens of an answer."""
 
 
+@dataclass(frozen=True)
+class Scale:
+    """How large the measurements are. turns: of each competitor, at the least. batches, prefixes, suffixes: sequences
+    and tokens of the attention table. requests, shared: those of the workload, and the tokens they have in common.
+    questions: about one document. arrivals, rates: requests of the open loop, and how many a second. slots: tokens that
+    the memory of the waste table holds."""
+
+    turns: int = 7
+    batches: tuple[int, ...] = (1, 4, 16, 32)
+    prefixes: tuple[int, ...] = (0, 1024, 4096)
+    suffixes: tuple[int, ...] = (64, 256, 1024, 2048)
+    requests: int = 32
+    shared: int = 2048
+    questions: tuple[int, ...] = (64, 128, 256, 512)
+    arrivals: int = 24
+    rates: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    slots: int = 1 << 16
+
+
+SMALL = Scale(1, (1, 4), (0, 256), (64,), 4, 256, (4, 8), 3, (4.0,), 1 << 13)
+"""To see in seconds that everything runs; the numbers say nothing."""
+
+
 def greedy(count: int) -> SamplingParams:
     """Exactly `count` tokens."""
     return SamplingParams(max_new_tokens=count, temperature=0, ignore_eos=True)
 
 
-def make(*, sharing: bool, host_memory: str = "2GiB") -> LLM:
-    """The reference model under policy full, float32."""
-    llm = LLM("reference", policy="full", dtype="float32", host_memory=host_memory, prefix_sharing=sharing)
+def make(*, sharing: bool, policy: str = "full", host_memory: str = "2GiB") -> LLM:
+    """The reference model, float32; without sharing every sequence reads all of its rows."""
+    llm = LLM("reference", policy=policy, dtype="float32", host_memory=host_memory, prefix_sharing=sharing)
     if not sharing:
         geometry = llm.geometry
         llm._runner.prefixes = SharedPrefixes(geometry.kv_bytes(1, torch.float32) // geometry.layers, NEVER_PAYS)
@@ -108,35 +129,6 @@ def ask(llm: LLM, prompts: Sequence[list[int]]) -> Run:
     return Run([c.text for c in done], seconds, decode, prefilled, llm._runner.pool.bytes_peak, link)
 
 
-class NoAttention(DecodeStep):
-    """A step whose attention does nothing: what no kernel can be faster than."""
-
-    def _attend(self, layer: int, q: torch.Tensor, fetched: object) -> torch.Tensor:
-        return q.transpose(0, 1).flatten(1)
-
-
-def step_seconds(runner: Runner, document: list[int], batch: int, step: type[DecodeStep], turns: int = 7) -> float:
-    """CPU seconds of a decode step of `batch` sequences on one document, the least of `turns`."""
-    first = runner.new_sequence([*document, *[5] * (turns + 2)], len(document) + turns + 2)
-    runner.prefill(first, len(document))
-    sequences = [first, *(runner.fork(first, len(document) + turns + 2) for _ in range(batch - 1))]
-    best = float("inf")
-    for _ in range(turns):
-        for sequence in sequences:
-            sequence.slots.begin_step(sequence.lease, sequence.position)
-        sharing = runner.prefixes.of([s.lease for s in sequences])
-        with torch.inference_mode():
-            began = time.process_time()
-            step([sequences[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing).run()
-            best = min(best, time.process_time() - began)
-        for sequence in sequences:
-            sequence.position += 1
-            runner.pool.commit(sequence.lease, sequence.slots.context)
-    for sequence in sequences:
-        runner.free(sequence)
-    return best
-
-
 TOLD = 16
 """Facts in the document; more questions than that ask again."""
 
@@ -149,7 +141,7 @@ def _answered(llm: LLM, planted: Planted, count: int) -> tuple[Run, float]:
     return run, sum(right) / count
 
 
-def questions_report(turns: int) -> Report:
+def questions_report(scale: Scale) -> Report:
     """Questions about made-up facts in a book's passage of nearly the reference model's whole context."""
     shared_llm, apart_llm = make(sharing=True), make(sharing=False)
     length = (shared_llm.geometry.max_positions - 128) // 64 * 64
@@ -157,22 +149,15 @@ def questions_report(turns: int) -> Report:
     planted = plant(shared_llm, book, length, TOLD)
     document = planted.document
     rows: list[Row] = []
-    for count, sharing in ((64, False), (64, True), (128, True), (256, True), (512, True)):
+    for count, sharing in ((scale.questions[0], False), *((count, True) for count in scale.questions)):
         run, right = _answered(make(sharing=sharing) if sharing else apart_llm, planted, count)
         rows.append({"questions": count, "sharing": "yes" if sharing else "no", "right": right, **_run_row(run, count)})
-        print(rows[-1], flush=True)
-    steps = {
-        "none": step_seconds(apart_llm._runner, document, MAX_BATCH, DecodeStep, turns),
-        "segments": step_seconds(shared_llm._runner, document, MAX_BATCH, DecodeStep, turns),
-        "no attention": step_seconds(shared_llm._runner, document, MAX_BATCH, NoAttention, turns),
-    }
     about = {
         "model": "reference, float32, policy full (all layers dense)",
         "document": f"{len(document)} tokens of The Black Arrow (never trained on), {TOLD} made-up facts in it",
         "answers": f"{ANSWER} tokens",
         "batch": MAX_BATCH,
         "clock": "CPU time, one thread",
-        "decode step of 32 sequences": ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in steps.items()),
     }
     columns = (
         Column("questions", "questions", ",d"),
@@ -184,10 +169,7 @@ def questions_report(turns: int) -> Report:
         Column("peak KV MiB", "peak_mib", ".1f"),
         Column("link MiB", "link_mib", ",.0f"),
     )
-    notes = (
-        "Without sharing every question prefills the document; its time grows with their number. Of the decode step, "
-        "'none' reads every sequence's rows on their own from the same memory, 'no attention' skips attention.",
-    )
+    notes = ("Without sharing every question prefills the document; its time grows with their number.",)
     return Report("sharing_questions", "Many questions about one document", about, columns, rows, notes)
 
 
@@ -243,16 +225,17 @@ def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) ->
     return log
 
 
-def arrivals_report(turns: int) -> Report:
+def arrivals_report(scale: Scale) -> Report:
     """Normalised latency and time to first token over the arrival rate (ChunkAttention's Figure 5 and Table 4)."""
     rows: list[Row] = []
     for shared_tokens in (0, 1024):
-        for rate in (0.5, 1.0, 2.0, 4.0):
+        for rate in scale.rates:
             for sharing in (True, False):
                 llm = make(sharing=sharing)
-                [stem] = token_lists(llm, 1, shared_tokens, 0)
+                stem, warm = token_lists(llm, 1, shared_tokens, 0)[0], token_lists(llm, 1, 1088, 2)
                 own = 64 if shared_tokens else 1088
-                prompts = [stem + rest for rest in token_lists(llm, 24, own, 1)]
+                prompts = [stem + rest for rest in token_lists(llm, scale.arrivals, own, 1)]
+                llm.generate(warm, greedy(ANSWER))  # the first of all requests pays for more than itself
                 log = open_loop(llm, prompts, rate, seed=0)
                 latency = [(log.done[i] - log.arrived[i]) / 32 for i in log.arrived]
                 rows.append(
@@ -266,7 +249,6 @@ def arrivals_report(turns: int) -> Report:
                         "widest": log.widest,
                     }
                 )
-                print(rows[-1], flush=True)
     columns = (
         Column("shared tokens", "shared", ",d"),
         Column("requests a second", "rate"),
@@ -278,7 +260,7 @@ def arrivals_report(turns: int) -> Report:
     )
     about = {
         "model": "reference, float32, policy full",
-        "requests": "24 of 1,088 prompt tokens and 32 new ones, random tokens; Poisson arrivals, one seed",
+        "requests": f"{scale.arrivals} of 1,088 prompt tokens and 32 new ones, random; Poisson arrivals, one seed",
         "clock": "CPU time, one thread; latency is the time from arrival to the last token over 32",
     }
     notes = ("Peak KV is what requests hold between steps; what the prefix tree keeps of ended ones is not counted.",)

@@ -28,9 +28,11 @@ class Scores:
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
     """The first `counts[p]` rows of each list, from `rows` `[R, w]` by row ids int64 `[P, n]`, into out `[P, n, w]`;
-    what lies behind them stays as it was."""
+    what lies behind them, or has a negative id, stays as it was. `rows` may be `out` itself, where no row that is read
+    is written."""
     for p, count in enumerate(counts.tolist()):
-        out[p, :count] = rows[ids[p, :count].to(rows.device)].to(out.device)
+        wanted = (ids[p, :count] >= 0).nonzero().squeeze(1)
+        out[p, wanted] = rows.index_select(0, ids[p, wanted].to(rows.device)).to(out.device)
 
 
 def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:

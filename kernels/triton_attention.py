@@ -91,7 +91,8 @@ def _merge(
 
 def block_rows(d: int, itemsize: int) -> int:
     """Rows of one step."""
-    return min(64, _STEP_BYTES // (max(16, triton.next_power_of_2(d)) * itemsize))
+    width: int = triton.next_power_of_2(d)
+    return min(64, _STEP_BYTES // (max(16, width) * itemsize))
 
 
 def attend_counted(

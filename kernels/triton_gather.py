@@ -22,12 +22,12 @@ def _gather(
     rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): rows [i * BLOCK, ...) of list p. WORDS, words of a row, is constant so that the alignment of a
+    """Program (i, p): rows [i * BLOCK, ...) of list p. WORDS, words of a row, is constant so that the alignment of a
     row's address is known to the compiler and loads are 16 bytes wide where the row allows it."""
-    p = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wanted = at < tl.load(counts + p)
-    row = tl.load(ids + p * listed + at, mask=wanted, other=0)
+    p = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + p * listed + at, mask=at < tl.load(counts + p), other=-1)
+    wanted = row >= 0
     columns = tl.arange(0, COLS)
     mask = wanted[:, None] & (columns < WORDS)[None, :]
     words = tl.load(rows + row[:, None] * WORDS + columns[None, :], mask=mask, other=0)
@@ -45,7 +45,7 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)
     words = row_bytes // size
-    grid = (lists, triton.cdiv(listed, _BLOCK_ROWS))
+    grid = (triton.cdiv(listed, _BLOCK_ROWS), lists)
     source, target = rows.view(_WORDS[size]), out.view(_WORDS[size])
     _gather[grid](
         source, ids, counts, target, listed, WORDS=words, COLS=triton.next_power_of_2(words), BLOCK=_BLOCK_ROWS

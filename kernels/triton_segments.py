@@ -114,7 +114,8 @@ def most_queries(d: int, itemsize: int) -> int:
     """Queries of a program of a shared run; float32 products, which are no tensor cores', have 16."""
     if itemsize == 4:
         return 16
-    return max(16, min(64, _QUERY_BYTES // (triton.next_power_of_2(d) * itemsize)))
+    width: int = triton.next_power_of_2(d)
+    return max(16, min(64, _QUERY_BYTES // (width * itemsize)))
 
 
 def _row(run: Run, slots: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""`offload-rt eval`, `lm-eval` and `bench`: their flags stand beside what they measure."""
+"""`offload-rt eval`, `lm-eval`, `bench` and `bench-sharing`: their flags stand beside what they measure."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def bench(args: argparse.Namespace) -> int:
     return speed.bench(args.arguments)
 
 
+def bench_sharing(args: argparse.Namespace) -> int:
+    """Measures what shared prefixes save, on the CPU. `bench-sharing --help` lists its options."""
+    from ..eval import sharing
+
+    return sharing.bench_sharing(args.arguments)
+
+
 def add(commands: Any) -> None:
     """Enters the subcommands."""
     from ..eval.command import eval_flags
@@ -40,3 +47,4 @@ def add(commands: Any) -> None:
     eval_flags(add_command(commands, "eval", evaluate))
     add_passing(commands, "lm-eval", lm_eval)
     add_passing(commands, "bench", bench)  # reading its flags loads transformers
+    add_passing(commands, "bench-sharing", bench_sharing)
