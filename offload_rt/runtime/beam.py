@@ -17,6 +17,7 @@ from ..core import Request
 from ..errors import InputError
 from .generation import Completion, Event, FinishReason, Generation, Served
 from .metrics import Stats
+from .prefill import Prefill
 from .runner import Runner
 from .sequence import Sequence
 
@@ -122,7 +123,16 @@ class BeamGeneration:
         """See `Served.samples`."""
         return [self]
 
-    def start(self, runner: Runner) -> tuple[Sequence, int]:
+    @property
+    def tokens(self) -> None:
+        """Each beam has its own."""
+        return
+
+    def resume(self, sequence: Sequence) -> None:
+        """Beams start again."""
+        raise AssertionError("beams are not restored")
+
+    def start(self, runner: Runner) -> Prefill:
         """See `Served.start`."""
         assert not self.sequences
         if runner.config.eviction is not None:
@@ -132,7 +142,7 @@ class BeamGeneration:
         sequence = runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt))
         self.sequences = [sequence]
         runner.check_spare(self.width - 1)
-        return sequence, len(prompt)
+        return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
     def take_pending(self) -> list[Generation]:
         """Beams fork as the search goes."""

@@ -12,16 +12,18 @@ from ..config import SamplingParams
 from ..core import Request
 from ..errors import PoolFullError
 from .beam import BeamGeneration
-from .generation import Event, Generation, Served
+from .generation import Event, Generation, Served, StartAgainError
 from .recording import Recorder
 from .runner import Runner
 from .scheduler import Scheduler
+from .spill import Spill
 
 
 class Engine:
     """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
     layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
-    `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select."""
+    `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select; `spill`
+    may keep what is preempted."""
 
     def __init__(
         self,
@@ -30,10 +32,11 @@ class Engine:
         max_batch: int,
         on_prefill: Callable[[Served, int], None] = lambda served, layers: None,
         recorder: Recorder | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.runner = runner
         self._recorder = recorder
-        self.scheduler = Scheduler(runner, max_batch)
+        self.scheduler = Scheduler(runner, max_batch, spill)
         self._on_prefill = on_prefill
         self._ids = itertools.count()
 
@@ -43,8 +46,12 @@ class Engine:
         request = Request(next(self._ids), tuple(prompt))
         kind = BeamGeneration if params.num_beams > 1 else Generation
         served: Served = kind(request, params, model.tokenizer, model.eos_token_ids)
-        self.scheduler.add(served)
+        self.submit(served)
         return served
+
+    def submit(self, served: Served) -> None:
+        """Queues what can serve itself, such as a turn of a session."""
+        self.scheduler.add(served)
 
     @property
     def idle(self) -> bool:
@@ -78,7 +85,11 @@ class Engine:
         scheduler, spent = self.scheduler, 0.0
         while scheduler.prefilling is not None:
             served, prefill = scheduler.prefilling
-            self.runner.advance_prefill(prefill)
+            try:
+                self.runner.advance_prefill(prefill)
+            except StartAgainError:
+                scheduler.restart(served)
+                break
             self._on_prefill(served, prefill.layer)
             if prefill.done:
                 assert prefill.logits is not None

@@ -11,12 +11,18 @@ from transformers import PreTrainedTokenizerBase
 from ..config import SamplingParams
 from ..core import Request
 from .metrics import Stats, Trace
+from .prefill import Prefill
 from .runner import Runner
 from .sampler import Sampler
 from .sequence import Sequence
 from .text import TextStream
 
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
+
+
+class StartAgainError(Exception):
+    """A prefill cannot go on, and its request can start again at once: the engine drops it and puts it first in the
+    queue."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,17 @@ class Served(Protocol):
         """Most sequences at once."""
         ...
 
-    def start(self, runner: Runner) -> tuple[Sequence, int]:
-        """Takes room for what is known now: the sequence to prefill, and up to which token. Raises PoolFullError,
-        InputError, ModelError."""
+    @property
+    def tokens(self) -> list[int] | None:
+        """Prompt and new tokens, if one sequence with these is all there is to it; else None."""
+        ...
+
+    def start(self, runner: Runner) -> Prefill:
+        """Takes room for what is known now, and begins its prefill. Raises PoolFullError, InputError, ModelError."""
+        ...
+
+    def resume(self, sequence: Sequence) -> None:
+        """Goes on with the sequence that it had when it was dropped, restored; only where there are `tokens`."""
         ...
 
     def take_pending(self) -> list[Generation]:
@@ -142,10 +156,10 @@ class Generation:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and new tokens."""
+        """See `Served.tokens`."""
         return [*self.request.prompt, *self.new_tokens]
 
-    def start(self, runner: Runner) -> tuple[Sequence, int]:
+    def start(self, runner: Runner) -> Prefill:
         """See `Served.start`. Of one that was dropped, new tokens are prefilled too if that gives the same rows; else
         they are decoded again, as the first time."""
         assert self.sequence is None
@@ -157,7 +171,13 @@ class Generation:
         if self._trace is not None:
             self._trace.reused_tokens += self.sequence.trace.reused_tokens
             self.sequence.trace = self._trace
-        return self.sequence, stop
+        return runner.begin_prefill(self.sequence, stop, want_logits=True)
+
+    def resume(self, sequence: Sequence) -> None:
+        """See `Served.resume`."""
+        assert self.sequence is None and self._trace is not None
+        self.sequence = sequence
+        sequence.trace = self._trace
 
     def take_pending(self) -> list[Generation]:
         """See `Served.take_pending`."""

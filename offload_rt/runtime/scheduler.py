@@ -8,23 +8,25 @@ from ..errors import OffloadError, PoolFullError
 from .generation import Served
 from .prefill import Prefill
 from .runner import Runner
+from .spill import Spill, Spilled
 
 
 class Scheduler:
     """First come, first served. A request is admitted when the pool has room for its prompt and a chunk for each
     running sequence besides; it then grows chunk by chunk. When the pool runs out, the youngest gives way: it keeps its
-    tokens, goes back to the head of the queue, and computes their KV again when there is room (what the prefix tree
-    still has of it is not computed again). The oldest is never preempted, so something always finishes; one that would
-    not fit an empty pool is refused at once.
+    tokens and goes back to the head of the queue. When there is room its rows come back from disk, if there is a
+    `spill` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest
+    is never preempted, so something always finishes; one that would not fit an empty pool is refused at once.
 
     Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them."""
 
-    def __init__(self, runner: Runner, max_batch: int) -> None:
-        self._runner, self._max_batch = runner, max_batch
+    def __init__(self, runner: Runner, max_batch: int, spill: Spill | None = None) -> None:
+        self._runner, self._max_batch, self._spill = runner, max_batch, spill
+        self._spilled: dict[Served, Spilled] = {}
         self.waiting: deque[Served] = deque()
         self.prefilling: tuple[Served, Prefill] | None = None
         self.running: list[Served] = []
-        self.preemptions = 0
+        self.preemptions = self.restored = 0
         self._full = False
 
     @property
@@ -37,7 +39,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> None:
-        """Starts the prefill of the next request, if none is running, one waits and it fits now.
+        """Starts the prefill of the next request, if none is running, one waits and it fits now; one that comes back
+        from disk runs at once.
 
         Raises what `Served.start` raises, PoolFullError only where nothing runs that could make room; the request is
         taken out of the queue.
@@ -49,7 +52,9 @@ class Scheduler:
         if self.running and width + served.width > self._max_batch:
             return
         try:
-            sequence, stop = served.start(self._runner)
+            came_back = self._restore(served, width)
+            if not came_back:
+                prefill = served.start(self._runner)
             if self.running:
                 self._runner.check_spare(width)
         except OffloadError as error:
@@ -57,10 +62,32 @@ class Scheduler:
             if isinstance(error, PoolFullError) and self.running:
                 self._full = True  # until somebody leaves: trying every step would cost every step
                 return
-            self.waiting.popleft()
+            self.remove(served)
             raise
         self.waiting.popleft()
-        self.prefilling = served, self._runner.begin_prefill(sequence, stop, want_logits=True)
+        self._forget(served)
+        if came_back:
+            self.restored += 1
+            self.running.append(served)
+        else:
+            self.prefilling = served, prefill
+
+    def _restore(self, served: Served, width: int) -> bool:
+        """Whether a request that was preempted has its rows again, from disk. Raises PoolFullError."""
+        tokens = served.tokens
+        if self._spill is None or tokens is None or served not in self._spilled:
+            return False
+        sequence = self._spill.restore(self._spilled[served], tokens, spare=width)
+        if sequence is None:
+            self._forget(served)
+            return False
+        served.resume(sequence)
+        return True
+
+    def _forget(self, served: Served) -> None:
+        """What is on disk of a request is not needed any more."""
+        if self._spill is not None and (spilled := self._spilled.pop(served, None)) is not None:
+            self._spill.forget(spilled)
 
     def prefilled(self) -> list[Served]:
         """The prefill is done: its request runs, and so do the completions that fork from it, those that fit; the
@@ -96,16 +123,33 @@ class Scheduler:
                     self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
 
     def preempt(self, served: Served) -> None:
-        """Sends a request back to the head of the queue; it gives back what it holds."""
+        """Sends a request back to the head of the queue; it gives back what it holds, maybe to the disk."""
+        spilled = self._keep(served)
         self.remove(served)
         served.drop(self._runner)
         self.waiting.appendleft(served)
+        if spilled is not None:
+            self._spilled[served] = spilled
         self.preemptions += 1
         self._full = True  # what was given back is for those that run; it waits until one of them leaves
+
+    def _keep(self, served: Served) -> Spilled | None:
+        """Writes the rows of a running request to disk where that is the cheaper way to have them again."""
+        if self._spill is None or served not in self.running or served.tokens is None:
+            return None
+        [sequence] = served.sequences
+        return self._spill.keep(sequence, sum(len(one.sequences) for one in self.running))
+
+    def restart(self, served: Served) -> None:
+        """Sends the request whose prefill runs back to the head of the queue, to start again at once."""
+        self.remove(served)
+        served.drop(self._runner)
+        self.waiting.appendleft(served)
 
     def remove(self, served: Served) -> None:
         """Takes a request out of wherever it is."""
         self._full = False
+        self._forget(served)
         if self.prefilling is not None and self.prefilling[0] is served:
             self.prefilling = None
         if served in self.waiting:
@@ -120,3 +164,4 @@ class Scheduler:
         assert len({id(served) for served in everybody}) == len(everybody)
         assert all(served.sequences for served in [*self.running, *prefilling])
         assert not any(served.sequences for served in self.waiting)
+        assert set(self._spilled) <= set(self.waiting)
