@@ -32,6 +32,7 @@ from .runtime.runner import Runner
 from .runtime.scoring import Score, score
 from .runtime.session_store import SessionStore
 from .runtime.sessions import Session
+from .runtime.spill import Spill
 from .select.base import Policy
 from .select.registry import make_policy
 from .skewing.artifact import SkewArtifact
@@ -63,10 +64,12 @@ class LLM:
     kv_format: "auto" keeps rows of K and V in host memory as they are, "int8", "int4" and "int2" round them there:
         fewer bytes in the pool and on the link. Prefill is exact in any case; rounded prefixes are not shared.
     prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls.
+    spill: folder on a fast disk where `generate` keeps the rows of requests that give way in a full pool, if that is
+        estimated cheaper than computing them again; nothing of it outlives the object. None always computes again.
     missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
     progress: show progress bars on stderr for long work.
 
-    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError. Not thread-safe.
+    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Not thread-safe.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_format: KVFormatName = "auto",
         prefix_sharing: bool = True,
+        spill: str | Path | None = None,
         missed_mass_every: int = 16,
         progress: bool = False,
     ) -> None:
@@ -101,6 +105,7 @@ class LLM:
         pin = loaded.adapter.device.type == "cuda"
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
         self._runner = Runner(loaded, chosen, pool, _link(loaded, pool), config)
+        self._spill = None if spill is None else Spill(self._runner, Path(spill).expanduser())
         self._last: Served | None = None
         self._stores: dict[Path, SessionStore] = {}
 
@@ -195,7 +200,7 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
-        engine = Engine(self._runner, max_batch=MAX_BATCH)
+        engine = Engine(self._runner, max_batch=MAX_BATCH, spill=self._spill)
         generations = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
             with self._progress.items("generate", sum(one.n for one in each)) as on_done:

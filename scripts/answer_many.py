@@ -110,6 +110,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="reference", help="'reference', a local folder or a hub id")
     parser.add_argument("--policy", default="infinigen")
     parser.add_argument("--host-memory", help="limit of KV in host memory, such as 64GiB")
+    parser.add_argument("--spill", metavar="DIR", help="where rows go when host memory is full (default: nowhere)")
     return parser.parse_args()
 
 
@@ -122,7 +123,13 @@ def main() -> None:
         document = read_text(args.document)
         questions = [line.strip() for line in read_text(args.questions).splitlines() if line.strip()]
         params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0, stop="\n")
-        llm = LLM(args.model, policy=args.policy, host_memory=args.host_memory, progress=sys.stderr.isatty())
+        llm = LLM(
+            args.model,
+            policy=args.policy,
+            host_memory=args.host_memory,
+            spill=args.spill,
+            progress=sys.stderr.isatty(),
+        )
         answer_file(llm, document, questions, args.out, params, batch=args.batch, document_limit=args.document_tokens)
     except OffloadError as error:
         sys.exit(f"answer_many: {error}")

@@ -157,3 +157,12 @@ def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_pat
     other = Spill(llm._runner, tmp_path)
     assert other.bytes_used == 0 and not left.exists() and (tmp_path / "notes.kv").exists()
     other.close()
+
+
+def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.runtime.spill.BYTES_PER_SECOND", 1e15)
+    kept = []
+    monkeypatch.setattr(Spill, "restore", lambda self, spilled, *args, **named: kept.append(spilled))
+    llm = make(chunks=6, spill=tmp_path)
+    assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == roomy()
+    assert kept and not list(tmp_path.rglob("*.kv"))
