@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, InputError
-from .bootstrap import Interval, paired_bootstrap, perplexity_change, ratio_error
+from .bootstrap import paired_bootstrap, perplexity_change, ratio_error
 from .figures import lines, picture
 from .report import Column, Report, Row, RowStore
 from .subject import Scored, Subject, Text, Variant, encode_text, text_digest
@@ -25,11 +25,13 @@ CHUNK = 256
 @dataclass(frozen=True)
 class PerplexityConfig:
     """context: tokens of a window. windows: how many, spread evenly over the text. decode_from: tokens of a window
-    that are prefilled exactly (None: three quarters); all after them are decoded under the policy and scored."""
+    that are prefilled exactly (None: three quarters); all after them are decoded under the policy and scored.
+    tail_from: tokens from this one on are also scored by themselves."""
 
     context: int = 2048
     windows: int = 32
     decode_from: int | None = None
+    tail_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.context < 2:
@@ -38,6 +40,8 @@ class PerplexityConfig:
             raise ConfigError(f"windows={self.windows} must be at least 1")
         if not 0 <= self.start <= self.context - 2:
             raise ConfigError(f"decode_from={self.decode_from} must be between 0 and context - 2 = {self.context - 2}")
+        if self.tail_from is not None and not self.start < self.tail_from < self.context:
+            raise ConfigError(f"tail_from={self.tail_from} must be between {self.start + 1} and {self.context - 1}")
 
     @property
     def start(self) -> int:
@@ -72,8 +76,8 @@ def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[W
     return found
 
 
-def measure(subject: Subject, variant: Variant, windows: Sequence[Window]) -> Row:
-    """The variant's row: `samples` holds nats, tokens and bytes of each window."""
+def measure(subject: Subject, variant: Variant, windows: Sequence[Window], tail_from: int | None = None) -> Row:
+    """The variant's row: `samples` holds nats, tokens and bytes of each window, and of its tail."""
     scored = subject.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
         "nats": [sum(score.nats) for score in scored],
@@ -81,6 +85,9 @@ def measure(subject: Subject, variant: Variant, windows: Sequence[Window]) -> Ro
         "bytes": [window.bytes for window in windows],
         "chunks": [_chunks(score.nats) for score in scored],
     }
+    if tail_from is not None:
+        tails = [s.nats[max(0, tail_from - w.text.scored_from) :] for s, w in zip(scored, windows, strict=True)]
+        samples |= {"tail_nats": [sum(tail) for tail in tails], "tail_tokens": [len(tail) for tail in tails]}
     dense = sorted(subject.policy(variant).dense_layers)
     return {
         **subject.identity,
@@ -128,26 +135,38 @@ def summary(samples: dict[str, list[Any]]) -> Row:
     """Perplexity and bits per byte with standard errors over windows."""
     nats, tokens, sizes = (np.asarray(samples[name], float) for name in ("nats", "tokens", "bytes"))
     per_token, error = nats.sum() / tokens.sum(), ratio_error(nats, tokens)
+    tail = {}
+    if "tail_nats" in samples:
+        tail["tail_perplexity"] = math.exp(sum(samples["tail_nats"]) / sum(samples["tail_tokens"]))
     return {
         "nats_per_token": float(per_token),
         "perplexity": math.exp(per_token),
         "perplexity_error": math.exp(per_token) * error,
         "bits_per_byte": float(nats.sum() / sizes.sum() / LN2),
         "bits_per_byte_error": ratio_error(nats, sizes) / LN2,
+        **tail,
     }
 
 
-def compare(row: Row, base: Row, name: str) -> Row:
-    """Columns `{name}_perplexity` (relative change) and `{name}_bits_per_byte` (difference) against `base`, each with
-    a 95 % interval from a paired bootstrap over windows."""
+def compare(row: Row, base: Row, name: str, part: str = "") -> Row:
+    """Columns `{name}_perplexity` (relative change) and, of whole windows, `{name}_bits_per_byte` (difference) against
+    `base`, each with a 95 % interval from a paired bootstrap over windows. part: "tail_" compares their tails."""
     mine, other = row["samples"], base["samples"]
-    change = paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change)
-    bits = paired_bootstrap(mine["nats"], other["nats"], np.asarray(mine["bytes"]) * LN2)
+    nats, base_nats, tokens = mine[f"{part}nats"], other[f"{part}nats"], mine[f"{part}tokens"]
+    intervals = {"perplexity": paired_bootstrap(nats, base_nats, tokens, change=perplexity_change)}
+    if not part:
+        intervals["bits_per_byte"] = paired_bootstrap(nats, base_nats, np.asarray(mine["bytes"]) * LN2)
     found: Row = {}
-    for what, interval in (("perplexity", change), ("bits_per_byte", bits)):
+    for what, interval in intervals.items():
         found |= {f"{name}_{what}": interval.value, f"{name}_{what}_low": interval.low}
         found |= {f"{name}_{what}_high": interval.high}
     return found
+
+
+def shown_interval(row: Row, name: str) -> str:
+    """`compare`'s change of perplexity written out."""
+    value, low, high = (row[f"{name}_perplexity{end}"] for end in ("", "_low", "_high"))
+    return f"{value:+.2%} [{low:+.2%}, {high:+.2%}]"
 
 
 def measure_all(
@@ -169,7 +188,7 @@ def measure_all(
         key = shared | {"variant": subject.key(variant)}
         row = store.get(key)
         if row is None:
-            row = measure(subject, variant, windows)
+            row = measure(subject, variant, windows, config.tail_from)
             store.put(key, row)
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
         say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
@@ -217,8 +236,7 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
         cells = dict(row)
         for name in ("against_full", "against_infinigen"):
             if f"{name}_perplexity" in row:
-                interval = Interval(*(row[f"{name}_perplexity{end}"] for end in ("", "_low", "_high")))
-                cells[f"{name}_shown"] = f"{interval.value:+.2%} [{interval.low:+.2%}, {interval.high:+.2%}]"
+                cells[f"{name}_shown"] = shown_interval(row, name)
         shown.append(cells)
     return shown
 

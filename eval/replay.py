@@ -108,7 +108,7 @@ class ShrunkPool:
             )
         layers, prompt = len(info.selecting), info.prompt_tokens
         self._state = SlotState.empty(layers, max(limit, prompt))
-        self._state.fill(range(min(prompt, self._state.position.shape[1])))
+        self._state.fill(range(min(prompt, self._state.position.shape[1])), prompt, self._recent)
         self._slot_of = torch.full((layers, len(info.tokens) + 1), -1)
         self._slot_of[:, :prompt] = torch.arange(prompt)
         self._used = prompt
@@ -121,7 +121,7 @@ class ShrunkPool:
             self._used += 1
         else:
             slots = self._evict(position, 1)[:, 0]
-        self._state.place(slots, position, position)
+        self._state.place(slots, position, position, self._recent)
         self._slot_of[:, position] = slots
 
     def use(self, layer: int, rows: NDArray[np.int32], step: int) -> int:
@@ -140,7 +140,7 @@ class ShrunkPool:
         """Slots `[layers, count]` of victims, whose tokens are forgotten."""
         held = self._state.position
         protected = (held < self._sinks) | (held >= position - self._recent)
-        slots = victims(self.options.policy, self._state, protected, count)
+        slots = victims(self.options.policy, self._state, protected, position, count)
         assert bool((slots >= 0).all()), "the limit is above what is spared"
         self._slot_of.scatter_(1, held.gather(1, slots), -1)
         return slots

@@ -266,7 +266,7 @@ class QuestOptions(BudgetOptions):
 class EvictionOptions:
     """What gives way when a sequence outgrows the pool (paper §4.4, DESIGN section 7).
 
-    policy: "fifo", "lru", or "counter" (saturating counts of selections).
+    policy: "fifo", "lru", or "counter" (saturating counts of selections, per step that a token could be selected).
     protect: "window" spares sinks and recent tokens; "none" spares only the recent ones, as the paper's FIFO.
     """
 

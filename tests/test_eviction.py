@@ -14,6 +14,7 @@ from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.config import EvictionOptions
 from offload_rt.core import CHUNK
 from offload_rt.models.adapter import ModelAdapter
+from offload_rt.runtime.sequence import Sequence
 from offload_rt.runtime.slots import Overwriting
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
@@ -121,13 +122,14 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, prote
     recent=st.integers(1, 70),
     prompt=st.integers(1, 120),
     steps=st.integers(1, 150),
+    given_at=st.integers(0, 150),
     seed=st.integers(0, 9),
 )
 def test_slots_hold_what_a_plain_list_says(
-    policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, seed: int
+    policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, given_at: int, seed: int
 ) -> None:
-    """Every layer's rows after random selections: keys in the pool equal the keys of the positions that a plain model
-    keeps, sinks first, the ring last; protected tokens are always there."""
+    """Every layer's rows after random selections, and after a chunk was given away: keys in the pool equal the keys of
+    the positions that a plain model keeps, sinks first, the ring last; protected tokens are always there."""
     llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
     pool = llm._runner.pool
     lease = pool.new_lease(prompt)
@@ -151,6 +153,17 @@ def test_slots_hold_what_a_plain_list_says(
             chosen = torch.randint(0, slots.context, (2, 7), generator=generator)
             slots.selected(layer, chosen)
         pool.commit(lease, slots.context)
+        if position == prompt + given_at and (moves := slots.give(lease)) is not None:
+            before = slots.context + CHUNK if prompt + given_at >= 2 * CHUNK else position + 1
+            for layer, pairs in enumerate(moves):
+                for source, target in pairs:
+                    pool.move(lease, layer, source, target)
+                    rows[layer][target] = rows[layer][source]
+                lost = set(range(position + 1)) - set(rows[layer][: slots.context])
+                assert len(rows[layer]) == before and len(lost) >= position + 1 - slots.context
+                del rows[layer][slots.context :]
+            pool.truncate(lease, slots.context)
+            assert lease.capacity == slots.context == CHUNK and not slots.grows
     state = slots._state
     for layer in range(4):
         [run] = pool.runs(lease, layer, range(slots.context))
@@ -164,6 +177,43 @@ def test_slots_hold_what_a_plain_list_says(
         )
     pool.release(lease)
     pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "more"),
+    [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_format": "int8"})],
+)
+def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
+    """A prompt of three chunks and one of half a chunk in a pool of four: the short one grows at the expense of the
+    long one until they are of a size. Nothing is lost of the short one before it overwrites: its tokens are those that
+    it generates alone."""
+    row = 16 + 4 if more else 16 * 8
+    settings = {"policy": policy, "policy_options": options, "dtype": "float64", "eviction": "counter", **more}
+    llm = LLM(tiny_model("llama", dtype=torch.float64), host_memory=4 * 2 * 4 * 2 * CHUNK * row, **settings)
+    runner, prompts = llm._runner, [tiny_prompt(180), tiny_prompt(30, seed=3)]
+
+    def run(prompts: list[list[int]], steps: int) -> list[Sequence]:
+        sequences = [runner.new_sequence(prompt, len(prompt)) for prompt in prompts]
+        for sequence in sequences:
+            runner.prefill(sequence, len(sequence.tokens) - 1)
+        for _ in range(steps):
+            for sequence, logits in zip(sequences, runner.decode(sequences), strict=True):
+                if sequence.position == len(sequence.tokens):
+                    sequence.tokens.append(int(logits.argmax()))
+            chunks.append([len(sequence.lease.chunks) for sequence in sequences])
+            assert runner.pool.bytes_used <= runner.pool.limit_bytes
+        runner.check_integrity()
+        assert [sequence.slots.grows for sequence in sequences] == [len(sequences) == 1] * len(sequences)
+        for sequence in sequences:
+            runner.free(sequence)
+        assert runner.pool.bytes_held == 0
+        return sequences
+
+    chunks: list[list[int]] = []
+    _, short = run(prompts, 200)
+    assert [c for i, c in enumerate(chunks) if i == 0 or c != chunks[i - 1]] == [[3, 1], [2, 2]]
+    [alone] = run(prompts[1:], 2 * CHUNK - 30)
+    assert short.tokens[: 2 * CHUNK] == alone.tokens[: 2 * CHUNK]
 
 
 def test_rows_that_a_fork_holds_are_spared() -> None:
@@ -184,7 +234,7 @@ def test_rows_that_a_fork_holds_are_spared() -> None:
         if step < 39:
             logprobs.append(torch.log_softmax(runner.decode([second])[0], -1)[second.tokens[second.position]].item())
     runner.check_integrity()
-    assert isinstance(first.slots, Overwriting) and first.slots.overwriting and logits.isfinite().all()
+    assert isinstance(first.slots, Overwriting) and not first.slots.grows and logits.isfinite().all()
     assert logprobs[:38] == pytest.approx(alone.logprobs[1:39], abs=1e-9)
     for sequence in (first, second):
         runner.free(sequence)

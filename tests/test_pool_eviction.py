@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.pool.eviction import COUNTER_LIMIT, RANKINGS, SlotState, victims
+from offload_rt.pool.eviction import COUNTER_LIMIT, PRIOR_STEPS, RANKINGS, SlotState, victims
 
-SLOTS, LAYERS = 7, 2
+SLOTS, LAYERS, RECENT = 7, 2, 3
 
 
 @dataclass
@@ -20,8 +20,10 @@ class Slot:
     last_used: int = -1
     counter: int = 0
 
-    def rank(self, policy: str) -> tuple[int, int]:
-        return {"fifo": 0, "lru": self.last_used, "counter": self.counter}[policy], self.position
+    def rank(self, policy: str, step: int) -> tuple[int, int]:
+        steps = max(0, step - (self.position - 10 + RECENT)) + PRIOR_STEPS
+        share = (self.counter + 1) * 2**16 // steps
+        return {"fifo": 0, "lru": self.last_used, "counter": share}[policy], self.position
 
 
 STEPS = st.lists(
@@ -51,7 +53,7 @@ def test_victims_are_those_of_the_plain_model(
         for _ in range(1 if action == "place" else repeat):
             step += 1
             if action == "place":
-                state.place(torch.tensor(slots), position=step + 10, step=step)
+                state.place(torch.tensor(slots), position=step + 10, step=step, recent=RECENT)
                 for layer, slot in enumerate(slots):
                     model[layer][slot] = Slot(step + 10, step)
             else:
@@ -65,17 +67,17 @@ def test_victims_are_those_of_the_plain_model(
     protected = torch.zeros(LAYERS, SLOTS, dtype=torch.bool)
     protected[:, list(guarded)] = True
     for policy in RANKINGS:
-        got = victims(policy, state, protected, count)
+        got = victims(policy, state, protected, step + 5, count)
         for layer in range(LAYERS):
             free = [i for i in range(SLOTS) if i not in guarded and model[layer][i].position >= 0]
-            want = sorted(free, key=lambda i: model[layer][i].rank(policy))[:count]
+            want = sorted(free, key=lambda i: model[layer][i].rank(policy, step + 5))[:count]
             assert got[layer].tolist() == want + [-1] * (count - len(want)), policy
 
 
 def test_a_saturated_counter_halves_its_layer_only() -> None:
     state = SlotState.empty(2, 3)
-    state.place(torch.tensor([0, 0]), 0, 0)
-    state.place(torch.tensor([1, 1]), 1, 0)
+    state.place(torch.tensor([0, 0]), 0, 0, 1)
+    state.place(torch.tensor([1, 1]), 1, 0, 1)
     state.touch(0, torch.tensor([1, 1, 1]), 1)
     state.touch(1, torch.tensor([1]), 1)
     for step in range(COUNTER_LIMIT - 1):
@@ -88,16 +90,29 @@ def test_a_saturated_counter_halves_its_layer_only() -> None:
 def test_each_policy_compares_its_own_quantity_first() -> None:
     state = SlotState.empty(1, 3)
     for slot, position in ((0, 1), (1, 1000), (2, 2_000_000)):
-        state.place(torch.tensor([slot]), position, step=slot)
+        state.place(torch.tensor([slot]), position, step=slot, recent=1)
     state.touch(0, torch.tensor([0]), 3)
     state.touch(0, torch.tensor([0, 1]), 4)
     state.touch(0, torch.tensor([0]), 5)
     protected = torch.zeros(1, 3, dtype=torch.bool)
-    order = {policy: victims(policy, state, protected, 3).tolist() for policy in RANKINGS}
+    order = {policy: victims(policy, state, protected, 6, 3).tolist() for policy in RANKINGS}
     assert order == {"fifo": [[0, 1, 2]], "lru": [[2, 1, 0]], "counter": [[2, 1, 0]]}
+
+
+def test_a_token_is_not_a_victim_for_having_had_no_time() -> None:
+    """Selected in 2 of 40 steps, against never in the 4 since it left the window of 8: the older one gives way; after
+    40 more steps without a selection the newer one does."""
+    state = SlotState.empty(1, 2)
+    state.fill(range(1), 8, 8)
+    for step in (10, 11):
+        state.touch(0, torch.tensor([0]), step)
+    state.place(torch.tensor([1]), 36, step=36, recent=8)
+    protected = torch.zeros(1, 2, dtype=torch.bool)
+    assert victims("counter", state, protected, 48).tolist() == [[0]]
+    assert victims("counter", state, protected, 88).tolist() == [[1]]
 
 
 @pytest.mark.parametrize("policy", RANKINGS)
 def test_an_empty_state_has_no_victims(policy: str) -> None:
     protected = torch.zeros(2, 3, dtype=torch.bool)
-    assert victims(policy, SlotState.empty(2, 3), protected, 2).tolist() == [[-1, -1], [-1, -1]]
+    assert victims(policy, SlotState.empty(2, 3), protected, 9, 2).tolist() == [[-1, -1], [-1, -1]]

@@ -5,7 +5,7 @@ Pure tensor arithmetic on the state's device, no synchronisation, no loop over s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,15 @@ class SlotState:
     """What is known of each slot of one sequence, `[L, slots]` each; the layers of a slot differ after overwrites.
 
     position: int64, position of the token that the slot holds, -1 where it holds none.
+    since: int64, the first step in which the token could be selected: before, it was in the recent window.
     last_used: int64, the last step in which the slot was written or any of its rows selected.
     counter: uint8, steps in which any of its rows was selected; if one of a layer saturates, all of it are halved.
 
-    Mutated in place by `fill`, `place`, `move` and `touch`.
+    Mutated in place by `fill`, `place`, `move`, `follow` and `touch`.
     """
 
     position: torch.Tensor
+    since: torch.Tensor
     last_used: torch.Tensor
     counter: torch.Tensor
 
@@ -36,6 +38,7 @@ class SlotState:
         """A state of empty slots."""
         return cls(
             torch.full((layers, slots), -1, dtype=torch.int64, device=device),
+            torch.zeros((layers, slots), dtype=torch.int64, device=device),
             torch.full((layers, slots), -1, dtype=torch.int64, device=device),
             torch.zeros((layers, slots), dtype=torch.uint8, device=device),
         )
@@ -47,17 +50,29 @@ class SlotState:
             new[:, : old.shape[1]] = old
         return grown
 
+    def cut(self, slots: int) -> SlotState:
+        """An independent copy of the first `slots` slots."""
+        return SlotState(*(table[:, :slots].clone() for table in self._tables()))
+
+    def follow(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
+        """What a layer's slots hold moves as (slot, target) pairs say, one after another."""
+        for table in self._tables():
+            for slot, target in moves:
+                table[layer, target] = table[layer, slot]
+
     def clone(self) -> SlotState:
         """An independent copy."""
         return SlotState(*(table.clone() for table in self._tables()))
 
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.position, self.last_used, self.counter
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        return self.position, self.since, self.last_used, self.counter
 
-    def fill(self, tokens: range) -> None:
-        """Token t of `tokens` is written to slot t of every layer in step t."""
+    def fill(self, tokens: range, step: int, recent: int) -> None:
+        """Token t of `tokens` is written to slot t of every layer; the first step that selects is `step`, and the
+        newest `recent` tokens are not selected."""
         at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
         self.position[:, tokens.start : tokens.stop] = at
+        self.since[:, tokens.start : tokens.stop] = (at + recent).clamp_min(step)
         self.last_used[:, tokens.start : tokens.stop] = at
         self.counter[:, tokens.start : tokens.stop] = 0
 
@@ -66,10 +81,12 @@ class SlotState:
         for table in self._tables():
             table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
-    def place(self, slots: torch.Tensor, position: int, step: int) -> None:
-        """The token at `position` is written to slot `slots[l]` of each layer l in step `step`; slots int64 `[L]`."""
+    def place(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
+        """The token at `position` is written to slot `slots[l]` of each layer l in step `step`, to be selected after
+        `recent` more; slots int64 `[L]`."""
         index = slots[:, None]
         self.position.scatter_(1, index, position)
+        self.since.scatter_(1, index, step + recent)
         self.last_used.scatter_(1, index, step)
         self.counter.scatter_(1, index, 0)
 
@@ -81,19 +98,34 @@ class SlotState:
         self.counter[layer] = torch.where(counter.max() >= COUNTER_LIMIT, counter >> 1, counter)
 
 
-RANKINGS: dict[str, Callable[[SlotState], torch.Tensor]] = {
-    "fifo": lambda state: torch.zeros_like(state.position),
-    "lru": lambda state: state.last_used,
-    "counter": lambda state: state.counter.to(torch.int64),
+def _used_share(state: SlotState, step: int) -> torch.Tensor:
+    """Share of the steps since a token could be selected in which it was, in units of 2^-16, as if it had been selected
+    once in `PRIOR_STEPS` steps before them."""
+    steps = (step - state.since).clamp_min(0) + PRIOR_STEPS
+    return ((state.counter.to(torch.int64) + 1) << 16) // steps
+
+
+PRIOR_STEPS = 8
+"""Weight of what is thought of a token before it could be selected."""
+
+RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
+    "fifo": lambda state, step: torch.zeros_like(state.position),
+    "lru": lambda state, step: state.last_used,
+    "counter": _used_share,
 }
-"""What is compared first, smallest first, for each victim policy; equal slots give way oldest position first."""
+"""What is compared first, smallest first, for each victim policy; equal slots give way oldest position first.
+
+The counter is compared per step. As published, counts themselves are compared; then a token that leaves the recent
+window starts at none, and is gone before it was ever asked for (reference model, 2,048 tokens of a book in a pool of 80
+%: the attention mass lost with the victims is 2.6 % with counts, 0.76 % with shares, 0.67 % with lru, 3.1 % with fifo).
+"""
 
 
-def victims(policy: str, state: SlotState, protected: torch.Tensor, count: int = 1) -> torch.Tensor:
-    """The `count` slots of each layer that give way first under `policy` (a key of `RANKINGS`), int64 `[L, count]` in
-    that order; -1 where a layer has no more. Empty slots and those that `protected` (bool `[L, slots]`) marks never do.
-    Positions are below 2**32."""
-    key = (RANKINGS[policy](state) << 32) + state.position
+def victims(policy: str, state: SlotState, protected: torch.Tensor, step: int, count: int = 1) -> torch.Tensor:
+    """The `count` slots of each layer that give way first in step `step` under `policy` (a key of `RANKINGS`), int64
+    `[L, count]` in that order; -1 where a layer has no more. Empty slots and those that `protected` (bool `[L, slots]`)
+    marks never do. Positions are below 2**32."""
+    key = (RANKINGS[policy](state, step) << 32) + state.position
     key = key.masked_fill(protected | (state.position < 0), _NEVER)
     ranked, slots = key.topk(count, dim=1, largest=False, sorted=True)
     return slots.masked_fill(ranked == _NEVER, -1)

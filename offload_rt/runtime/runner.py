@@ -18,6 +18,7 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
 from .decode import DecodeStep
+from .giving import make_room
 from .metrics import Fractions, Stats, Trace, layer_means
 from .prefill import Prefill
 from .recording import Recorder
@@ -252,6 +253,7 @@ class Runner:
     def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
         began = time.perf_counter()
+        make_room(batch, self.pool, self.link, self.policy)
         for sequence in batch:
             sequence.slots.begin_step(sequence.lease, sequence.position)
         sharing = self.prefixes.of([sequence.lease for sequence in batch])

@@ -17,6 +17,9 @@ from ..errors import PoolFullError
 from ..pool.eviction import SlotState, victims
 from ..pool.pool import HostPool
 
+Moves = list[tuple[int, int]]
+"""(slot, target): the row in `slot` also takes slot `target`."""
+
 
 class Slots(Protocol):
     """The slots of one sequence. `begin_step` decides where the newest token goes; the rest holds for that step."""
@@ -31,12 +34,22 @@ class Slots(Protocol):
         """N: slots in use, the newest included."""
         ...
 
+    @property
+    def grows(self) -> bool:
+        """Whether the sequence takes a new chunk where its last one is full and eviction may have to find it one."""
+        ...
+
     def displaced(self, layer: int) -> tuple[int, int] | None:
         """(slot, victim): the row in `slot` has to move to `victim` before the newest token takes `slot`."""
         ...
 
     def begin_step(self, lease: Lease, position: int) -> None:
         """The token at `position` is next. Raises PoolFullError where there is no room for it."""
+        ...
+
+    def give(self, lease: Lease) -> list[Moves] | None:
+        """Between steps: gives up the last chunk, if it can. Returns per layer the (slot, target) pairs of rows that
+        have to move, in order, before the pool takes the chunk; None, and nothing has changed, where it cannot."""
         ...
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
@@ -54,6 +67,9 @@ class Slots(Protocol):
 
 class AppendOnly:
     """Token t in slot t for ever: a full pool is an error."""
+
+    grows = False
+    """Nobody gives way to it."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -73,6 +89,10 @@ class AppendOnly:
         self._pool.reserve(lease, position + 1)
         self.newest = position
 
+    def give(self, lease: Lease) -> list[Moves] | None:
+        """Nothing ever gives way."""
+        return None
+
     def selected(self, layer: int, slots: torch.Tensor) -> None:
         """Nobody asks."""
 
@@ -88,11 +108,12 @@ class AppendOnly:
 
 
 class Overwriting:
-    """Token t in slot t while the pool has room; then the newest tokens overwrite victims of their own sequence, and
-    the sequence keeps its size for ever. Sinks and the recent window are spared; with `protect="none"` the sinks are
-    not. Chunks that another sequence holds are never overwritten, chunks that only the prefix tree holds leave it.
+    """Token t in slot t while the pool has room; then the newest tokens overwrite victims of their own sequence, which
+    grows no more and only shrinks, chunk by chunk, where it gives to shorter ones. Sinks and the recent window are
+    spared; with `protect="none"` the sinks are not. Chunks that another sequence holds are never overwritten, chunks
+    that only the prefix tree holds leave it.
 
-    Mutated by `begin_step` (positions, victims) and `selected` (use); the rows themselves are the link's to move.
+    Mutated by `begin_step` (positions, victims), `give` and `selected` (use); the rows are the link's to move.
     """
 
     def __init__(self, pool: HostPool, options: EvictionOptions, sinks: int, recent: int) -> None:
@@ -103,13 +124,15 @@ class Overwriting:
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
         self._victims: list[int] | None = None
+        self._turn = 0
+        """A position whose token takes the ring's first place."""
         self.newest = -1
         self.context = 0
 
     @property
-    def overwriting(self) -> bool:
-        """Whether the sequence has stopped growing."""
-        return self._victims is not None
+    def grows(self) -> bool:
+        """Whether it has not begun to overwrite."""
+        return self._victims is None
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
         """See `Slots.displaced`."""
@@ -119,11 +142,36 @@ class Overwriting:
         """See `Slots.begin_step`."""
         if self._victims is None and not self._grow(lease, position):
             self._need(lease.capacity > self._sinks + self._recent, lease)
-            self._victims = []
+            self._victims, self._turn = [], position
         if self._victims is None:
             self.newest, self.context = position, position + 1
         else:
             self._overwrite(lease, position)
+
+    def give(self, lease: Lease) -> list[Moves] | None:
+        """See `Slots.give`: victims of every layer go, survivors of the last chunk fill their places, the ring moves
+        down in order. From then on the sequence overwrites."""
+        kept, used = lease.capacity - CHUNK, self.context
+        first, dropped = kept - self._recent, used - kept
+        if first <= self._sinks or dropped <= 0 or not self._owns(lease, first):
+            return None
+        protected = self._protected(lease, used - self._recent)[:used]
+        state = self._state.cut(used)
+        gone = victims(self._options.policy, state, protected.expand(self._layers, -1), self._known, dropped)
+        if bool((gone < 0).any()):
+            return None
+        ring = [(slot, slot - dropped) for slot in range(used - self._recent, used)]
+        moves = [_filled(set(layer), range(first, used - self._recent)) + ring for layer in gone.tolist()]
+        for layer, pairs in enumerate(moves):
+            state.follow(layer, pairs)
+        self._state, self.context = state.cut(kept), kept
+        if self._victims is None:
+            self._victims, self._turn = [], self._known
+        return moves
+
+    def _owns(self, lease: Lease, first: int) -> bool:
+        """Whether the chunks from slot `first` on are, or become, this sequence's alone."""
+        return all(self._pool.claim(lease, index) for index in range(first // CHUNK, len(lease.chunks)))
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
         """See `Slots.selected`."""
@@ -135,7 +183,7 @@ class Overwriting:
 
     def fork(self) -> Overwriting:
         """See `Slots.fork`; a sequence that overwrites cannot be forked, for its chunks change in place."""
-        assert not self.overwriting
+        assert self.grows
         twin = Overwriting(self._pool, self._options, self._sinks, self._recent)
         twin._state = self._state.clone()
         twin._known, twin.newest, twin.context = self._known, self.newest, self.context
@@ -149,18 +197,19 @@ class Overwriting:
             return False
         if lease.capacity > self._state.position.shape[1]:
             self._state = self._state.grown(lease.capacity)
-        self._state.fill(range(self._known, position + 1))
+        self._state.fill(range(self._known, position + 1), position, self._recent)
         self._known = position + 1
         return True
 
     def _overwrite(self, lease: Lease, position: int) -> None:
         slots = lease.capacity
         first = slots - self._recent
-        self.newest, self.context = first + (position - slots) % self._recent, slots
-        chosen = victims(self._options.policy, self._state, self._protected(lease, first).expand(self._layers, -1))
+        self.newest, self.context = first + (position - self._turn) % self._recent, slots
+        protected = self._protected(lease, first).expand(self._layers, -1)
+        chosen = victims(self._options.policy, self._state, protected, position)
         self._need(bool((chosen >= 0).all()), lease)
         self._state.move(self.newest, chosen[:, 0])
-        self._state.place(torch.full((self._layers,), self.newest), position, position)
+        self._state.place(torch.full((self._layers,), self.newest), position, position, self._recent)
         self._known = position + 1
         self._victims = chosen[:, 0].tolist()
 
@@ -184,3 +233,10 @@ class Overwriting:
                 f"none to overwrite: {self._sinks} sinks, {self._recent} recent tokens and shared chunks are spared; "
                 f"raise host_memory from {format_size(self._pool.limit_bytes)} or lower the policy's sinks and recent"
             )
+
+
+def _filled(gone: set[int], vacated: range) -> Moves:
+    """Moves that fill the places of the victims `gone` with the survivors of `vacated`, where as many slots as there
+    are victims have to be empty."""
+    holes = sorted(gone - set(vacated))
+    return list(zip((slot for slot in vacated if slot not in gone), holes, strict=True))

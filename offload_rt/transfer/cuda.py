@@ -127,7 +127,7 @@ class CudaLink:
     def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
         """See `Link.move`: both rows are in the pool, so the copy stays on the host, behind the write-back of the row
         and the reads of the slot it overwrites; where that slot is a resident one, the device's copy moves too."""
-        self._written[id(lease)].synchronize()
+        self.settle(lease)
         self._prefetch.mark().synchronize()
         self._pool.move(lease, layer, source, target)
         self._residency[id(lease)].move(layer, source, target)
