@@ -294,6 +294,8 @@ class EngineConfig:
     prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
     prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
     missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
+    working_set: rows of each KV head, in each layer that selects and for each sequence, that stay on the device after
+        they were fetched, those used most and latest: only other rows cross the link. 0 is none.
     prefix_sharing: keep the KV of prompts in a prefix tree and reuse it where another prompt begins alike. Reused rows
         are exact: a result does not depend on what ran before.
     progress: show a progress bar for prefills that take more than two seconds.
@@ -304,6 +306,7 @@ class EngineConfig:
     prefill_slice: int = 512
     prefill_tokens: int = 512
     missed_mass_every: int = 16
+    working_set: int = 0
     prefix_sharing: bool = True
     progress: bool = False
 
@@ -312,6 +315,10 @@ class EngineConfig:
         _check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
         _check(self.prefill_tokens >= 1, f"prefill_tokens={self.prefill_tokens} must be at least 1")
         _check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
+        _check(
+            self.working_set >= 0,
+            f"working_set={self.working_set} must not be negative: rows per layer and KV head, 0 is none",
+        )
 
 
 LIVE_POLICIES = ("lookahead", "lru", "fifo")

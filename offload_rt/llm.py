@@ -67,6 +67,10 @@ class LLM:
     spill: folder on a fast disk where `generate` keeps the rows of requests that give way in a full pool, if that is
         estimated cheaper than computing them again; nothing of it outlives the object. None always computes again.
     missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
+    working_set: rows of each KV head, in each layer that selects and for each sequence, that stay on the device after
+        they were fetched, so that they need not cross the link again; 0 is none. The tokens are the same. On a CPU,
+        where rows are otherwise attended to where they lie, this copies them as a device would: it shows what a device
+        saves and makes the run slower.
     progress: show progress bars on stderr for long work.
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Not thread-safe.
@@ -88,6 +92,7 @@ class LLM:
         prefix_sharing: bool = True,
         spill: str | Path | None = None,
         missed_mass_every: int = 16,
+        working_set: int = 0,
         progress: bool = False,
     ) -> None:
         limit = None if host_memory is None else parse_size(host_memory, "host_memory")
@@ -96,6 +101,7 @@ class LLM:
             eviction=eviction_options(eviction),
             prefix_sharing=prefix_sharing,
             missed_mass_every=missed_mass_every,
+            working_set=working_set,
         )
         loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
         self._progress = Progress(enabled=progress)
@@ -104,7 +110,7 @@ class LLM:
         chosen = _policy(loaded, policy, self._options, place)
         pin = loaded.adapter.device.type == "cuda"
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
-        self._runner = Runner(loaded, chosen, pool, _link(loaded, pool), config)
+        self._runner = Runner(loaded, chosen, pool, _link(loaded, pool, working_set), config)
         self._spill = None if spill is None else Spill(self._runner, Path(spill).expanduser())
         self._last: Served | None = None
         self._stores: dict[Path, SessionStore] = {}
@@ -288,11 +294,12 @@ def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: Pa
     )
 
 
-def _link(loaded: LoadedModel, pool: HostPool) -> Link:
-    """In place where host memory is the device's and rows are stored as numbers; else rows are staged."""
+def _link(loaded: LoadedModel, pool: HostPool, working_set: int) -> Link:
+    """In place where host memory is the device's, rows are stored as numbers and none are to be kept; else rows are
+    staged."""
     device, geometry = loaded.adapter.device, loaded.adapter.geometry
     if device.type == "cuda":
-        return CudaLink(pool, geometry, device)
-    if pool.format.exact:
+        return CudaLink(pool, geometry, device, working_set=working_set)
+    if pool.format.exact and not working_set:
         return CpuLink(pool)
-    return CudaLink(pool, geometry, device, lanes=(InlineLane(), InlineLane()))
+    return CudaLink(pool, geometry, device, lanes=(InlineLane(), InlineLane()), working_set=working_set)

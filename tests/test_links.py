@@ -25,20 +25,17 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def staged(llm: LLM, reads_host: bool = False) -> LLM:
-    """Puts the link of a machine with device memory into an LLM, the CPU being that device; with `reads_host` one whose
-    gather reads the pool's rows itself."""
+def staged(llm: LLM) -> LLM:
+    """Puts the link of a machine with device memory into an LLM, the CPU being that device."""
     runner = llm._runner
     link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=(InlineLane(), InlineLane()))
-    link._reads_host = reads_host
     runner.link = link
     return llm
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
-@pytest.mark.parametrize("reads_host", [False, True])
-def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any], reads_host: bool) -> None:
+def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
     def run(prepare: bool) -> list[Completion]:
         llm = LLM(
             tiny_model(name, dtype=torch.float64),
@@ -48,7 +45,7 @@ def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[s
             dtype="float64",
         )
         prompts = [tiny_prompt(length, seed=length) for length in (1, 30, 140)]
-        runs = staged(llm, reads_host) if prepare else llm
+        runs = staged(llm) if prepare else llm
         return runs.generate(prompts, SamplingParams(max_new_tokens=20, temperature=0))
 
     for staged_run, in_place in zip(run(True), run(False), strict=True):
@@ -89,14 +86,12 @@ def test_a_fork_loads_its_resident_rows() -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "int2"])
-@pytest.mark.parametrize("reads_host", [False, True])
-def test_a_fetch_follows_a_growing_lease(device: torch.device, reads_host: bool, kv_format: Any) -> None:
+def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_format: Any) -> None:
     """Chunks of two sequences lie between each other, over several slabs; a fetch gives the rows that were appended,
     also from chunks that the lease has taken since its last fetch."""
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
     pool = HostPool(geometry, torch.float32, 1 << 21, kv_format=kv_format, pin=cuda, slab_tokens=2 * CHUNK)
     link = CudaLink(pool, geometry, device, lanes=None if cuda else (InlineLane(), InlineLane()))
-    link._reads_host = reads_host
     leases = [pool.new_lease(CHUNK), pool.new_lease(CHUNK)]
     for lease in leases:
         link.open(lease, 0, 1)
@@ -117,7 +112,8 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, reads_host: bool,
     for lease in leases:
         link.close(lease)
         pool.release(lease)
-    assert not link._bases
+    link.check_integrity()
+    assert link.device_bytes == 0
     pool.check_integrity()
 
 

@@ -134,7 +134,7 @@ class DecodeStep:
             (segment, self.link.fetch_range(leases[segment.first], layer, segment.tokens)) for segment in segments
         ]
         for segment, ticket in shared:
-            self.batch[segment.first].trace.bytes_to_device += ticket.bytes
+            self.batch[segment.first].trace.bytes_asked += ticket.bytes
         own = [self.sharing.own(b, visible) for b, visible in enumerate(seen)] if shared else seen
         tickets = [self.link.fetch(lease, layer, visible, None) for lease, visible in zip(leases, own, strict=True)]
         return Fetched(self._count(layer, tickets, [None] * len(tickets)), shared)
@@ -160,7 +160,7 @@ class DecodeStep:
         """Enters in each sequence's trace what it attends to in `layer`, and the bytes on the link."""
         fetches = []
         for sequence, visible, ticket, selection in zip(self.batch, self._see(layer), tickets, selections, strict=True):
-            sequence.trace.bytes_to_device += ticket.bytes
+            sequence.trace.bytes_asked += ticket.bytes
             sequence.trace.rows(layer, visible, len(visible.candidates) if selection is None else selection.count)
             fetches.append(Fetch(visible, selection, ticket))
         return fetches
@@ -181,6 +181,7 @@ class DecodeStep:
         scale, parts = self.geometry.scales[layer], fetch.ticket.wait()
         if fetch.selection is None:
             return attend(q, parts, scale)[0]
+        sequence.trace.spare(layer, fetch.visible, fetch.selection.count, fetch.ticket)
         selected = fetch.selection.tokens
         extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
         if extra is not None:
@@ -198,6 +199,8 @@ class DecodeStep:
 
     def _fetch_repair(self, layer: int, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
         ticket = self.link.fetch_more(sequence.lease, layer, extra)
-        sequence.trace.bytes_to_device += ticket.bytes
+        sequence.trace.bytes_asked += ticket.bytes
         sequence.trace.rows(layer, visible, extra.count)
-        return ticket.wait()
+        rows = ticket.wait()
+        sequence.trace.spare(layer, visible, extra.count, ticket)
+        return rows

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core import Visible
+from ..transfer.link import Ticket
 
 
 @dataclass
@@ -17,19 +18,41 @@ class Trace:
 
     attended, fetched: `[steps][layers]` fractions of each decode step.
     missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
+    spared: float64 `[3, layers]` on the device: bytes of `bytes_asked` that did not cross the link, token rows that the
+        working set had, and the sum over steps of their share of the context; None where nothing could be spared.
+    looked_up: token rows that were looked for in the working set, where there is one.
     """
 
     layers: int
     missed_every: int
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    bytes_to_device: int = 0
+    bytes_asked: int = 0
     bytes_to_host: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     attended: list[list[float]] = field(default_factory=list)
     fetched: list[list[float]] = field(default_factory=list)
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
+    spared: torch.Tensor | None = None
+    looked_up: int = 0
+
+    @property
+    def bytes_to_device(self) -> int:
+        """Bytes of rows that crossed the link. Waits for the device where some did not have to."""
+        return self.bytes_asked - (0 if self.spared is None else int(self.spared[0].sum()))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rows looked for that the working set had."""
+        return float(self.spared[1].sum()) / self.looked_up if self.spared is not None and self.looked_up else 0.0
+
+    def hit_shares(self) -> list[float]:
+        """`[layers]`: rows that the working set had over rows in context, mean over steps."""
+        if self.spared is None or not self.fetched:
+            return [0.0] * self.layers
+        shares: list[float] = (self.spared[2] / len(self.fetched)).tolist()
+        return shares
 
     @property
     def probing(self) -> bool:
@@ -39,7 +62,8 @@ class Trace:
     def copy(self) -> Trace:
         """An independent copy."""
         rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
-        return replace(self, **rows)  # type: ignore[arg-type]
+        spared = None if self.spared is None else self.spared.clone()
+        return replace(self, **rows, spared=spared)  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
         """Of a sequence that begins with `reused` computed tokens of this one's: nothing has been spent on it."""
@@ -57,6 +81,19 @@ class Trace:
         context = len(visible.all)
         self.fetched[-1][layer] += fetched / context
         self.attended[-1][layer] = visible.resident / context + self.fetched[-1][layer]
+
+    def spare(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
+        """Enters what of a ticket for `rows` rows per KV head did not cross the link, without asking the device."""
+        if ticket.spared is None or not rows:
+            return
+        rows_of_all, hits = ticket.spared.rows, ticket.spared.hits
+        if self.spared is None:
+            self.spared = torch.zeros(3, self.layers, dtype=torch.float64, device=hits.device)
+        asked = ticket.spared.asked
+        self.spared[0, layer] += rows_of_all * (ticket.bytes // asked)
+        self.spared[1, layer] += hits
+        self.spared[2, layer] += hits * (rows / asked / len(visible.all))
+        self.looked_up += asked
 
     def miss(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Records 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""
@@ -82,6 +119,9 @@ class Stats:
     sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
     missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
         `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured.
+    working_set_rows: rows of each KV head and layer that stay on the device (`working_set=`); working_set_bytes: what
+        this sequence's take, tables included, in `kv_bytes_device`; working_set_hit_rate: share of the selected rows
+        that they had, None without one. Such rows are not in `link_bytes_to_device` and `link_fraction`.
     peak_device_bytes: on CUDA the allocator's peak; on the CPU weights + kv_bytes_device + scoring keys, as counted.
     """
 
@@ -109,6 +149,9 @@ class Stats:
     layers: int
     missed_mass: float | None
     missed_mass_worst_layer: float | None
+    working_set_rows: int
+    working_set_bytes: int
+    working_set_hit_rate: float | None
     attended_by_step: list[list[float]]
     missed_by_step: list[tuple[int, list[float]]]
 
@@ -133,8 +176,8 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Means over layers and decode steps of the share of visible rows fetched (`link`) and attended; `sparse_*` over
-    the layers that select, 0 where none does."""
+    """Means over layers and decode steps of the share of visible rows fetched across the link (`link`) and attended;
+    `sparse_*` over the layers that select, 0 where none does."""
 
     link: float
     attended: float
@@ -146,4 +189,6 @@ class Fractions:
         """Of all steps of a trace."""
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
         fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
-        return cls(_mean(trace.fetched), _mean(trace.attended), _mean(fetched), _mean(attended))
+        hits = sum(trace.hit_shares())
+        link, sparse = _mean(trace.fetched) - hits / trace.layers, _mean(fetched) - hits / max(1, len(selecting))
+        return cls(link, _mean(trace.attended), sparse, _mean(attended))

@@ -41,6 +41,14 @@ def _dense(stats: Stats) -> str:
     return f"{', '.join(map(str, stats.dense_layers)) or 'none'} of {stats.layers}"
 
 
+def _working_set(stats: Stats) -> Rows:
+    """What the working set had, where there is one."""
+    if stats.working_set_hit_rate is None:
+        return []
+    size = f"{stats.working_set_rows:,} rows per layer and KV head, {format_size(stats.working_set_bytes)}"
+    return [("working set", size), ("  had of the selected rows", _percent(stats.working_set_hit_rate))]
+
+
 def _sections(stats: Stats) -> list[Rows]:
     """The table's sections."""
     steps = len(stats.attended_by_step)
@@ -66,6 +74,7 @@ def _sections(stats: Stats) -> list[Rows]:
         [
             ("link, host to device", f"{format_size(stats.link_bytes_to_device)}{per_token}"),
             ("link, device to host", format_size(stats.link_bytes_to_host)),
+            *_working_set(stats),
             ("link fraction", _percent(stats.link_fraction)),
             ("attended fraction", _percent(stats.attended_fraction)),
             ("  in layers that select", _percent(stats.sparse_attended_fraction)),

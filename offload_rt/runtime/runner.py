@@ -141,7 +141,8 @@ class Runner:
                 sequence.unlearned,
                 sequence.shift,
                 sequence.cut,
-            )
+            ),
+            origin=sequence.lease,
         )
 
     def match(self, tokens: Seq[int], cut: str = "") -> Lease:
@@ -177,8 +178,8 @@ class Runner:
         self.reload(sequence)
         sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
 
-    def _register(self, sequence: Sequence) -> Sequence:
-        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent)
+    def _register(self, sequence: Sequence, origin: Lease | None = None) -> Sequence:
+        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent, origin)
         self._open[sequence.id] = sequence
         return sequence
 
@@ -298,6 +299,9 @@ class Runner:
             layers=adapter.geometry.layers,
             missed_mass=missed,
             missed_mass_worst_layer=worst,
+            working_set_rows=self.config.working_set,
+            working_set_bytes=self.link.working_set_bytes(sequence.lease),
+            working_set_hit_rate=trace.hit_rate if self.config.working_set else None,
             attended_by_step=trace.attended,
             missed_by_step=trace.missed,
         )
@@ -320,6 +324,7 @@ class Runner:
     def check_integrity(self) -> None:
         """Asserts that pool, sequences and states agree."""
         self.pool.check_integrity()
+        self.link.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
 

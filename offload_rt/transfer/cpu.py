@@ -8,7 +8,7 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from ..core import KVPart, Lease, Selection, Visible
 from ..pool.pool import HostPool
-from .link import PrefilledLayer, Ticket
-from .plan import attended_tokens, row_ids, union_rows
+from .link import PrefilledLayer, Spared, Ticket
+from .plan import attended_tokens, first_askers, row_ids
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class _DenseTicket:
     layer: int
     tokens: range
     bytes: int
+    spared: Spared | None = None
 
     def wait(self) -> list[KVPart]:
         return self.pool.runs(self.lease, self.layer, self.tokens)
@@ -44,6 +45,7 @@ class _SparseTicket:
     layer: int
     tokens: torch.Tensor
     bytes: int
+    spared: Spared | None = None
 
     def wait(self) -> list[KVPart]:
         pool = self.pages.pool
@@ -69,6 +71,10 @@ class _Pages:
     def forget(self, lease: Lease) -> None:
         """The lease is closed; another may get its id."""
         self._known.pop(id(lease), None)
+
+    def check_integrity(self, leases: Set[int]) -> None:
+        """Asserts that only these leases, by `id`, are known."""
+        assert self._known.keys() <= leases
 
 
 class _Scratch:
@@ -139,7 +145,11 @@ class CpuLink:
         resident = sum(self._resident.values()) * self._token_bytes * self._pool.layout.layers
         return resident + self._fetched.nbytes + self._repaired.nbytes
 
-    def open(self, lease: Lease, sinks: int, recent: int) -> None:
+    def working_set_bytes(self, lease: Lease) -> int:
+        """None: every row is where it is attended to."""
+        return 0
+
+    def open(self, lease: Lease, sinks: int, recent: int, origin: Lease | None = None) -> None:
         """See `Link.open`; rows stay where they are, only their count is noted."""
         self._resident[id(lease)] = sinks + recent
 
@@ -164,12 +174,14 @@ class CpuLink:
         """See `Link.fetch`."""
         if selection is None:
             return _DenseTicket(self._pool, lease, layer, visible.all, len(visible.candidates) * self._token_bytes)
-        return self._sparse(lease, layer, visible, selection, selection.tokens.numel())
+        return self._sparse(lease, layer, visible, selection)
 
-    def _sparse(self, lease: Lease, layer: int, visible: Visible, selection: Selection, crossing: int) -> _SparseTicket:
-        """Resident and selected rows, of which `crossing` pairs of K and V are counted."""
-        tokens = attended_tokens(visible, selection.tokens)
-        return _SparseTicket(self._pages, self._fetched, lease, layer, tokens, crossing * self._pair_bytes)
+    def _sparse(
+        self, lease: Lease, layer: int, visible: Visible, selection: Selection, spared: Spared | None = None
+    ) -> _SparseTicket:
+        """Resident and selected rows."""
+        tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
+        return _SparseTicket(self._pages, self._fetched, lease, layer, tokens, asked, spared)
 
     def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
         """See `Link.fetch_range`."""
@@ -181,12 +193,13 @@ class CpuLink:
         """See `Link.fetch_together`: each gathers its own rows from the pool, only the count is of the union."""
         layout = self._pool.layout
         rows = [
-            row_ids(layout, self._pages.of(lease), layer, selection.tokens)[0]
+            row_ids(layout, self._pages.of(lease), layer, selection.tokens)[0].flatten()
             for lease, selection in zip(leases, selections, strict=True)
         ]
-        _, _, counts = union_rows(rows)
-        each = zip(leases, visible, selections, counts, strict=True)
-        return [self._sparse(lease, layer, seen, selection, count) for lease, seen, selection, count in each]
+        again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
+        spared = [Spared(len(one), one.sum(), torch.tensor(0)) for one in again]
+        each = zip(leases, visible, selections, spared, strict=True)
+        return [self._sparse(lease, layer, seen, selection, one) for lease, seen, selection, one in each]
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
@@ -204,3 +217,7 @@ class CpuLink:
         if len(runs) > 1:
             whole = KVPart(torch.cat([run.k for run in runs], dim=1), torch.cat([run.v for run in runs], dim=1))
         return PrefilledLayer(whole, start * self._token_bytes, (stop - start) * self._token_bytes)
+
+    def check_integrity(self) -> None:
+        """Asserts that pages are known of open sequences only."""
+        self._pages.check_integrity(self._resident.keys())

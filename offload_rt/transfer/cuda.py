@@ -1,15 +1,14 @@
 """The link across PCIe: pinned host rows, a prefetch lane, a write-back lane, resident rows on the device.
 
-Bytes per sparse layer and step and sequence: 2 * Hkv * n * d numbers in, 2 * Hkv * d out. On CUDA a selection's rows
-are gathered by a kernel that reads the pinned rows across the link; its indices never leave the device. Rows of several
-sequences at once (`fetch_together`), and rows for a device that cannot read the host's memory, are gathered into pinned
-staging by the host, which has to know the indices: one host sync.
+Bytes per sparse layer and step and sequence: 2 * Hkv * n * d numbers in, 2 * Hkv * d out, where n are the selected rows
+that are neither resident nor in the working set. On CUDA a kernel gathers them that reads the pinned rows across the
+link; which rows these are is never known to the host. (Without Triton, and on a CPU, the host gathers.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,30 +17,31 @@ from ..kernels.dispatch import gather_rows
 from ..pool.kv_format import KVFormat
 from ..pool.pool import HostPool
 from .lanes import CudaLane, Lane, Mark
-from .link import PrefilledLayer, Ticket
-from .plan import row_ids, union_rows
+from .link import PrefilledLayer, Spared, Ticket
+from .plan import first_askers, row_ids
 from .residency import Residency
+from .working_set import LookUp, WorkingSet
 
 
 @dataclass(frozen=True)
 class _Ticket:
     """Fetched rows `staged` `[2, Hkv, n, width]`, in the pool's format, valid on the device behind `mark`, and the
-    resident rows that go before them (read at `wait`: the newest is stored after the request). With `places`
-    `[Hkv, n]`, `staged` is `[2, U, width]`, rows of several sequences, and `places` are this one's."""
+    resident rows that go before them (read at `wait`: the newest is stored after the request)."""
 
     format: KVFormat
     lane: Lane
     mark: Mark
     staged: torch.Tensor
     bytes: int
+    spared: Spared | None = None
     residency: Residency | None = None
     layer: int = 0
     visible: Visible | None = None
-    places: torch.Tensor | None = None
 
     def wait(self) -> list[KVPart]:
-        self.lane.hold_compute(self.mark, self.staged)
-        rows = self.format.decode(self.staged if self.places is None else self.staged[:, self.places])
+        counts = () if self.spared is None else (self.spared.rows, self.spared.hits)
+        self.lane.hold_compute(self.mark, self.staged, *counts)
+        rows = self.format.decode(self.staged)
         parts = [KVPart(rows[0], rows[1])] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
             return parts
@@ -49,14 +49,37 @@ class _Ticket:
         return [KVPart(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))]
 
 
+@dataclass(frozen=True)
+class _Fetched:
+    """Rows of one sequence on their way: what its ticket is made of."""
+
+    staged: torch.Tensor
+    mark: Mark
+    spared: Spared | None = None
+
+
+@dataclass
+class _Open:
+    """What the device has of one sequence. `written` is behind its last write-back; `base` is `HostPool.row_base` of
+    the chunks `chunks` on the device."""
+
+    lease: Lease
+    residency: Residency
+    working: WorkingSet | None
+    written: Mark | None = None
+    chunks: list[int] = field(default_factory=list)
+    base: torch.Tensor | None = None
+
+
 class CudaLink:
     """`Link` for a device with memory of its own, and for any KV format: rows cross as they are stored and are decoded
-    on the device. (On a CPU, with `InlineLane`, it serves the formats that cannot be attended to in place.)
+    on the device. (On a CPU, with `InlineLane`, it serves the formats that cannot be attended to in place, and working
+    sets, which save bytes there only as they are counted.)
 
     Order. Rows enter the pool only in the write-back lane, behind the compute that made them, and leave it only in the
     prefetch lane, behind the last write-back of their sequence; a chunk changes hands only after `close`, which waits
-    for both lanes. Staged and written-back tensors are handed between streams through the caching allocator's
-    `record_stream`. A pinned staging buffer is filled again only when the copy out of it has ended.
+    for both lanes. Working sets, rows and tables, belong to the prefetch lane alone. Staged and written-back tensors
+    are handed between streams through the caching allocator's `record_stream`.
     """
 
     def __init__(
@@ -65,30 +88,39 @@ class CudaLink:
         geometry: ModelGeometry,
         device: torch.device,
         lanes: tuple[Lane, Lane] | None = None,
+        working_set: int = 0,
     ) -> None:
+        """working_set: rows per KV head that stay on the device in each layer that selects; 0 is none."""
         self._pool, self._geometry, self._device = pool, geometry, device
         self._prefetch: Lane
         self._write_back: Lane
         self._prefetch, self._write_back = lanes or (CudaLane(device), CudaLane(device))
-        self._pin = device.type == "cuda"
-        self._reads_host = device.type == "cuda"
         self._format = pool.format
         self._pair_bytes = 2 * pool.layout.row_bytes
         self._token_bytes = pool.layout.kv_heads * self._pair_bytes
-        self._residency: dict[int, Residency] = {}
-        self._written: dict[int, Mark] = {}
-        self._pinned: list[tuple[torch.Tensor, Mark]] = []
-        self._bases: dict[int, tuple[list[int], torch.Tensor]] = {}
+        self._working_set = working_set
+        self._open: dict[int, _Open] = {}
 
     @property
     def device_bytes(self) -> int:
-        """Resident rows of all open sequences; staged rows belong to the allocator's peak."""
-        return sum(residency.nbytes for residency in self._residency.values())
+        """Resident rows and working sets of all open sequences; staged rows belong to the allocator's peak."""
+        return sum(one.residency.nbytes + self.working_set_bytes(one.lease) for one in self._open.values())
 
-    def open(self, lease: Lease, sinks: int, recent: int) -> None:
-        """See `Link.open`; the resident rows of a sequence that has tokens already are loaded."""
+    def working_set_bytes(self, lease: Lease) -> int:
+        """See `Link.working_set_bytes`."""
+        working = self._open[id(lease)].working
+        return 0 if working is None else working.nbytes
+
+    def open(self, lease: Lease, sinks: int, recent: int, origin: Lease | None = None) -> None:
+        """See `Link.open`; the resident rows of a sequence that has tokens already are copied or loaded."""
+        if origin is not None:
+            like = self._open[id(origin)]
+            with self._prefetch.behind_compute():
+                copied = None if like.working is None else like.working.clone()
+            self._open[id(lease)] = _Open(lease, like.residency.clone(), copied)
+            return
         residency = Residency(self._geometry, self._format.dtype, self._device, sinks, recent)
-        self._residency[id(lease)] = residency
+        self._open[id(lease)] = _Open(lease, residency, self._new_working_set())
         for layer in range(self._geometry.layers if lease.length else 0):
             for tokens in (range(min(sinks, lease.length)), range(max(0, lease.length - recent), lease.length)):
                 at = tokens.start
@@ -96,22 +128,27 @@ class CudaLink:
                     residency.store(layer, at, run.k.to(self._device), run.v.to(self._device))
                     at += run.k.shape[1]
 
+    def _new_working_set(self) -> WorkingSet | None:
+        if not self._working_set:
+            return None
+        heads, width = self._geometry.kv_heads, self._format.width
+        return WorkingSet(heads, self._working_set, width, self._format.storage, self._device)
+
     def close(self, lease: Lease) -> None:
         """See `Link.close`; after it nothing reads or writes the lease's chunks any more."""
         self._prefetch.mark().synchronize()
         self._write_back.mark().synchronize()
-        self._written.pop(id(lease), None)
-        self._bases.pop(id(lease), None)
-        del self._residency[id(lease)]
+        del self._open[id(lease)]
 
     def settle(self, lease: Lease) -> None:
         """See `Link.settle`."""
-        if (written := self._written.get(id(lease))) is not None:
+        if (written := self._open[id(lease)].written) is not None:
             written.synchronize()
 
     def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """See `Link.append`."""
-        self._residency[id(lease)].store(layer, start, k, v)
+        one = self._open[id(lease)]
+        one.residency.store(layer, start, k, v)
         with self._write_back.behind_compute():
             at = 0
             stored_k, stored_v = self._format.encode(k), self._format.encode(v)
@@ -121,65 +158,53 @@ class CudaLink:
                 _copy_heads(run.v, stored_v[:, piece])
                 at = piece.stop
             self._write_back.borrow(k, v)
-            self._written[id(lease)] = self._write_back.mark()
+            one.written = self._write_back.mark()
         return k.shape[1] * self._token_bytes
 
     def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
         """See `Link.move`: both rows are in the pool, so the copy stays on the host, behind the write-back of the row
-        and the reads of the slot it overwrites; where that slot is a resident one, the device's copy moves too."""
+        and the reads of the slot it overwrites; where that slot is a resident one, the device's copy moves too, and
+        the working set forgets what was there."""
+        one = self._open[id(lease)]
         self.settle(lease)
         self._prefetch.mark().synchronize()
         self._pool.move(lease, layer, source, target)
-        self._residency[id(lease)].move(layer, source, target)
+        one.residency.move(layer, source, target)
+        if one.working is not None:
+            with self._prefetch.behind_compute():
+                one.working.forget(layer, target)
 
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """See `Link.fetch`."""
-        if selection is None:
-            staged, mark = self._fetch_range(lease, layer, visible.candidates)
-        else:
-            staged, mark = self._fetch_rows(lease, layer, selection.tokens)
-        residency = self._residency[id(lease)]
-        return _Ticket(self._format, self._prefetch, mark, staged, self._bytes(staged), residency, layer, visible)
+        if selection is not None:
+            return self.fetch_together([lease], layer, [visible], [selection])[0]
+        return self._ticket(self._fetch_range(lease, layer, visible.candidates), lease, layer, visible)
 
     def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
         """See `Link.fetch_range`."""
-        staged, mark = self._fetch_range(lease, layer, tokens)
-        return _Ticket(self._format, self._prefetch, mark, staged, self._bytes(staged))
+        return self._ticket(self._fetch_range(lease, layer, tokens))
 
     def fetch_together(
         self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
     ) -> list[Ticket]:
-        """See `Link.fetch_together`: the union is gathered and copied once; each sequence's rows are picked from it on
-        the device."""
-        layout = self._pool.layout
-        rows = [
-            row_ids(layout, self._pool.row_base(lease), layer, selection.tokens.cpu())[0]
-            for lease, selection in zip(leases, selections, strict=True)
-        ]
-        union, places, counts = union_rows(rows)
-        for lease in leases:
-            self.settle(lease)
-        staged, mark = self._fetch_ids(torch.stack((union, union + layout.plane_rows)))
-        sizes = [count * self._pair_bytes for count in counts]
-        return [
-            _Ticket(
-                self._format,
-                self._prefetch,
-                mark,
-                staged,
-                size,
-                self._residency[id(lease)],
-                layer,
-                seen,
-                place.to(self._device),
-            )
-            for lease, seen, place, size in zip(leases, visible, places, sizes, strict=True)
-        ]
+        """See `Link.fetch_together`: a row that a sequence before asks for too is copied on the device."""
+        fetched = self._fetch_rows(leases, layer, [selection.tokens for selection in selections])
+        each = zip(fetched, leases, visible, strict=True)
+        return [self._ticket(rows, lease, layer, seen) for rows, lease, seen in each]
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
-        staged, mark = self._fetch_rows(lease, layer, extra.tokens)
-        return _Ticket(self._format, self._prefetch, mark, staged, self._bytes(staged))
+        [fetched] = self._fetch_rows([lease], layer, [extra.tokens])
+        return self._ticket(fetched)
+
+    def _ticket(
+        self, fetched: _Fetched, lease: Lease | None = None, layer: int = 0, visible: Visible | None = None
+    ) -> _Ticket:
+        """Of fetched rows, with a lease behind its resident ones."""
+        staged, residency = fetched.staged, None if lease is None else self._open[id(lease)].residency
+        size = staged.shape[1] * staged.shape[2] * self._pair_bytes
+        lane, spared = self._prefetch, fetched.spared
+        return _Ticket(self._format, lane, fetched.mark, staged, size, spared, residency, layer, visible)
 
     def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """See `Link.prefill_layer`."""
@@ -188,87 +213,109 @@ class CudaLink:
             written += self.append(lease, layer, stop, part.k, part.v)
             fresh.append(part)
             stop += part.k.shape[1]
-        loaded, mark = self._fetch_range(lease, layer, range(start))
-        self._prefetch.hold_compute(mark, loaded)
-        before = self._format.decode(loaded)
+        loaded = self._fetch_range(lease, layer, range(start))
+        self._prefetch.hold_compute(loaded.mark, loaded.staged)
+        before = self._format.decode(loaded.staged)
         k = torch.cat([before[0], *(part.k for part in fresh)], dim=1)
         v = torch.cat([before[1], *(part.v for part in fresh)], dim=1)
-        return PrefilledLayer(KVPart(k, v), self._bytes(loaded), written)
+        return PrefilledLayer(KVPart(k, v), start * self._token_bytes, written)
 
-    def _bytes(self, staged: torch.Tensor) -> int:
-        return staged.shape[1] * staged.shape[2] * self._pair_bytes
-
-    def _fetch_range(self, lease: Lease, layer: int, tokens: range) -> tuple[torch.Tensor, Mark]:
-        """All rows of `tokens` as stored, `[2, Hkv, n, width]` on the device."""
+    def _fetch_range(self, lease: Lease, layer: int, tokens: range) -> _Fetched:
+        """All rows of `tokens` as stored."""
         with self._prefetch.behind_compute():
             self._behind_write_back(lease)
-            staged = self._staging(len(tokens))
+            shape = (2, self._geometry.kv_heads, len(tokens), self._format.width)
+            staged = torch.empty(shape, dtype=self._format.storage, device=self._device)
             at = 0
             for run in self._pool.stored(lease, layer, tokens):
                 piece = slice(at, at + run.k.shape[1])
                 _copy_heads(staged[0, :, piece], run.k)
                 _copy_heads(staged[1, :, piece], run.v)
                 at = piece.stop
-            return staged, self._prefetch.mark()
+            return _Fetched(staged, self._prefetch.mark())
 
-    def _fetch_rows(self, lease: Lease, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """Rows of `tokens` `[Hkv, n]` as stored, `[2, Hkv, n, width]` on the device."""
-        if self._reads_host:
-            return self._gather_across(lease, layer, tokens)
-        ids = row_ids(self._pool.layout, self._pool.row_base(lease), layer, tokens.cpu())
-        self.settle(lease)
-        return self._fetch_ids(ids)
+    def _fetch_rows(self, leases: Sequence[Lease], layer: int, tokens: Sequence[torch.Tensor]) -> list[_Fetched]:
+        """Rows of `tokens`, int64 `[Hkv, n]` of each lease, as stored: those of its working set from there, of those
+        that several leases have in common all but the first one's from the first one's, the others from the pool.
 
-    def _gather_across(self, lease: Lease, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """`_fetch_rows` by a kernel that reads the pool's rows where they are. `tokens` is borrowed from the compute
-        stream; ids and counts are made, used and freed in the prefetch lane."""
-        base, tokens = self._device_base(lease), tokens.to(self._device)
+        `tokens` are borrowed from the compute stream; all else is made, used and freed in the prefetch lane."""
+        tokens = [one.to(self._device) for one in tokens]
+        bases = [self._device_base(lease) for lease in leases]
+        working = [self._open[id(lease)].working for lease in leases]
         with self._prefetch.behind_compute():
-            self._behind_write_back(lease)
-            self._prefetch.borrow(tokens, base)
-            ids = row_ids(self._pool.layout, base, layer, tokens).flatten(0, 1)
-            staged = self._staging(tokens.shape[1])
-            counts = torch.full((len(ids),), tokens.shape[1], dtype=torch.int32, device=self._device)
-            gather_rows(self._pool.rows, ids, counts, staged.flatten(0, 1))
-            return staged, self._prefetch.mark()
+            self._prefetch.borrow(*tokens, *bases)
+            for lease in leases:
+                self._behind_write_back(lease)
+            found = [
+                None if one is None or not wanted.numel() else one.look_up(layer, wanted)
+                for one, wanted in zip(working, tokens, strict=True)
+            ]
+            each = zip(bases, tokens, found, strict=True)
+            ids = torch.cat([self._missing_ids(layer, base, wanted, one).flatten() for base, wanted, one in each])
+            staged = torch.empty(len(ids), self._format.width, dtype=self._format.storage, device=self._device)
+            again = first_askers(ids) if len(leases) > 1 else None
+            _gather(self._pool.rows, ids if again is None else ids.masked_fill(again >= 0, -1), staged)
+            if again is not None:
+                _gather(staged, again, staged)
+            sizes = [2 * one.numel() for one in tokens]
+            blocks = [
+                block.view(2, *one.shape, self._format.width)
+                for block, one in zip(staged.split(sizes), tokens, strict=True)
+            ]
+            for block, one, of_it in zip(blocks, working, found, strict=True):
+                if one is not None and of_it is not None:
+                    one.read(layer, of_it, block)
+                    one.write(layer, of_it, block)
+            shared = [None] * len(leases) if again is None else again.split(sizes)
+            counts = zip(tokens, found, shared, strict=True)
+            spared = [_spared(wanted.numel(), of_it, asked) for wanted, of_it, asked in counts]
+            mark = self._prefetch.mark()
+        return [_Fetched(block, mark, one) for block, one in zip(blocks, spared, strict=True)]
+
+    def _missing_ids(self, layer: int, base: torch.Tensor, tokens: torch.Tensor, found: LookUp | None) -> torch.Tensor:
+        """Row ids `[2, Hkv, n]` of `tokens` `[Hkv, n]`, negative where the working set has the row."""
+        ids = row_ids(self._pool.layout, base, layer, tokens)
+        return ids if found is None else ids.masked_fill(found.slots >= 0, -1)
 
     def _device_base(self, lease: Lease) -> torch.Tensor:
         """`HostPool.row_base` on the device, copied anew when the lease's chunks have changed."""
-        chunks, base = self._bases.get(id(lease), ([], None))
-        if base is None or chunks != lease.chunks:
-            base = self._pool.row_base(lease).to(self._device)
-            self._bases[id(lease)] = (list(lease.chunks), base)
-        return base
-
-    def _fetch_ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """The rows `ids`, of any shape, as stored, on the device: gathered by the host into pinned memory."""
-        pinned = self._pinned_buffer(ids.numel())
-        torch.index_select(self._pool.rows, 0, ids.reshape(-1), out=pinned)
-        with self._prefetch.behind_compute():
-            staged = torch.empty(*ids.shape, pinned.shape[1], dtype=self._format.storage, device=self._device)
-            staged.view(-1, pinned.shape[1]).copy_(pinned, non_blocking=True)
-            mark = self._prefetch.mark()
-        self._pinned.append((pinned, mark))
-        return staged, mark
+        one = self._open[id(lease)]
+        if one.base is None or one.chunks != lease.chunks:
+            one.chunks, one.base = list(lease.chunks), self._pool.row_base(lease).to(self._device)
+        return one.base
 
     def _behind_write_back(self, lease: Lease) -> None:
-        if (written := self._written.get(id(lease))) is not None:
+        if (written := self._open[id(lease)].written) is not None:
             self._prefetch.wait_for(written)
 
-    def _staging(self, tokens: int) -> torch.Tensor:
-        shape = (2, self._geometry.kv_heads, tokens, self._format.width)
-        return torch.empty(shape, dtype=self._format.storage, device=self._device)
+    def check_integrity(self) -> None:
+        """See `Link.check_integrity`."""
+        self._prefetch.mark().synchronize()
+        for one in self._open.values():
+            self.settle(one.lease)
+            if one.working is not None:
+                one.working.check_integrity(self._stored_rows(one.lease))
 
-    def _pinned_buffer(self, rows: int) -> torch.Tensor:
-        """A pinned `[rows, width]` that no copy reads any more; two take turns: one fills while one empties."""
-        width = self._format.width
-        if len(self._pinned) >= 2:
-            buffer, mark = self._pinned.pop(0)
-            mark.synchronize()
-            whole = buffer.untyped_storage().nbytes() // buffer.itemsize
-            if whole >= rows * width:
-                return buffer.as_strided((rows, width), (width, 1))
-        return torch.empty(rows, width, dtype=self._format.storage, pin_memory=self._pin)
+    def _stored_rows(self, lease: Lease) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """Reads rows `[2, Hkv, n, width]` of tokens `[Hkv, n]` from the pool."""
+        base = self._pool.row_base(lease)
+        return lambda layer, tokens: self._pool.rows[row_ids(self._pool.layout, base, layer, tokens.cpu())]
+
+
+def _gather(rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows of ids int64 `[M]` into out `[M, width]`, but for negative ones."""
+    counts = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
+    gather_rows(rows, ids.unsqueeze(0), counts, out.unsqueeze(0))
+
+
+def _spared(asked: int, found: LookUp | None, again: torch.Tensor | None) -> Spared | None:
+    """Of `asked` token rows what a working set had, and of flat `again` (K's half, then V's) what others asked for
+    before."""
+    if again is None:
+        return None if found is None else Spared(asked, found.hits, found.hits)
+    shared = (again[:asked] >= 0).sum()
+    hits = torch.zeros_like(shared) if found is None else found.hits
+    return Spared(asked, shared + hits, hits)
 
 
 def _copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:

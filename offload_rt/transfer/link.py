@@ -25,12 +25,28 @@ class PrefilledLayer:
     bytes_to_host: int
 
 
+@dataclass(frozen=True)
+class Spared:
+    """Of `asked` token rows of a ticket (of all KV heads) those that need not cross the link, counted on the device
+    (int64 without axes): `rows` in all, `hits` of them because the working set has them, the others because another
+    sequence asks for them first."""
+
+    asked: int
+    rows: torch.Tensor
+    hits: torch.Tensor
+
+
 class Ticket(Protocol):
     """Rows on their way to the device."""
 
     @property
     def bytes(self) -> int:
-        """What crosses the link for this ticket."""
+        """Of the rows that were asked for and are not resident: what crosses the link, but for `spared`."""
+        ...
+
+    @property
+    def spared(self) -> Spared | None:
+        """What of it does not cross, valid like the rows after `wait`; None where nothing can be spared."""
         ...
 
     def wait(self) -> list[KVPart]:
@@ -47,11 +63,17 @@ class Link(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of resident rows and staging buffers that a device of its own holds for all open sequences."""
+        """Bytes of resident rows, working sets and staging buffers that a device of its own holds for all open
+        sequences."""
         ...
 
-    def open(self, lease: Lease, sinks: int, recent: int) -> None:
-        """A sequence starts; `sinks` and `recent` of its tokens stay resident."""
+    def working_set_bytes(self, lease: Lease) -> int:
+        """Bytes of the working set of a sequence, its tables included."""
+        ...
+
+    def open(self, lease: Lease, sinks: int, recent: int, origin: Lease | None = None) -> None:
+        """A sequence starts; `sinks` and `recent` of its tokens stay resident. `origin`: an open lease with the same
+        tokens, sinks and window; what of these is on the device is copied there."""
         ...
 
     def close(self, lease: Lease) -> None:
@@ -83,8 +105,8 @@ class Link(Protocol):
     def fetch_together(
         self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
     ) -> list[Ticket]:
-        """Like `fetch` of each, but rows of shared chunks that several selected cross once: the first one's ticket
-        counts them. Each ticket still gives its own sequence's rows and no others."""
+        """Like `fetch` of each, but rows of shared chunks that several selected cross once: to all but the first one's
+        ticket they are spared. Each ticket still gives its own sequence's rows and no others."""
         ...
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
@@ -94,4 +116,8 @@ class Link(Protocol):
     def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes, keeps
         those that will be resident, and returns all rows of the layer, on the device."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Asserts that what is on the device for open sequences is what the pool has. Waits for everything."""
         ...

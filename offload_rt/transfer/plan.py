@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..core import CHUNK, Visible
@@ -20,19 +18,15 @@ def attended_tokens(visible: Visible, selected: torch.Tensor) -> torch.Tensor:
     return torch.cat((resident.expand(heads, -1), selected), dim=1)
 
 
-def union_rows(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
-    """Rows that several sequences ask for, each once.
-
-    rows: row ids int64 `[Hkv, n]` of each sequence. Returns the union int64 `[U]`; for each sequence the places
-    `[Hkv, n]` of its rows in the union; and how many rows each is the first to ask for (they sum to U).
-    """
-    flat = torch.cat([ids.flatten() for ids in rows])
-    union, places = torch.unique(flat, return_inverse=True)
-    sizes = [ids.numel() for ids in rows]
-    owners = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes))
-    first = torch.full((len(union),), len(rows)).scatter_reduce_(0, places, owners, "amin")
-    counts = torch.bincount(first, minlength=len(rows)).tolist()
-    return union, [p.view(ids.shape) for p, ids in zip(places.split(sizes), rows, strict=True)], counts
+def first_askers(ids: torch.Tensor) -> torch.Tensor:
+    """Who asks for a row that somebody before asked for already: int64 `[M]` from row ids int64 `[M]` (negative: no
+    row), the place of the first that has the same id; negative where that is the place itself, or no row is meant.
+    Static shapes, nothing asked of the host."""
+    ordered, order = ids.sort(stable=True)
+    again = torch.zeros_like(ordered, dtype=torch.bool)
+    again[1:] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    heads = torch.arange(len(ids), device=ids.device).masked_fill(again, 0).cummax(0).values
+    return torch.full_like(ids, -1).scatter_(0, order, order[heads].where(again, -1))
 
 
 def row_ids(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:

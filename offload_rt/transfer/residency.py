@@ -22,6 +22,12 @@ class Residency:
         self._sinks = torch.empty(*shape, sinks, geometry.head_dim, dtype=dtype, device=device)
         self._ring = torch.empty(*shape, recent, geometry.head_dim, dtype=dtype, device=device)
 
+    def clone(self) -> Residency:
+        """An independent copy."""
+        twin = object.__new__(Residency)
+        twin._sinks, twin._ring = self._sinks.clone(), self._ring.clone()
+        return twin
+
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
