@@ -19,16 +19,13 @@ from numpy.typing import NDArray
 
 from ..config import EvictionOptions, check_choice
 from ..errors import ConfigError, InputError
-from ..pool.eviction import COUNTER_LIMIT, SlotState, victims
+from ..pool.eviction import SlotState, victims
 from ..runtime.recording import Recording, RunInfo, Step
+from .caches import CACHES, Cache, Shape, make_cache
 from .figures import lines, picture
 from .report import Column, Report, Row
 
 Say = Callable[[str], None]
-
-CACHES = ("lru", "lfu", "counter")
-"""What leaves a full working set first: the row used longest ago, the one used least often in all, or by a counter that
-saturates and is halved with all others of its layer and KV head."""
 
 CHUNK_STEPS = 64
 """Steps of a point in the pictures."""
@@ -56,40 +53,6 @@ class ReplayConfig:
                     raise ConfigError(f"{name}={share} must be in (0, 1], a share of the run's tokens")
         for cache in self.caches:
             check_choice("cache", cache, CACHES)
-
-
-class WorkingSet:
-    """`capacity` rows per layer that selects and KV head, filled by what was fetched. Of a step that needs more rows
-    than fit, those that rank highest stay."""
-
-    def __init__(self, policy: str, capacity: int, shape: tuple[int, int, int]) -> None:
-        """shape: (layers that select, KV heads, tokens)."""
-        self.policy, self.capacity = policy, capacity
-        self._held = np.zeros(shape, bool)
-        self._used = np.full(shape, -1, np.int64)
-        self._count = np.zeros(shape, np.int64)
-
-    def use(self, layer: int, rows: NDArray[np.int32], step: int) -> int:
-        """Rows `[Hkv, n]` (token positions, no repeats) of a layer are needed in step `step`; how many were there."""
-        heads = np.arange(len(rows))[:, None]
-        held, used, count = self._held[layer], self._used[layer], self._count[layer]
-        hits = int(held[heads, rows].sum())
-        held[heads, rows] = True
-        used[heads, rows] = step
-        count[heads, rows] += 1
-        if self.policy == "counter":
-            full = count.max(axis=1) >= COUNTER_LIMIT
-            count[full] >>= 1
-        key = used if self.policy == "lru" else (count << 32) + used
-        for head in np.flatnonzero(held.sum(axis=1) > self.capacity):
-            inside = np.flatnonzero(held[head])
-            leaving = np.argsort(key[head, inside], kind="stable")[: len(inside) - self.capacity]
-            held[head, inside[leaving]] = False
-        return hits
-
-    def check_integrity(self) -> None:
-        """Asserts that no layer and head holds more than its capacity."""
-        assert int(self._held.sum(axis=-1).max(initial=0)) <= self.capacity
 
 
 class ShrunkPool:
@@ -161,9 +124,9 @@ def replay(recording: Recording, config: ReplayConfig, say: Say = lambda line: N
     info = recording.info
     tokens, layers = len(info.tokens), len(info.selecting)
     shape = (layers, info.kv_heads, tokens)
-    sets = [WorkingSet(c, math.ceil(f * tokens), shape) for f in config.working_sets for c in config.caches]
+    sets = [make_cache(c, math.ceil(f * tokens), shape) for f in config.working_sets for c in config.caches]
     pools = [ShrunkPool(e, math.ceil(b * tokens), info) for b in config.budgets for e in config.evictions]
-    actors: list[WorkingSet | ShrunkPool] = [*sets, *pools]
+    actors: list[Cache | ShrunkPool] = [*sets, *pools]
     tallies = {actor: _Tally() for actor in actors}
     selected: list[int] = []
     for position, step in recording.steps():
@@ -204,9 +167,7 @@ class _Tally:
         return points
 
 
-def _set_row(
-    one: WorkingSet, tally: _Tally, selected: list[int], tokens: int, shared: Row, shape: tuple[int, int, int]
-) -> Row:
+def _set_row(one: Cache, tally: _Tally, selected: list[int], tokens: int, shared: Row, shape: Shape) -> Row:
     hits, rows = sum(tally.steps), sum(selected)
     row_bytes = shared["row_bytes"]
     return {

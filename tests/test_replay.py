@@ -18,8 +18,9 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.config import EvictionOptions
 from offload_rt.errors import ConfigError, InputError
+from offload_rt.eval.caches import DecayedCache, OptimalCache, RankedCache
 from offload_rt.eval.reading_page import passages, readings, write_page
-from offload_rt.eval.replay import ReplayConfig, ShrunkPool, WorkingSet, replay, run_replay
+from offload_rt.eval.replay import ReplayConfig, ShrunkPool, replay, run_replay
 from offload_rt.runtime import recording as recording_module
 from offload_rt.runtime.recording import Recording, RunInfo, RunWriter
 from offload_rt.select.infinigen import InfiniGenState
@@ -130,7 +131,7 @@ def test_what_is_no_recording(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_a_working_set_hits_what_a_plain_cache_hits(policy: str) -> None:
     drawn, capacity = random.Random(3), 7
-    ours, hits = WorkingSet(policy, capacity, (1, 1, 40)), []
+    ours, hits = RankedCache(policy, capacity, (1, 1, 40)), []
     held: dict[int, None] = {}
     used: dict[int, int] = {}
     count: dict[int, int] = {}
@@ -145,6 +146,34 @@ def test_a_working_set_hits_what_a_plain_cache_hits(policy: str) -> None:
         ours.check_integrity()
     assert [a for a, _ in hits] == [b for _, b in hits]
     assert sum(a for a, _ in hits) > 50
+
+
+def hits_of(run: Recording, *caches: DecayedCache | RankedCache | OptimalCache) -> list[int]:
+    """Rows that each cache had, over the whole recording."""
+    hits = [0] * len(caches)
+    for position, step in run.steps():
+        for i, cache in enumerate(caches):
+            hits[i] += sum(cache.use(layer, rows, position) for layer, rows in enumerate(step))
+            cache.check_integrity()
+    return hits
+
+
+def test_no_rule_hits_more_than_the_optimum(tmp_path: Path) -> None:
+    for seed in range(3):
+        run = made(tmp_path / f"run{seed}", steps=60, seed=seed)
+        shape = (2, 2, 80)
+        rules = [RankedCache("lru", 5, shape), RankedCache("lfu", 5, shape), DecayedCache(5, shape)]
+        best, *others = hits_of(run, OptimalCache(5, run), *rules)
+        assert best > max(others) > 0
+
+
+def test_the_replay_says_what_the_runtime_hits(tmp_path: Path) -> None:
+    llm = LLM(tiny_model("llama"), policy_options=OPTIONS, working_set=9)
+    list(llm.stream(tiny_prompt(150), GREEDY, tmp_path / "run"))
+    run, stats = Recording.open(tmp_path / "run"), llm.last_stats
+    rows = sum(rows.size for _, step in run.steps() for rows in step)
+    [hits] = hits_of(run, DecayedCache(9, (3, 2, 200)))
+    assert stats is not None and stats.working_set_hit_rate == pytest.approx(hits / rows) and hits > 0
 
 
 @pytest.mark.parametrize("options", [EvictionOptions("fifo", "none"), EvictionOptions("lru"), EvictionOptions()])

@@ -15,7 +15,7 @@ from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import CHUNK
 from offload_rt.runtime.engine import Engine
 from offload_rt.transfer.plan import first_askers
-from offload_rt.transfer.working_set import Table
+from offload_rt.transfer.working_set import Table, rows_within
 
 OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8}
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
@@ -155,6 +155,8 @@ def test_hits_bytes_and_fractions_agree() -> None:
     assert after.link_fraction == pytest.approx(before.link_fraction - before.sparse_link_fraction * rate * 3 / 4, 0.02)
     assert after.working_set_rows == 9
     assert after.working_set_bytes == layers * heads * (9 + 1) * (row + 8)
+    sizes = (after.working_set_bytes - 1, after.working_set_bytes, 100)
+    assert [rows_within(size, layers, heads, row) for size in sizes] == [8, 9, 0]
 
 
 def test_a_working_set_of_everything_fetches_every_row_once() -> None:

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "replay", run, model=False)
     parser.add_argument("recording", metavar="RUN", help="folder that 'offload-rt generate --record RUN' wrote")
     parser.add_argument("--working-set", type=numbers, metavar="0.05,0.1", help="rows kept, as shares of the tokens")
-    parser.add_argument("--cache", metavar="lru,lfu,counter", help="what leaves a working set first")
+    parser.add_argument("--cache", metavar="decay,lru,lfu,counter", help="what leaves a working set first")
     parser.add_argument("--budgets", type=numbers, metavar="0.5,0.8", help="pool limits, as shares of the tokens")
     parser.add_argument("--eviction", metavar="fifo,lru,counter", help="what gives way in a smaller pool")
     parser.add_argument(

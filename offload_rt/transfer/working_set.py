@@ -22,6 +22,16 @@ ends; 0.8 and 0.95 are within half a point."""
 _EMPTY = -1
 
 
+_SLOT_BYTES = 8
+"""Of a table, for each slot: a token and a score."""
+
+
+def rows_within(size: int, layers: int, kv_heads: int, pair_bytes: int) -> int:
+    """The most rows per KV head whose working set, of `layers` layers that select, takes at most `size` bytes, tables
+    included; `pair_bytes` are those of a stored row, K and V. 0 where there is no room for one."""
+    return max(0, size // (layers * kv_heads * (pair_bytes + _SLOT_BYTES)) - 1)
+
+
 @dataclass(frozen=True)
 class LookUp:
     """What a table said of tokens `[P, n]`.
