@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..config import SamplingParams
+from ..core import CHUNK
 from ..llm import LLM
 from ..pool.disk import DiskStore, StoredChunk
 from ..runtime.sessions import Session
@@ -27,7 +28,8 @@ LONG_TURN = 512
 """Tokens of the turn where pre-loading is compared: computing them takes about as long as loading."""
 EARLY = 0.5
 """Seconds that a read buffer has to fill before the turn begins."""
-ONE = SamplingParams(max_new_tokens=1, temperature=0)
+SHORT = SamplingParams(max_new_tokens=2, temperature=0, ignore_eos=True)
+"""An answer that goes on behind its first token: what ends a turn (writing the history) is not timed."""
 
 COLUMNS = (
     Column("model", "model"), Column("history", "history", ",d"), Column("from", "source"),
@@ -59,6 +61,21 @@ def shape_model(layers: int = 12, hidden: int = 512, heads: int = 8, kv_heads: i
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def fresh(subject: Subject, history: int) -> LLM:
+    """A runtime that knows nothing, with memory for `history` tokens and a turn that has been touched before, as pinned
+    memory is: on a busy machine the first touch of a page can take longer than reading it from disk."""
+    llm = subject.make()
+    pool = llm._runner.pool
+    count = history + LONG_TURN + CHUNK
+    lease = pool.new_lease(count)
+    for layer in range(llm.geometry.layers):
+        for part in pool.stored(lease, layer, range(count)):
+            part.k.zero_()
+            part.v.zero_()
+    pool.release(lease)
+    return llm
+
+
 def tokens(count: int, seed: int) -> list[int]:
     """Uniform token ids."""
     found: list[int] = torch.randint(1, 2048, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -68,7 +85,7 @@ def tokens(count: int, seed: int) -> list[int]:
 def first_token(session: Session, turn: list[int]) -> float:
     """Seconds from `send` to the first event."""
     began = time.perf_counter()
-    events = session.send(turn, ONE)
+    events = session.send(turn, SHORT)
     next(events)
     seconds = time.perf_counter() - began
     list(events)
@@ -76,11 +93,12 @@ def first_token(session: Session, turn: list[int]) -> float:
 
 
 def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
-    """Rows of one model: every history from every source, `repeats` times, sources in turn."""
+    """Rows of one model: every history from every source, `repeats` times, sources in turn. Sessions about one text
+    would find each other's chunks: each history has a store of its own."""
     rows = []
     for history in subject.histories:
         prompt, store = tokens(history, 1), folder / f"{history}"
-        llm = subject.make()
+        llm = fresh(subject, history)
         session = llm.session("s", store)
         recomputed = [first_token(session, prompt)]
         session.close()
@@ -89,7 +107,7 @@ def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
         for i in range(repeats):
             for source in ("host", "disk warm", "disk cold"):
                 if source != "host":
-                    llm = subject.make()
+                    llm = fresh(subject, history)
                 if source == "disk cold":
                     drop_cache(store)
                 seconds, stalled = timed_fork(llm, store, f"{source} {i}")
@@ -108,24 +126,17 @@ def timed_fork(
     session = llm.session("s", store)
     fork = session.fork(name)
     if bandwidth is not None:
-        throttle(fork._store.disk, bandwidth)
-    stalled = [0.0]
+        throttle(fork.store.disk, bandwidth)
     if ahead is not None:
-        fork._store.read_buffer = lambda loaded_bytes, new_tokens: ahead  # type: ignore[method-assign]
-    ending = fork._end_preload
-
-    def end() -> None:
-        stalled[0] += fork._preload.stall_seconds if fork._preload is not None else 0.0
-        ending()
-
-    fork._end_preload = end  # type: ignore[method-assign]
-    if ahead is not None:
+        fork.store.read_buffer = lambda loaded_bytes, new_tokens: ahead  # type: ignore[method-assign]
         fork.prefetch()
         time.sleep(EARLY)
+    before = fork.store.tiers.stats.stall_seconds
     seconds = first_token(fork, tokens(turn, 2))
+    stalled = fork.store.tiers.stats.stall_seconds - before
     session.close()
-    fork.close()
-    return seconds, stalled[0]
+    fork.discard()
+    return seconds, stalled
 
 
 def throttle(disk: DiskStore, bandwidth: float) -> None:
@@ -145,14 +156,14 @@ def buffers(subject: Subject, history: int, folder: Path, bandwidths: Sequence[f
     """Stall of pre-loading at stated bandwidths, `EARLY` seconds before the turn and while it is computed: no buffer (a
     layer is read when it is needed), one layer, half of all layers, all of them."""
     store, found = folder / "buffers", []
-    llm = subject.make()
+    llm = fresh(subject, history)
     session = llm.session("s", store)
     whole = first_token(session, tokens(history, 1))
     session.close()
     for bandwidth in bandwidths:
         for ahead in (0, 1, llm.geometry.layers // 2, llm.geometry.layers):
             runs = [
-                timed_fork(subject.make(), store, f"{bandwidth} {ahead} {i}", bandwidth, ahead, LONG_TURN)
+                timed_fork(fresh(subject, history), store, f"{bandwidth} {ahead} {i}", bandwidth, ahead, LONG_TURN)
                 for i in range(3)
             ]
             source = f"disk at {bandwidth / 1e6:g} MB/s, turn of {LONG_TURN}"
@@ -182,24 +193,38 @@ def drop_cache(folder: Path) -> None:
 
 
 def break_even(rows: Sequence[Row]) -> tuple[str, ...]:
-    """The shortest history of each model from which on disk, warm, was quicker than computing."""
+    """Of each model and source, the history from which on it is quicker than computing: where the straight lines
+    between the measured lengths cross."""
     notes = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        warm = [row for row in rows if row["model"] == model and row["source"] == "disk warm"]
-        quicker = [row["history"] for row in warm if row["speedup"] > 1]
-        if quicker:
-            notes.append(f"- {model}: from disk, warm, is quicker from {min(quicker):,} tokens on (the shortest tried: "
-                         f"{min(row['history'] for row in warm):,}).")  # fmt: skip
+    for model, source in dict.fromkeys((row["model"], row["source"]) for row in rows if row["source"] != "recomputed"):
+        here = {
+            kind: {row["history"]: row["seconds"] for row in rows if row["model"] == model and row["source"] == kind}
+            for kind in ("recomputed", source)
+        }
+        gains = [(n, here["recomputed"][n] - here[source][n]) for n in sorted(here[source])]
+        notes.append(f"- {model}, {source}: {_crossing(gains)}.")
     return tuple(notes)
 
 
+def _crossing(gains: Sequence[tuple[int, float]]) -> str:
+    """gains: (history, seconds won), by history."""
+    worse = [i for i, (_, gain) in enumerate(gains) if gain <= 0]
+    if not worse:
+        return f"quicker at every history tried, from {gains[0][0]:,} tokens on"
+    if worse[-1] == len(gains) - 1:
+        return f"not quicker at the longest history tried, {gains[-1][0]:,} tokens"
+    (left, lost), (right, won) = gains[worse[-1]], gains[worse[-1] + 1]
+    return f"quicker from about {left + (right - left) * -lost / (won - lost):,.0f} tokens on"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes resume.{json,csv,md}."""
+    """Measures and writes resume.{json,csv,md} and read_buffer.{json,csv,md}."""
     parser = argparse.ArgumentParser(prog="offload_rt.eval.resume", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--histories", default="256,1024,4096,8192")
-    parser.add_argument("--reference", default="256,1024,3072")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--histories", default="16,64,256,1024,2048,4096,8192,16384", help="of the random shape")
+    parser.add_argument("--reference", default="16,64,256,1024,1920", help="within its 2,048 positions")
+    parser.add_argument("--buffer-history", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     random = shape_model()
     shape = Subject(
@@ -212,17 +237,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         lambda: LLM("reference", policy="full", host_memory="1GiB"),
         [int(n) for n in args.reference.split(",")],
     )
+    about = {"policy": "full", "threads": torch.get_num_threads(), "repeats": f"{args.repeats}, sources in turn"}
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(reference, args.repeats, Path(folder) / "reference")
         rows += measure(shape, args.repeats, Path(folder) / "shape")
-        rows += buffers(shape, 2048, Path(folder) / "shape", (50e6, 200e6, 800e6))
-    about = {
-        "turn": f"{TURN} new tokens",
-        "threads": torch.get_num_threads(),
-        "policy": "full",
-        "repeats": f"{args.repeats}; recomputed once",
-    }
-    Report("resume", "Time to first token of a resumed session", about, COLUMNS, rows, break_even(rows)).write(args.out)
+        told = about | {
+            "turn": f"{TURN} new tokens",
+            "recomputed": "the history alone, once, without the turn",
+            "disk cold": "the files' pages were given back to the kernel (posix_fadvise)",
+        }
+        title = "Time to first token of a resumed session"
+        Report("resume", title, told, COLUMNS, rows, break_even(rows)).write(args.out)
+        rows = buffers(shape, args.buffer_history, Path(folder) / "shape", (50e6, 200e6, 800e6))
+    told = about | {"turn": f"{LONG_TURN} new tokens, the session asked for {EARLY} s before", "repeats": "3"}
+    title = "Pre-loading with a read buffer, a throttled reader"
+    Report("read_buffer", title, told, COLUMNS, rows).write(args.out)
 
 
 if __name__ == "__main__":

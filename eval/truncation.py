@@ -72,7 +72,7 @@ def sessions_after(llm: LLM, folder: Path, name: str, cut: Cut) -> dict[str, Ses
     kept = whole.fork(f"{name} kept positions")
     kept.truncate(keep_last=cut.keep)
     naive = kept.fork(f"{name} naive")
-    naive._materialise().shift = 0
+    naive.rows.materialise().shift = 0
     recomputed = llm.session(f"{name} recomputed", folder)
     list(recomputed.send([*cut.text[:SINKS], *cut.text[-cut.keep :]], ONE))
     return {"recomputed": recomputed, "kept positions": kept, "naive": naive, "not truncated": whole}
@@ -83,7 +83,7 @@ def follow(llm: LLM, sessions: Sequence[Session], following: Sequence[Sequence[i
     runner, found = llm._runner, [Followed([], []) for _ in sessions]
     sequences: list[RunningSequence] = []
     for session, known in zip(sessions, following, strict=True):
-        sequence = session._materialise()
+        sequence = session.rows.materialise()
         sequence.tokens = sequence.tokens[: sequence.position] + list(known)
         sequences.append(sequence)
     for step in range(1, max(map(len, following))):

@@ -32,6 +32,7 @@ from .runtime.runner import Runner
 from .runtime.scoring import Score, score
 from .runtime.session_store import SessionStore
 from .runtime.sessions import Session
+from .runtime.turn_queue import TurnQueue
 from .runtime.spill import Spill
 from .select.base import Policy
 from .select.registry import make_policy
@@ -244,23 +245,36 @@ class LLM:
         with self._progress.items("score", len(encoded)) as on_done:
             return score(self._runner, encoded, targets, decode_from=decode_from, batch=batch, on_done=on_done)
 
-    def session(self, name: str, store: str | Path, *, limit: int | str | None = None) -> Session:
+    def session(self, name: str, store: str | Path, *, limit: int | str | None = None, **options: Any) -> Session:
         """The conversation `name`: new, or with all its history where the folder `store` has it. Its KV cache comes
         back from host memory or disk. One process at a time may have sessions of a folder open; `limit` is the most
-        bytes of all of the folder's files, in force until the last session closes (see `SessionStore`).
+        bytes of all of the folder's files; it and the other `StoreOptions` (policy, ttl, free_host) are in force until
+        the last session closes.
 
-        Raises InputError, ConfigError (a policy that cannot be restored, eviction), StoreError.
+        Raises InputError, ConfigError (a policy that cannot be restored, eviction, a wrong option), StoreError.
         """
-        folder = Path(store).expanduser().resolve()
-        known = self._stores.get(folder)
-        if known is None or known.closed:
-            size = None if limit is None else parse_size(limit, "limit")
-            known = self._stores[folder] = SessionStore(self._runner, folder, StoreOptions(size))
+        known = self._store(store, limit, options)
         try:
             return known.open(name)
         except InputError:
             known.close_if_idle()
             raise
+
+    def turns(
+        self, store: str | Path, *, max_batch: int = MAX_BATCH, limit: int | str | None = None, **options: Any
+    ) -> TurnQueue:
+        """A queue of turns of many sessions in one folder, computed together; what waiting turns need comes from disk
+        to host memory before they begin, and is not evicted. Options and errors as `session`."""
+        return TurnQueue(self._store(store, limit, options), max_batch)
+
+    def _store(self, store: str | Path, limit: int | str | None, options: Mapping[str, Any]) -> SessionStore:
+        folder = Path(store).expanduser().resolve()
+        known = self._stores.get(folder)
+        if known is None or known.closed:
+            size = None if limit is None else parse_size(limit, "limit")
+            chosen = from_mapping(StoreOptions, {"limit": size, **options})
+            known = self._stores[folder] = SessionStore(self._runner, folder, chosen)
+        return known
 
     def encode(self, prompt: Prompt, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or the ids themselves. Raises InputError where there are none."""

@@ -33,7 +33,7 @@ def make_llm(name: str = "llama", memory: int | str = "64MiB", **options: Any) -
 def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
     found = [event.token_id for event in session.send(turn, params)]
     session.check_integrity()
-    session._runner.check_integrity()
+    session.rows.runner.check_integrity()
     return found
 
 
@@ -80,11 +80,11 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
     one = llm.session("one", tmp_path)
     answer(one, [*book, 5])
     one.save()
-    before = len(one._store.disk)
+    before = len(one.store.disk)
     two = llm.session("two", tmp_path)
     answer(two, [*book, 7])
     two.save()
-    assert len(two._store.disk) - before <= 2, "only what comes after the book"
+    assert len(two.store.disk) - before <= 2, "only what comes after the book"
     for session in (one, two):
         session.close()
     fresh = make_llm()
@@ -301,9 +301,9 @@ def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path
     session.truncate(keep_last=70)
     more = last + TURNS[2]
     expected = cut_reference(llm, tokens, kept, more, turned=computed - 74)
-    assert session._history.sink_shift == 0
+    assert session.history.sink_shift == 0
     assert answer(session, TURNS[2])[0] == int(expected.argmax())
-    assert session._history.sink_shift == computed - 74
+    assert session.history.sink_shift == computed - 74
     session.close()
     again = LLM(model, dtype="float64", policy="full", host_memory="16MiB").session("s", tmp_path)
     assert len(answer(again, [5])) == 40 and again.loaded_tokens > 100
@@ -316,11 +316,11 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0][:100], SamplingParams(max_new_tokens=5, temperature=0))
-    original = llm._runner.pool.stored(session._sequence.lease, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
+    original = llm._runner.pool.stored(session.rows.sequence.lease, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
     for i in range(50):
         session.truncate(keep_last=60)
         answer(session, tiny_prompt(95, seed=i), SamplingParams(max_new_tokens=5, temperature=0))
-    history, sequence = session._history, session._sequence
+    history, sequence = session.history, session.rows.sequence
     assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
     now = llm._runner.pool.stored(sequence.lease, 1, range(4))[0].k
     torch.testing.assert_close(now, llm._runner.adapter.turned(original, history.sink_shift), rtol=0, atol=0)
@@ -363,8 +363,8 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     llm = make_llm()
     session = llm.session("s", tmp_path)
     events: list[tuple[str, int]] = []
-    disk, adapter, gate = session._store.disk, llm._runner.adapter, threading.Event()
-    monkeypatch.setattr(session._store, "read_buffer", lambda size, tokens: 1)
+    disk, adapter, gate = session.store.disk, llm._runner.adapter, threading.Event()
+    monkeypatch.setattr(session.store, "read_buffer", lambda size, tokens: 1)
 
     def log(owner: Any, name: str, event: str, place: int, before: Callable[[], Any] = lambda: None) -> None:
         real = getattr(owner, name)
@@ -379,12 +379,12 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
 
     log(disk, "read_layer", "load", 1)
     log(adapter, "after_attention", "compute", 0)
-    log(session._store.saver, "_write", "save", 1, before=gate.wait)
+    log(session.store.saver, "_write", "save", 1, before=gate.wait)
     generation = session.send(TURNS[2], GREEDY)
     next(generation)
     computed = [layer for event, layer in events if event == "compute"]
     assert computed == [0, 1, 2, 3] and not [e for e in events if e[0] == "save"], "saving is still shut"
-    assert session._store.saver.waiting_bytes > 0
+    assert session.store.saver.waiting_bytes > 0
     at = {event: i for i, event in enumerate(events)}
     for layer in range(4):
         assert at["load", layer] < at["compute", layer]
@@ -393,7 +393,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     gate.set()
     list(generation)
     session.save()
-    assert session._store.saver.waiting_bytes == 0
+    assert session.store.saver.waiting_bytes == 0
     session.close()
 
 
@@ -411,7 +411,7 @@ def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     session.prefetch()
-    preload = session._preload
+    preload = session.rows.preload
     assert preload is not None
     preload._thread.join(5)
     assert preload._done == 4, "unmeasured, the buffer has all layers"

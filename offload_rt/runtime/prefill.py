@@ -33,13 +33,16 @@ class Prefill:
         slice_tokens: int,
         want_logits: bool,
         before_layer: Callable[[int], None] = lambda layer: None,
+        after_layer: Callable[[int], None] = lambda layer: None,
     ) -> None:
         """`before_layer(layer)` is called before a layer is computed: the rows that the lease has already must be in
-        the pool when it returns."""
+        the pool when it returns. `after_layer(layer)` is for the runner to call, when a layer is computed and, after
+        the last one, committed."""
         assert sequence.lease.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.layer = 0
         self.logits: torch.Tensor | None = None
+        self.after_layer = after_layer
         self._adapter, self._link = adapter, link
         self._slice_tokens, self._want_logits, self._before_layer = slice_tokens, want_logits, before_layer
         self._start = sequence.lease.length

@@ -59,6 +59,17 @@ class Preload:
         self._thread = threading.Thread(target=self._load, name="offload-rt preload", daemon=True)
         self._thread.start()
 
+    @property
+    def finished(self) -> bool:
+        """Whether all layers have arrived, whole."""
+        with self._changed:
+            return self._done == self._store.layers and self._damaged is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes by itself: everything has arrived, or something was damaged."""
+        return not self._thread.is_alive()
+
     def wait(self, layer: int) -> None:
         """Returns when layer `layer` is loaded and lets the thread go on to layer + ahead. Raises DamagedChunkError."""
         began = time.perf_counter()

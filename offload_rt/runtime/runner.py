@@ -177,6 +177,7 @@ class Runner:
         pool's rows again, the latter with the next prefill."""
         self.reload(sequence)
         sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
+        sequence.torn = False
 
     def _register(self, sequence: Sequence, origin: Lease | None = None) -> Sequence:
         self.link.open(sequence.lease, self.policy.sinks, self.policy.recent, origin)
@@ -205,9 +206,11 @@ class Runner:
         *,
         want_logits: bool,
         before_layer: Callable[[int], None] = lambda layer: None,
+        after_layer: Callable[[int], None] = lambda layer: None,
     ) -> Prefill:
         """The exact prefill of tokens [position, stop), to be advanced with `advance_prefill`; `before_layer(layer)`
-        returns when the rows of a layer that were computed before are in the pool."""
+        returns when the rows of a layer that were computed before are in the pool, `after_layer(layer)` is called when
+        a layer is done."""
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         size = self.config.prefill_slice
         return Prefill(
@@ -218,6 +221,7 @@ class Runner:
             slice_tokens=size,
             want_logits=want_logits,
             before_layer=before_layer,
+            after_layer=after_layer,
         )
 
     @torch.inference_mode()
@@ -232,8 +236,8 @@ class Runner:
             sequence.position, sequence.unlearned = prefill.stop, 0
             self.link.settle(sequence.lease)
             self._publish(sequence)
-        trace = sequence.trace
-        trace.prefill_seconds += time.perf_counter() - began
+        sequence.trace.prefill_seconds += time.perf_counter() - began
+        prefill.after_layer(prefill.layer - 1)
 
     def prefill(
         self,
@@ -257,11 +261,13 @@ class Runner:
         make_room(batch, self.pool, self.link, self.policy)
         for sequence in batch:
             sequence.slots.begin_step(sequence.lease, sequence.position)
+            sequence.torn = True
         sharing = self.prefixes.of([sequence.lease for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         logits = sharing.restore(DecodeStep(ordered, self.adapter, self.policy, self.link, sharing, recorder).run())
         for sequence in batch:
             sequence.position += 1
+            sequence.torn = False
             self.pool.commit(sequence.lease, sequence.slots.context)
         seconds = time.perf_counter() - began
         for sequence in batch:

@@ -36,7 +36,7 @@ class NamedChunk:
 
 
 @dataclass(eq=False)
-class _Saving:
+class Saving:
     """Chunks on their way: their places in the pool, and what writes them once the worker has begun."""
 
     lease: Lease
@@ -67,9 +67,9 @@ class Saver:
         self._store, self._pool, self._link = store, pool, link
         self._buffer_bytes = buffer_bytes
         self._waiting = 0
-        self._active: list[_Saving] = []
+        self._active: list[Saving] = []
         self._mutex = threading.Lock()
-        self._jobs: queue.Queue[tuple[_Saving, int] | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[Saving, int] | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
@@ -79,7 +79,7 @@ class Saver:
         with self._mutex:
             return self._waiting
 
-    def begin(self, lease: Lease, chunks: Seq[NamedChunk]) -> _Saving | None:
+    def begin(self, lease: Lease, chunks: Seq[NamedChunk]) -> Saving | None:
         """Takes as many of `chunks`, from the first on, as the buffer has room for; None where that is none."""
         with self._mutex:
             room = (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes
@@ -88,11 +88,11 @@ class Saver:
         if not taken:
             return None
         spans = [self._pool.spans(lease, range(c.index * 64, c.index * 64 + c.count))[0] for c in taken]
-        saving = _Saving(lease, taken, [lease.chunks[c.index] for c in taken], spans)
+        saving = Saving(lease, taken, [lease.chunks[c.index] for c in taken], spans)
         self._active.append(saving)
         return saving
 
-    def layer_done(self, saving: _Saving, layer: int) -> None:
+    def layer_done(self, saving: Saving, layer: int) -> None:
         """Layer `layer` of these chunks is in the pool, or will be when the link has settled. In order of layers."""
         self._jobs.put((saving, layer))
 
@@ -120,7 +120,7 @@ class Saver:
                         given_up.add(chunk.key)
         return given_up
 
-    def abort(self, saving: _Saving) -> None:
+    def abort(self, saving: Saving) -> None:
         """Gives up chunks whose layers are not all done. Waits for the layer that is being written."""
         self.flush()
         for writer in saving.writers or ():
@@ -145,7 +145,7 @@ class Saver:
                 self._jobs.task_done()
         self._jobs.task_done()
 
-    def _write(self, saving: _Saving, layer: int) -> None:
+    def _write(self, saving: Saving, layer: int) -> None:
         """One layer of every chunk; after the last one the chunks appear, parents first."""
         if saving.ended:
             return
@@ -169,7 +169,7 @@ class Saver:
     def _token_bytes(self) -> int:
         return layer_bytes(self._pool, 1)
 
-    def _end(self, saving: _Saving) -> None:
+    def _end(self, saving: Saving) -> None:
         if not saving.ended:
             saving.ended = True
             with self._mutex:

@@ -21,7 +21,8 @@ class Sequence:
     `lease`. The sequence owns lease, slots and state; all three fork with it.
 
     `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
-    `cut` names what was cut: it belongs to the lineage of every chunk."""
+    `cut` names what was cut: it belongs to the lineage of every chunk. `torn`: a step on it was interrupted, so that
+    resident rows and policy state may be a token ahead in some layers (rows in the pool below `position` are right)."""
 
     id: int
     tokens: list[int]
@@ -35,6 +36,7 @@ class Sequence:
     unlearned: int = 0
     shift: int = 0
     cut: str = ""
+    torn: bool = False
 
     def check_integrity(self) -> None:
         """Asserts that tokens, lease and policy state agree."""

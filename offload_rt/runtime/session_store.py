@@ -14,11 +14,13 @@ from .preload import read_buffer_layers
 from .runner import Runner
 from .saving import Saver
 from .sessions import Session
+from .tiers import Tiers
 
 
 class SessionStore:
     """The sessions of one model in one folder: names, and what they share, a disk tier and the thread that saves to it.
-    Host memory is the tier above: chunks of closed sessions stay in the prefix tree while there is room.
+    Host memory is the tier above (`tiers.py`): open sessions stay there while there is room, and so do, in the prefix
+    tree, chunks of closed ones.
 
     Raises ConfigError where sessions cannot be restored exactly under the runner's policy, StoreError.
     """
@@ -35,10 +37,12 @@ class SessionStore:
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
         self.disk = DiskStore(folder, namespace, runner.adapter.geometry.layers, options)
         self.saver = Saver(self.disk, runner.pool, runner.link)
+        self.tiers = Tiers(runner.pool, self.disk, self.disk.options)
         self.load_rate = 0.0
         self.compute_rate = 0.0
         self.closed = False
         self._open: dict[str, Session] = {}
+        self._holders: set[object] = set()
 
     def open(self, name: str) -> Session:
         """The session `name`: as it was left, or new. Raises InputError where it is open already."""
@@ -55,6 +59,10 @@ class SessionStore:
         session = Session(self, history)
         self._open[history.name] = session
         return session
+
+    def session(self, name: str) -> Session:
+        """The session `name`, opened if it is not open yet. Raises InputError."""
+        return self._open.get(name) or self.open(name)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a session, open or stored."""
@@ -76,9 +84,18 @@ class SessionStore:
         self._open.pop(session.name, None)
         self.close_if_idle()
 
+    def hold(self, holder: object) -> None:
+        """The store stays open without sessions until `release`."""
+        self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        """Takes a hold back."""
+        self._holders.discard(holder)
+        self.close_if_idle()
+
     def close_if_idle(self) -> None:
-        """Closes the store where no session is open."""
-        if not self._open:
+        """Closes the store where no session is open and nobody holds it."""
+        if not (self._open or self._holders):
             self.close()
 
     def close(self) -> None:

@@ -1,0 +1,169 @@
+"""A turn of a session on the engine: its history comes back layer by layer while the new tokens are prefilled, and what
+is computed is saved behind the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ..config import SamplingParams
+from ..core import CHUNK, Request
+from .cutting import close_gap
+from .generation import Event, FinishReason, Generation, StartAgainError
+from .prefill import Prefill
+from .preload import DamagedChunkError
+from .runner import Runner
+from .saving import Saving
+from .sequence import Sequence
+from .session_rows import SessionRows
+
+
+class Turn(Generation):
+    """One turn, `Served` by the engine like any prompt. The session's rows are its prefix; when it ends, what came of
+    it is part of the history, and the rows stay with the session. Dropped (preempted, or a chunk was damaged), the
+    session is as it was before, and the turn starts again from what host memory and disk have.
+
+    An interrupted prefill changes nothing; an interrupted answer is kept as far as it came.
+    """
+
+    def __init__(self, rows: SessionRows, number: int, text: str, added: Seq[int], params: SamplingParams) -> None:
+        """number: of the request; text: what was said, for people; added: its tokens."""
+        model = rows.runner.model
+        self._before = list(rows.history.tokens)
+        request = Request(number, (*self._before, *added))
+        super().__init__(request, params, model.tokenizer, model.eos_token_ids)
+        self.rows = rows
+        self._text = text
+        self._computed = rows.history.computed
+        self._prefill: Prefill | None = None
+        self._saving: Saving | None = None
+        self._seconds = 0.0
+        self._known = 0, 0
+
+    def start(self, runner: Runner) -> Prefill:
+        """See `Served.start`."""
+        rows, prompt, tiers = self.rows, self.request.prompt, self.rows.store.tiers
+        longest = len(prompt) + self.params.max_new_tokens
+        runner.check_fits(longest)
+        tiers.take(rows)
+        arrived = rows.sequence is not None and (rows.preload is None or rows.preload.finished)
+        close_gap(rows, longest)
+        rows.history.tokens = self.tokens
+        self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
+        self._known = sequence.position, 0 if arrived else rows.loaded_tokens
+        if self._trace is not None:
+            self._trace.reused_tokens += sequence.trace.reused_tokens
+            sequence.trace = self._trace
+        self._seconds = sequence.trace.prefill_seconds
+        stop = len(prompt) if runner.approximates else len(self.tokens)
+        self._saving = rows.store.saver.begin(sequence.lease, rows.fresh(rows.names(stop // CHUNK * CHUNK)))
+        self._prefill = runner.begin_prefill(
+            sequence, stop, want_logits=True, before_layer=self._wait, after_layer=self._layer_done
+        )
+        return self._prefill
+
+    def _ready(self, runner: Runner, capacity: int) -> Sequence:
+        """The session's sequence with room for `capacity` tokens."""
+        rows = self.rows
+        while True:
+            sequence = rows.store.tiers.with_room(lambda: rows.ready(capacity))
+            try:
+                if rows.store.private:
+                    rows.load_all()
+                    runner.relearn(sequence)  # with or without a restart: what the pool's rounded rows say
+            except DamagedChunkError:
+                rows.drop()
+            else:
+                sequence.trace.prompt_tokens = len(self.request.prompt)
+                return sequence
+
+    def _wait(self, layer: int) -> None:
+        try:
+            self.rows.wait(layer)
+        except DamagedChunkError as damage:
+            raise StartAgainError from damage
+
+    def _layer_done(self, layer: int) -> None:
+        """A layer is computed: it may be written. After the last one all rows are in the pool."""
+        rows, store = self.rows, self.rows.store
+        if self._saving is not None:
+            store.saver.layer_done(self._saving, layer)
+        if layer < store.disk.layers - 1:
+            return
+        assert self.sequence is not None and self._prefill is not None
+        rows.offered(self._saving.chunks if self._saving is not None else ())
+        rows.recheck()
+        store.tiers.stats.count(self._computed, *self._known)
+        seconds = self.sequence.trace.prefill_seconds - self._seconds
+        if rows.preload is not None:
+            stalled = rows.end_preload()
+            rows.runner.reload(self.sequence)
+            store.tiers.stats.stall_seconds += stalled
+            seconds -= stalled
+        store.compute_rate = seconds / self._prefill.tokens
+        self._saving = self._prefill = None
+
+    def reserve(self, runner: Runner) -> None:
+        """See `Served.reserve`; parked sessions give way before anybody is preempted."""
+        self.rows.store.tiers.with_room(lambda: super(Turn, self).reserve(runner))
+        self.rows.recheck()
+
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
+        """See `Served.accept`; chunks that decode steps have filled are saved."""
+        assert self.sequence is not None
+        position, prompt = self.sequence.position, len(self.request.prompt)
+        if position % CHUNK == 0 and position > prompt:
+            self.rows.offer_decoded(self.sequence.tokens, prompt, position)
+        return super().accept(runner, logits)
+
+    def drop(self, runner: Runner) -> None:
+        """See `Served.drop`."""
+        if self.sequence is not None:
+            self._trace, self.sequence = self.sequence.trace, None
+            self._give_up_prefill()
+            self.rows.history.tokens = list(self._before)
+            self.rows.drop()
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        """See `Served.finish`. Raises StoreError where the history cannot be written; the session is whole then too."""
+        self.finish_reason = self.finish_reason or reason
+        rows, history = self.rows, self.rows.history
+        sequence, self.sequence = self.sequence, None
+        if sequence is not None:
+            self._final = runner.stats(sequence)
+        taken_in = sequence is not None and self._prefill is None
+        if taken_in:
+            assert sequence is not None
+            history.tokens, history.computed = list(sequence.tokens), sequence.position
+            history.mark_decoded(len(self.request.prompt), sequence.position)
+            if sequence.torn:
+                runner.relearn(sequence)
+        else:
+            self._undo(runner)
+        rows.last_stats = self._final
+        try:
+            if taken_in or self.new_tokens:
+                history.turns += [("user", self._text), ("assistant", self.text)]
+                rows.save()
+        finally:
+            rows.store.tiers.park(rows)
+
+    def _undo(self, runner: Runner) -> None:
+        """The turn did not get through its prefill: the session is as before, but for what was already answered (before
+        a preemption)."""
+        rows = self.rows
+        interrupted = self._prefill is not None
+        self._give_up_prefill()
+        rows.history.tokens = self.tokens if self.new_tokens else list(self._before)
+        if rows.preload is not None and interrupted:
+            rows.drop()
+        elif rows.sequence is not None:
+            rows.sequence.tokens = list(rows.history.tokens)
+            if interrupted:
+                runner.relearn(rows.sequence)
+
+    def _give_up_prefill(self) -> None:
+        if self._saving is not None:
+            self.rows.store.saver.abort(self._saving)
+        self._saving = self._prefill = None
