@@ -8,6 +8,7 @@ models), finite or -inf.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,12 +93,19 @@ def quantised_scores(
     q k~^T = (q * step) (code - middle)^T + q mean^T, with q * step rounded to int8: the sum over columns is then an
     exact integer, the same on every device.
     """
+    weights, scale, offset = _affine(q, mean, step, bits)
+    sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
+    return sums(weights, packed, bits, q.dtype).mul_(scale).add_(offset)
+
+
+def _affine(
+    q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The query as int8 weights `[Hkv, G, d]`, and scale and offset `[Hkv, G, 1]` that make a score of a weighted sum
+    of codes."""
     weights, scale = quantise_query(q * step.unsqueeze(1))
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
-    sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
-    out = sums(weights, packed, bits, q.dtype)
-    offset = torch.bmm(q, mean.unsqueeze(2)) - scale * total * (((1 << bits) - 1) / 2)
-    return out.mul_(scale).add_(offset)
+    return weights, scale, torch.bmm(q, mean.unsqueeze(2)) - scale * total * (((1 << bits) - 1) / 2)
 
 
 def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +120,7 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     heads, rows, d = packed.shape
     fields = 8 // bits
     out = torch.empty(heads, weights.shape[1], rows * fields, dtype=dtype)
-    masked = torch.empty(rows, d, dtype=torch.int8)
+    masked = torch.empty(rows if fields > 1 else 0, d, dtype=torch.int8)
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
     for head in range(heads):
         below: torch.Tensor | int = 0
@@ -125,6 +133,17 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
             out[head, :, field::fields] = (upto - below) >> (bits * field) if field else upto
             below = upto
     return out
+
+
+def _biased_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`code_sums` of query groups of one as int32 `[Hkv, f * m]` without the int32 `[Hkv, 1]` that is to be added."""
+    if bits < 8:
+        sums = _code_sums_cpu(weights, packed, bits, torch.int32)[:, 0]
+        return sums, torch.zeros(len(packed), 1, dtype=torch.int32)
+    out = torch.empty(len(packed), 1, packed.shape[1], dtype=torch.int32)
+    for head, rows in enumerate(packed):
+        torch._int_mm(weights[head], rows.t(), out=out[head])
+    return out[:, 0], 128 * weights.sum(-1, dtype=torch.int32)
 
 
 # ------------------------------------------------------------------------------------------------- counts and top-n
@@ -204,25 +223,81 @@ def _select_cpu(scores: torch.Tensor, alpha: float, max_fraction: float) -> torc
     flat: Array = scores.reshape(-1, candidates).numpy()
     passing = flat >= flat.max(1, keepdims=True) - flat.dtype.type(alpha)
     n = token_count(int(np.count_nonzero(passing)), len(flat), candidates, max_fraction)
-    anywhere = np.bitwise_or.reduce(passing, axis=0)
     if group == 1:
-        chosen = [_best_passing(*row, anywhere, n) for row in zip(flat, passing, strict=True)]
-        return torch.from_numpy(np.stack(chosen))
-    tokens = np.flatnonzero(anywhere)
+        return torch.from_numpy(_best_passing(passing, n, lambda head, tokens: flat[head].take(tokens)))
+    tokens = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
     passed = torch.from_numpy(flat.take(tokens, axis=1)).view(kv_heads, group, -1)
     values = group_scores(passed, group_lse(scores))
     return torch.from_numpy(tokens[_top_rows(values.numpy(), n)])
 
 
-def _best_passing(scores: Array, passing: Array, anywhere: Array, n: int) -> npt.NDArray[np.int64]:
-    """int64 `[n]`: the best of one query head that is its own KV head, from scores `[N]`, among the tokens that pass
-    some head (bool `[N]` `anywhere`, at least n). Those that pass this head (`passing`) are above all others, so only
-    the side on which the n-th lies is ranked."""
-    own: npt.NDArray[np.int64] = np.flatnonzero(passing)
-    others: npt.NDArray[np.int64] = np.flatnonzero(anywhere & ~passing) if len(own) < n else own
-    kept = own if len(own) < n else own[:0]
-    best: npt.NDArray[np.int64] = others[_top_rows(scores.take(others)[None], n - len(kept))[0]]
-    return np.concatenate((kept, best))
+def _best_passing(passing: Array, n: int, values: Callable[[int, Array], Array]) -> npt.NDArray[np.int64]:
+    """int64 `[Hkv, n]`: the best of each query head that is its own KV head, among the tokens that pass some head (bool
+    `[Hkv, N]` `passing`, at least n). `values(head, tokens)` are a head's scores. Where n tokens pass a head, they are
+    the best; where more do, only these are ranked; what some head passes is looked up only where fewer do."""
+    anywhere: npt.NDArray[np.int64] | None = None
+    out = np.empty((len(passing), n), dtype=np.int64)
+    for head, row in enumerate(passing):
+        tokens = np.flatnonzero(row)
+        if len(tokens) < n:
+            if anywhere is None:
+                anywhere = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
+            tokens = anywhere
+        out[head] = tokens if len(tokens) == n else tokens[_top_of_row(values(head, tokens), n)]
+    return out
+
+
+def select_quantised(
+    q: torch.Tensor,
+    packed: torch.Tensor,
+    mean: torch.Tensor,
+    step: torch.Tensor,
+    bits: int,
+    tokens: slice,
+    alpha: float,
+    max_fraction: float,
+) -> torch.Tensor:
+    """`select_tokens` of `quantised_scores` (see there) at `tokens`; on a CPU, for query groups of one, without making
+    scores: a head's score rises with its sum of codes, so the threshold is found among the integers."""
+    if packed.device.type == "cpu" and q.shape[1] == 1 and tokens.stop > tokens.start:
+        chosen = _select_sums(*_affine(q, mean, step, bits), packed, bits, tokens, alpha, max_fraction)
+        if chosen is not None:
+            return chosen
+    return select_tokens(quantised_scores(q, packed, mean, step, bits)[:, :, tokens], alpha, max_fraction)
+
+
+def _select_sums(
+    weights: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    packed: torch.Tensor,
+    bits: int,
+    tokens: slice,
+    alpha: float,
+    max_fraction: float,
+) -> torch.Tensor | None:
+    """`select_quantised` from the sums of codes `[Hkv, N]`; the scores that decide are rounded as `quantised_scores`
+    rounds them, so the result is the same to the last tie. None where the threshold is not among the integers next to
+    where it should be: it lets everything pass, or whole runs of sums have one score."""
+    found, bias = _biased_sums_cpu(weights, packed, bits)
+    sums, less = found[:, tokens].numpy(), bias.numpy()
+    factor, shift = scale[:, 0].numpy(), offset[:, 0].numpy()
+    with np.errstate(all="ignore"):
+        most = (sums.max(1, keepdims=True) + less).astype(factor.dtype) * factor + shift
+        least = most - factor.dtype.type(alpha)
+        near = np.ceil((least - shift) / factor) + np.arange(-2, 3, dtype=factor.dtype)
+        enough = near * factor + shift >= least
+    if enough[:, 0].any() or not enough[:, -1].all():
+        return None
+    threshold = near[np.arange(len(near)), enough.argmax(1)].astype(np.int32)
+    passing = sums >= threshold[:, None] - less
+    n = token_count(int(np.count_nonzero(passing)), len(sums), sums.shape[1], max_fraction)
+
+    def values(head: int, chosen: Array) -> Array:
+        score: Array = (sums[head].take(chosen) + less[head]).astype(factor.dtype) * factor[head] + shift[head]
+        return score
+
+    return torch.from_numpy(_best_passing(passing, n, values))
 
 
 def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:

@@ -299,6 +299,10 @@ class EngineConfig:
     prefix_sharing: keep the KV of prompts in a prefix tree and reuse it where another prompt begins alike. Reused rows
         are exact: a result does not depend on what ran before.
     progress: show a progress bar for prefills that take more than two seconds.
+    device_memory: bytes the compute device may hold (a hard limit: weights, scoring keys, resident and fetched rows,
+        activations); None takes what there is and keeps everything there.
+    max_context: tokens of one sequence that the limit is planned for; None takes all positions of the model that the
+        host pool can hold.
     """
 
     host_memory: int | None = None
@@ -309,8 +313,13 @@ class EngineConfig:
     working_set: int = 0
     prefix_sharing: bool = True
     progress: bool = False
+    device_memory: int | None = None
+    max_context: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("device_memory", "max_context"):
+            value = getattr(self, name)
+            _check(value is None or value > 0, f"{name}={value} must be positive")
         _check(self.host_memory is None or self.host_memory > 0, f"host_memory={self.host_memory} must be positive")
         _check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
         _check(self.prefill_tokens >= 1, f"prefill_tokens={self.prefill_tokens} must be at least 1")

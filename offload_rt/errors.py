@@ -7,6 +7,7 @@
     ├── ArtifactError        (ValueError)   a skew artifact: damaged, of another version, of another model
     ├── MemoryLimitError     (MemoryError)  more memory asked than there is, or than the limit allows
     │   └── PoolFullError                   the host pool has no chunk left for a sequence
+    │       └── DeviceFullError             device_memory leaves no room for it
     └── StoreError           (OSError)      the session store: lock, path, limit
 
 `assert` is for invariants of our own code; nothing a user does may trip one.
@@ -39,6 +40,10 @@ class MemoryLimitError(OffloadError, MemoryError):
 
 class PoolFullError(MemoryLimitError):
     """The host pool cannot give the chunks a sequence needs."""
+
+
+class DeviceFullError(PoolFullError):
+    """A sequence could take more of the device than `device_memory` leaves: like a full pool, it waits for others."""
 
 
 class StoreError(OffloadError, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from .config import (
     SkewMethod,
     StoreOptions,
     eviction_options,
+    from_mapping,
     parse_size,
 )
 from .core import CHUNK, ModelGeometry
 from .errors import InputError
-from .models.registry import LoadedModel, load_model
+from .models.registry import LoadedModel, load_model, load_shape
 from .pool.pool import HostPool
+from .runtime.device_plan import DevicePlan, plan_for
 from .runtime.engine import Engine
 from .runtime.generation import Completion, Event, Served
 from .runtime.metrics import Stats
@@ -32,8 +35,8 @@ from .runtime.runner import Runner
 from .runtime.scoring import Score, score
 from .runtime.session_store import SessionStore
 from .runtime.sessions import Session
-from .runtime.turn_queue import TurnQueue
 from .runtime.spill import Spill
+from .runtime.turn_queue import TurnQueue
 from .select.base import Policy
 from .select.registry import make_policy
 from .skewing.artifact import SkewArtifact
@@ -41,8 +44,9 @@ from .skewing.calibrate import cached_artifact
 from .skewing.tuned import default_options, load_artifact
 from .transfer.cpu import CpuLink
 from .transfer.cuda import CudaLink
-from .transfer.lanes import InlineLane
+from .transfer.lanes import CudaLane, InlineLane
 from .transfer.link import Link
+from .transfer.weights import StreamedAdapter, WeightStream
 
 Prompt = str | Sequence[int]
 
@@ -56,6 +60,11 @@ class LLM:
     model: "reference" (ships with the package), a local folder, a hub id, or a loaded transformers model.
     policy, policy_options: "full", "infinigen", ... and its options; for infinigen `preset="paper"` is one of them.
     device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there (float32 on a CPU).
+    device_memory: hard limit on bytes of the device, an int or "22GiB": weights, scoring keys, resident and fetched
+        rows, activations. Decoder layers that do not fit stay in host memory and cross the link for every step; scoring
+        keys that still do not fit are scored on the host. The tokens are the same.
+    max_context: tokens of one sequence that `device_memory` is planned for; None takes all positions of the model, as
+        far as the host pool holds them.
     host_memory: hard limit on KV bytes in host memory, an int or "200GiB"; None takes half of what is free.
     eviction: "fifo", "lru" or "counter", or `EvictionOptions` as a mapping: what gives way when a sequence outgrows the
         pool. None makes it an error.
@@ -85,6 +94,8 @@ class LLM:
         policy_options: Mapping[str, Any] | None = None,
         device: str = "auto",
         dtype: DType | torch.dtype = "auto",
+        device_memory: int | str | None = None,
+        max_context: int | None = None,
         host_memory: int | str | None = None,
         eviction: str | Mapping[str, Any] | None = None,
         skew: str | Path | None = None,
@@ -103,15 +114,25 @@ class LLM:
             prefix_sharing=prefix_sharing,
             missed_mass_every=missed_mass_every,
             working_set=working_set,
+            device_memory=None if device_memory is None else parse_size(device_memory, "device_memory"),
+            max_context=max_context,
         )
-        loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
+        place, given = None if skew is None else Path(skew), policy_options or {}
+        plan = None
+        if config.device_memory is not None:
+            shape = load_shape(model, device=device, dtype=dtype)
+            options = default_options(place, policy, given, fingerprint=None)
+            plan = plan_for(config, shape, policy, options, rounded=kv_format != "auto")
+        loaded = load_model(
+            model, tokenizer=tokenizer, device=device, dtype=dtype, on_host=() if plan is None else plan.streamed
+        )
         self._progress = Progress(enabled=progress)
-        place = None if skew is None else Path(skew)
-        self._options = default_options(place, policy, policy_options or {}, loaded.fingerprint)
-        chosen = _policy(loaded, policy, self._options, place)
+        self._options = default_options(place, policy, given, loaded.fingerprint)
+        streamed, stream = _stream_weights(loaded, plan)
+        chosen = _policy(streamed, policy, self._options, place, keys_on_host=plan is not None and plan.keys_on_host)
         pin = loaded.adapter.device.type == "cuda"
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
-        self._runner = Runner(loaded, chosen, pool, _link(loaded, pool, working_set), config)
+        self._runner = Runner(streamed, chosen, pool, _link(loaded, pool, working_set), config, plan, stream)
         self._spill = None if spill is None else Spill(self._runner, Path(spill).expanduser())
         self._last: Served | None = None
         self._stores: dict[Path, SessionStore] = {}
@@ -296,7 +317,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: Path | None) -> Policy:
+def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[LoadedModel, WeightStream | None]:
+    """The model as it runs with the layers of `plan` streaming, and what streams them; as it is, where none do."""
+    if plan is None or not plan.streamed:
+        return loaded, None
+    device = loaded.adapter.device
+    lane = CudaLane(device) if device.type == "cuda" else InlineLane()
+    stream = WeightStream(loaded.layers, plan.streamed, device, lane)
+    return replace(loaded, adapter=StreamedAdapter(loaded.adapter, stream)), stream
+
+
+def _policy(
+    loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: Path | None, *, keys_on_host: bool
+) -> Policy:
     def artifact(method: SkewMethod) -> SkewArtifact:
         if skew is not None:
             return load_artifact(skew, loaded.fingerprint)
@@ -304,7 +337,13 @@ def _policy(loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: Pa
 
     adapter = loaded.adapter
     return make_policy(
-        name, options, geometry=adapter.geometry, device=adapter.device, dtype=adapter.dtype, artifact=artifact
+        name,
+        options,
+        geometry=adapter.geometry,
+        device=adapter.device,
+        dtype=adapter.dtype,
+        artifact=artifact,
+        keys_on_host=keys_on_host,
     )
 
 

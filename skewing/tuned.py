@@ -34,9 +34,9 @@ class TunedPolicy:
         return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
-    def load(cls, folder: Path, fingerprint: str) -> Self | None:
+    def load(cls, folder: Path, fingerprint: str | None) -> Self | None:
         """The choice in `folder`; None where there is none. Raises ArtifactError where it is damaged, of another
-        version or of another model."""
+        version or of another model (`fingerprint` None: whatever the model)."""
         path = folder / POLICY
         if not path.is_file():
             return None
@@ -50,7 +50,7 @@ class TunedPolicy:
             raise ArtifactError(f"{path} is damaged ({error}); {again}") from error
         if (form, version) != (_FORMAT, VERSION):
             raise ArtifactError(f"{path} is {form!r} of version {version}, expected {_FORMAT!r} {VERSION}; {again}")
-        if tuned.fingerprint != fingerprint:
+        if fingerprint is not None and tuned.fingerprint != fingerprint:
             raise ArtifactError(
                 f"{path} was chosen for another model: its fingerprint is {tuned.fingerprint}, this model's is "
                 f"{fingerprint}; make one for this model with 'offload-rt tune'"
@@ -58,9 +58,12 @@ class TunedPolicy:
         return cls(tuned.policy, options, tuned.fingerprint, tuned.measured)
 
 
-def default_options(skew: Path | None, policy: str, given: Mapping[str, Any], fingerprint: str) -> Mapping[str, Any]:
+def default_options(
+    skew: Path | None, policy: str, given: Mapping[str, Any], fingerprint: str | None
+) -> Mapping[str, Any]:
     """The options `given`, on top of those chosen for this policy in the folder `skew`, if it is one. A preset that is
-    given replaces the choice altogether. Raises ArtifactError as `TunedPolicy.load`."""
+    given replaces the choice altogether. `fingerprint` None: the model is not loaded yet. Raises ArtifactError as
+    `TunedPolicy.load`."""
     if skew is None or not skew.is_dir() or "preset" in given:
         return given
     tuned = TunedPolicy.load(skew, fingerprint)

@@ -134,6 +134,17 @@ def test_what_does_not_fit_is_one_clear_line(
     assert not [word for word in words if word not in err], err
 
 
-def test_info_knows_two_policies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("info", "reference", "--context", "100", "--policy", "h2o")) == 2
-    assert "infinigen, full" in capsys.readouterr().err
+def test_info_knows_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    for policy in ("full", "infinigen", "h2o", "quest", "streaming", "oracle"):
+        assert main(("info", "reference", "--context", "100", "--policy", policy, "--device", "cpu")) == 0
+        assert f"policy {policy}, 100 tokens" in capsys.readouterr().out
+
+
+def test_info_prints_the_plan_under_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("info", "reference", "--context", "1024", "--device", "cpu", "--device-memory")
+    assert main((*arguments, "20MiB")) == 0
+    text = capsys.readouterr().out
+    for words in ("resident layers", "streamed layers", "scoring keys", "weights of a step"):
+        assert words in text
+    assert main((*arguments, "5MiB")) == 2
+    assert "are missing" in capsys.readouterr().err

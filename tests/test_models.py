@@ -20,7 +20,7 @@ from offload_rt.errors import ConfigError, ModelError
 from offload_rt.models import checkpoint
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.registry import ARCHITECTURES, adapter_for, load_config_geometry, load_model
+from offload_rt.models.registry import ARCHITECTURES, adapter_for, load_model, load_shape
 
 LENGTH = 80  # longer than Mistral's window of 48
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
@@ -327,11 +327,12 @@ class TestLoading:
         model = tiny_model(name, dtype=torch.bfloat16)
         model.save_pretrained(tmp_path)
         (tmp_path / "model.safetensors").unlink()
-        geometry, weight_bytes, dtype = load_config_geometry(tmp_path, device="cpu", dtype="bfloat16")
+        shape = load_shape(tmp_path, device="cpu", dtype="bfloat16")
         loaded = load_model(model)
-        assert (geometry, dtype) == (loaded.adapter.geometry, torch.bfloat16)
-        assert weight_bytes == loaded.weight_bytes
-        assert load_config_geometry(tmp_path, device="cpu")[2] == torch.float32
+        assert (shape.geometry, shape.dtype) == (loaded.adapter.geometry, torch.bfloat16)
+        assert shape.weight_bytes == loaded.weight_bytes
+        assert shape == load_shape(model)
+        assert load_shape(tmp_path, device="cpu").dtype == torch.float32
 
 
 class TestRefusals:
@@ -407,7 +408,7 @@ class TestRefusals:
         edit_config(folder, **{key: "many"})
         self.refused(folder, "cannot load the weights|configuration of .* is not valid: .*many")
         with pytest.raises(ModelError, match=r"configuration of .* is not valid: .*many"):
-            load_config_geometry(folder)
+            load_shape(folder)
 
     def test_contradictory_config(self, folder: Path) -> None:
         edit_config(folder, model_type="mixtral")

@@ -16,9 +16,10 @@ from tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.config import InfiniGenOptions
 from offload_rt.core import CHUNK
+from offload_rt.models.registry import load_shape
 from offload_rt.runtime.metrics import Stats
 from offload_rt.runtime.report import plot_run, requirements_table, stats_table
-from offload_rt.runtime.requirements import Machine, Requirements, obstacles, requirements
+from offload_rt.runtime.requirements import Demand, DeviceCosts, Machine, Requirements, obstacles, requirements
 
 GIB = 2**30
 PROMPT, NEW = 500, 40
@@ -98,40 +99,63 @@ def test_plot_into_no_folder_is_an_input_error(infinigen: Stats, tmp_path: Path)
 # ----------------------------------------------------------------------------------------------------- requirements
 
 
+def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) -> DeviceCosts:
+    shape = load_shape(tiny_model(name, dtype=dtype))
+    policy = "full" if options is None else "infinigen"
+    return DeviceCosts(shape, Demand.of(policy, options, shape.geometry, dtype), 512)
+
+
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
 def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     llm = LLM(tiny_model("qwen3"), policy_options={"scorer": scorer, "dense_layers": (1,)})
     stats = run(llm)
     options = InfiniGenOptions(scorer=scorer, dense_layers=(1,))  # type: ignore[arg-type]
-    needed = requirements(llm.geometry, llm.weight_bytes, torch.float32, PROMPT + NEW, options)
+    costs = costs_of("qwen3", torch.float32, options)
+    needed = requirements(costs, llm.weight_bytes, PROMPT + NEW)
     assert needed.kv_host == stats.kv_bytes_host
     assert needed.weights == stats.weight_bytes
-    # scoring keys grow by sixteenths, rounded up to 64 slots (256 tokens of int2)
-    assert needed.scoring <= stats.scoring_bytes_device * 1.01
-    assert stats.scoring_bytes_device <= needed.scoring * 17 / 16 * (1 + 256 / PROMPT)
+    # Scoring keys grow by sixteenths, rounded up to 64 slots (256 tokens of int2), one layer at a time held twice.
+    layers = llm.geometry.layers
+    assert stats.scoring_bytes_device <= costs.scoring(PROMPT + NEW) * (layers - 1) / layers
+    assert costs.scoring(PROMPT + NEW) <= stats.scoring_bytes_device * 17 / 16 * (1 + 256 / PROMPT) * layers / (
+        layers - 1
+    )
 
 
 def test_requirements_by_hand() -> None:
-    geometry = LLM(tiny_model("llama"), policy="full").geometry  # 4 layers, 2 KV heads of 16, hidden 64
+    full = costs_of("llama", torch.bfloat16, None)  # 4 layers, 2 KV heads of 16, hidden 64
     token = 2 * 2 * 16 * 2  # K and V of a token and layer in bfloat16
-    needed = requirements(geometry, 1000, torch.bfloat16, 1000, None)
+    staged = token + 8 * 8 * 2  # with ids
+    needed = requirements(full, 1000, 1000)
     assert needed.kv_per_token == 4 * token
     assert needed.kv_host == 4 * token * 16 * CHUNK  # 1000 tokens are 16 chunks
-    assert (needed.scoring, needed.resident, needed.staging) == (0, 4 * token, 3 * 1000 * token)
-    assert needed.prefill == 1000 * (token + 2 * 64 * 2)
-    assert needed.device == 1000 + max(needed.prefill, needed.resident + needed.staging)
+    assert needed.resident == 4 * token
+    assert needed.staging == (3 * 1000 + 1) * staged
+    assert needed.device == 1000 + needed.scoring + needed.resident + max(
+        needed.prefill, needed.staging + needed.decode
+    )
     options = InfiniGenOptions(dense_layers=(), max_fraction=0.1, scorer="partial")
-    sparse = requirements(geometry, 1000, torch.bfloat16, 1000, options)
-    assert sparse.staging == 3 * 100 * token
+    sparse = requirements(costs_of("llama", torch.bfloat16, options), 1000, 1000)
+    assert sparse.staging == (3 * 100 + 68) * staged
     assert sparse.resident == 68 * 4 * token
-    assert sparse.scoring == 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns are 4
-    first = requirements(geometry, 1000, torch.bfloat16, 1000, InfiniGenOptions(dense_layers=(0,), max_fraction=0.1))
-    assert first.staging == (2 * 1000 + 100) * token
+    keys = 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns are 4
+    assert keys <= sparse.scoring - costs_of("llama", torch.bfloat16, options).fixed() <= keys * 5 / 4 * 1.35
+    first = costs_of("llama", torch.bfloat16, InfiniGenOptions(dense_layers=(0,), max_fraction=0.1))
+    assert first.staging([1000]) == (2 * 1000 + 100 + 68) * staged
+    assert first.link_bytes(1000) == (1000 + 3 * 100) * token
 
 
 NEEDED = Requirements(
-    context=10, kv_per_token=1, kv_host=4 * GIB, weights=2 * GIB, scoring=0, resident=0, staging=GIB, prefill=0
+    context=10,
+    kv_per_token=1,
+    kv_host=4 * GIB,
+    weights=2 * GIB,
+    scoring=0,
+    resident=0,
+    staging=GIB,
+    decode=0,
+    prefill=0,
 )
 
 

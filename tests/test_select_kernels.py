@@ -16,6 +16,8 @@ from offload_rt.kernels.selection import (
     extend_selection,
     floor_share,
     pack,
+    quantised_scores,
+    select_quantised,
     select_tokens,
     select_tokens_reference,
     token_count,
@@ -107,6 +109,33 @@ def test_integer_code_sums_are_exact(heads: int, group: int, rows: int, d: int, 
     packed = pack(codes, bits)
     for sums in (code_sums, _code_sums_cpu):
         assert torch.equal(sums(weights, packed, bits, torch.float32).double(), expected)
+
+
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 1, 2]),
+    st.integers(1, 300),
+    st.sampled_from([2, 4, 8]),
+    alphas,
+    st.floats(0.01, 1),
+    st.sampled_from([0.0, 0.01, 1.0, 1e4, 1e9]),
+    st.integers(0, 10_000),
+)
+@settings(max_examples=300, deadline=None)
+def test_selection_from_integer_sums_is_that_from_scores(
+    heads: int, group: int, rows: int, bits: int, alpha: float, fraction: float, mean: float, seed: int
+) -> None:
+    """Also where a mean is so large that neighbouring sums have one score, and queries are 0."""
+    generator = torch.Generator().manual_seed(seed)
+    fields, d = 8 // bits, 19
+    codes = torch.randint(0, 1 << bits, (heads, rows * fields, d), generator=generator, dtype=torch.uint8)
+    q = torch.randn(heads, group, d, generator=generator) * (seed % 7 > 0)
+    means, step = mean * torch.randn(heads, d, generator=generator), torch.rand(heads, d, generator=generator) + 0.01
+    packed = pack(codes, bits)
+    tokens = slice(min(3, rows * fields - 1), rows * fields)
+    fast = select_quantised(q, packed, means, step, bits, tokens, alpha, fraction)
+    scores = quantised_scores(q, packed, means, step, bits)[:, :, tokens]
+    assert as_sets(fast) == as_sets(select_tokens_reference(scores, alpha, fraction))
 
 
 def test_extension_takes_nothing_when_nothing_is_missed() -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 from ..config import SamplingParams, parse_size
 from .common import add_command, given, read_text, stderr_console
-from .policy_flags import add_device_flags, add_policy_flags, add_pool_flags, policy_options, pool_options
+from .policy_flags import (
+    add_device_flags,
+    add_policy_flags,
+    add_pool_flags,
+    device_options,
+    policy_options,
+    pool_options,
+)
 
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
 
@@ -27,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         policy=args.policy,
         policy_options=options,
-        device=args.device,
+        **device_options(args),
         dtype=args.dtype,
         progress=console.is_terminal,
         **pool,

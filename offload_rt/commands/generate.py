@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ..config import SamplingParams, format_size
 from ..errors import ConfigError, InputError
 from .common import INTERRUPTED, add_command, check_writable, given, read_text, stderr_console
-from .policy_flags import add_device_flags, add_policy_flags, add_pool_flags, policy_options, pool_options
+from .policy_flags import (
+    add_device_flags,
+    add_policy_flags,
+    add_pool_flags,
+    device_options,
+    policy_options,
+    pool_options,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         policy=args.policy,
         policy_options=options,
-        device=args.device,
+        **device_options(args) | _planned(args, params),
         dtype=args.dtype,
         skew=args.skew_artifact,
         progress=console.is_terminal and not args.quiet,
@@ -88,6 +95,13 @@ def add(commands: Any) -> None:
     output.add_argument("--plot", metavar="FILE.png", help="draw attended fraction and missed attention mass")
     output.add_argument("--record", metavar="RUN", help="write what was selected to this new folder, for replay")
     output.add_argument("--quiet", action="store_true", help="nothing but the text")
+
+
+def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
+    """The context that the device's limit is planned for, where the flags tell it."""
+    if args.max_context is not None or args.prompt_tokens is None:
+        return {}
+    return {"max_context": max(1, args.prompt_tokens) + params.max_new_tokens}
 
 
 def _prompt_ids(llm: LLM, text: str, wanted: int | None, max_new_tokens: int) -> list[int]:

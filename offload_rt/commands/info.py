@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..config import InfiniGenOptions, check_choice, parse_size
+from ..config import EngineConfig, parse_size
 from ..errors import ConfigError
 from .common import add_command
 from .policy_flags import add_device_flags, add_policy_flags, policy_options
 
-KNOWN = ("infinigen", "full")
+if TYPE_CHECKING:
+    from ..runtime.device_plan import DevicePlan
+    from ..runtime.requirements import DeviceCosts
 
 
 def run(args: argparse.Namespace) -> int:
     """Shows what a model and a context will need, and whether they fit here. Loads no weights."""
     from rich.console import Console
 
-    from ..models.checkpoint import resolve_device
-    from ..models.registry import load_config_geometry
+    from ..models.registry import load_shape
     from ..runtime.report import requirements_table
-    from ..runtime.requirements import Machine, obstacles, requirements
+    from ..runtime.requirements import Demand, DeviceCosts, Machine, obstacles, requirements
+    from ..select.registry import parse_options
 
     if args.context < 1:
         raise ConfigError(f"--context {args.context} must be at least 1 token")
-    check_choice("policy", args.policy, KNOWN)
-    options = policy_options(args)
-    chosen = InfiniGenOptions.preset(**_named(options)) if args.policy == "infinigen" else None
+    options = parse_options(args.policy, policy_options(args))
     host_memory = None if args.host_memory is None else parse_size(args.host_memory, "host_memory")
-    device = resolve_device(args.device)
-    geometry, weight_bytes, dtype = load_config_geometry(args.model, device=device, dtype=args.dtype)
-    machine = Machine.here(host_memory, device)
-    needed = requirements(geometry, weight_bytes, dtype, args.context, chosen)
-    Console().print(requirements_table(args.model, args.policy, needed, machine))
-    found, notes = obstacles(needed, machine), []
+    shape = load_shape(args.model, device=args.device, dtype=args.dtype)
+    machine, geometry = Machine.here(host_memory, shape.device), shape.geometry
+    costs = DeviceCosts(shape, Demand.of(args.policy, options, geometry, shape.dtype), EngineConfig().prefill_slice)
+    plan = _plan(args.device_memory, costs, args.context)
+    if plan is not None:
+        costs = plan.costs
+    needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context)
+    Console().print(requirements_table(args.model, args.policy, needed, machine, plan))
+    found, notes = obstacles(needed, machine, 0 if plan is None else plan.host_bytes), []
     if args.context > geometry.max_positions:
         made_for = f"The model was made for {geometry.max_positions:,} positions"
         if geometry.absolute_positions:
@@ -48,11 +51,12 @@ def add(commands: Any) -> None:
     """Enters the subcommand."""
     parser = add_command(commands, "info", run)
     parser.add_argument("--context", type=int, required=True, metavar="N", help="tokens, prompt and new ones together")
-    add_device_flags(parser)
+    add_device_flags(parser, max_context=False)
     add_policy_flags(parser)
 
 
-def _named(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the preset under the name of the parameter."""
-    others = {key: value for key, value in options.items() if key != "preset"}
-    return {"name": options.get("preset", "default"), **others}
+def _plan(limit: str | None, costs: DeviceCosts, context: int) -> DevicePlan | None:
+    """The plan under a limit of the device, if one is given. Raises MemoryLimitError where none holds."""
+    from ..runtime.device_plan import plan_device
+
+    return None if limit is None else plan_device(parse_size(limit, "device_memory"), costs, context)

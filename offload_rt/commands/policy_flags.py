@@ -18,11 +18,11 @@ OPTIONS = (
 
 def policy_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was given for the policy, checked before a model is loaded. Raises ConfigError."""
-    from ..select.registry import POLICIES, check_options
+    from ..select.registry import POLICIES, parse_options
 
     check_choice("policy", args.policy, POLICIES)
     options = given(args, OPTIONS)
-    check_options(args.policy, options)
+    parse_options(args.policy, options)
     return options
 
 
@@ -41,10 +41,22 @@ def pool_options(args: argparse.Namespace) -> dict[str, Any]:
     return settings | {"eviction": eviction}
 
 
-def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """Where to run, and how much host memory to take."""
+def device_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of `LLM` about the device."""
+    return {"device": args.device, "device_memory": args.device_memory, "max_context": args.max_context}
+
+
+def add_device_flags(parser: argparse.ArgumentParser, *, max_context: bool = True) -> None:
+    """Where to run, and how much host and device memory to take."""
     parser.add_argument("--host-memory", metavar="SIZE", help="limit of KV in host memory, such as 200GiB")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="limit of all that is on the device: weights beyond it stream"
+    )
+    if max_context:
+        parser.add_argument(
+            "--max-context", type=int, metavar="N", help="tokens that --device-memory is planned for (default: all)"
+        )
 
 
 def add_pool_flags(parser: argparse.ArgumentParser) -> None:

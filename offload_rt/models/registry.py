@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ..core import ModelGeometry
-from ..errors import ModelError
+from ..errors import ConfigError, ModelError
 from .adapter import ModelAdapter
 from .checkpoint import (
     build_skeleton,
@@ -26,6 +27,7 @@ from .checkpoint import (
 )
 from .column_order import order_by_columns
 from .fingerprint import fingerprint
+from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,7 +46,7 @@ ARCHITECTURES = {
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model ready to run. `eos_token_ids` is empty where nothing ends a text; `weight_bytes` counts parameters and
-    buffers, tied ones once."""
+    buffers, tied ones once; `layers` are the decoder layers' modules, in order."""
 
     adapter: ModelAdapter
     tokenizer: PreTrainedTokenizerBase | None
@@ -52,6 +54,7 @@ class LoadedModel:
     name: str
     eos_token_ids: frozenset[int]
     weight_bytes: int
+    layers: tuple[nn.Module, ...] = ()
 
 
 def adapter_for(model: Any) -> ModelAdapter:
@@ -73,12 +76,15 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    on_host: Collection[int] = (),
 ) -> LoadedModel:
     """Loads "reference" (ships in the package), a local folder or a hub id, or takes a loaded transformers model.
 
     A loaded model is put into eval mode and stays where it is, in its dtype. `tokenizer` is a tokenizer or a name or
-    folder to read one from; None takes the checkpoint's own, if it has one.
-    Raises ModelError (unsupported, missing, incomplete or damaged), ConfigError (device or dtype), MemoryLimitError.
+    folder to read one from; None takes the checkpoint's own, if it has one. The parameters of the decoder layers
+    `on_host` stay in host memory (the whole model goes through it, then): they cannot run before they are brought over.
+    Raises ModelError (unsupported, missing, incomplete or damaged), ConfigError (device or dtype; a loaded model with
+    layers `on_host`), MemoryLimitError.
     """
     own_tokenizer: PreTrainedTokenizerBase | None = None
     if isinstance(model, (str, os.PathLike)):
@@ -86,35 +92,66 @@ def load_model(
         config = read_config(place, ARCHITECTURES)
         chosen = resolve_device(device)
         own_tokenizer = read_tokenizer(place) if tokenizer is None else None
-        loaded = read_weights(place, config, chosen, resolve_dtype(dtype, config, chosen))
+        landing = torch.device("cpu") if on_host else chosen
+        loaded = read_weights(place, config, landing, resolve_dtype(dtype, config, chosen))
         if chosen.type == "cpu":
             order_by_columns(loaded)
     else:
-        loaded = model
+        if on_host:
+            raise ConfigError(
+                "the weights of a loaded model stay where they are, and they do not all fit device_memory: pass the "
+                "model's folder or hub id, or raise device_memory"
+            )
+        loaded, chosen = model, model.device
         _check_loaded(loaded, str(device), str(dtype).removeprefix("torch."))
         loaded.train(False)
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
     used = read_tokenizer(locate(tokenizer)) if isinstance(tokenizer, str) else tokenizer or own_tokenizer
+    identity = fingerprint(loaded)
+    if on_host:
+        place_weights(loaded, chosen, on_host)
     return LoadedModel(
         adapter=adapter_for(loaded),
         tokenizer=used,
-        fingerprint=fingerprint(loaded),
+        fingerprint=identity,
         name=name,
         eos_token_ids=_eos_token_ids(loaded, used),
         weight_bytes=_weight_bytes(loaded),
+        layers=tuple(decoder_layers(loaded)),
     )
 
 
-def load_config_geometry(
-    model: str | os.PathLike[str], *, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
-) -> tuple[ModelGeometry, int, torch.dtype]:
-    """Geometry, bytes of the weights and dtype that `load_model` would give, from the configuration alone: nothing but
-    config.json is read. Raises what `load_model` raises."""
-    place = locate(model)
-    config = read_config(place, ARCHITECTURES)
-    chosen = resolve_dtype(dtype, config, resolve_device(device)) or torch.float32
-    skeleton = build_skeleton(place, config, chosen)
-    return adapter_for(skeleton).geometry, _weight_bytes(skeleton), chosen
+@dataclass(frozen=True)
+class ModelShape:
+    """What is known of a model before its weights are read: `weight_bytes` as in `LoadedModel`, `sizes` what they are
+    made of."""
+
+    geometry: ModelGeometry
+    weight_bytes: int
+    sizes: WeightSizes
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_shape(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+) -> ModelShape:
+    """What `load_model` would give, from the configuration alone (nothing but config.json is read), or of a loaded
+    model. Raises what `load_model` raises."""
+    if isinstance(model, (str, os.PathLike)):
+        place = locate(model)
+        config = read_config(place, ARCHITECTURES)
+        where = resolve_device(device)
+        chosen = resolve_dtype(dtype, config, where) or torch.float32
+        skeleton = build_skeleton(place, config, chosen)
+    else:
+        skeleton, where, chosen = model, model.device, model.dtype
+        _check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))
+    geometry = adapter_for(skeleton).geometry
+    return ModelShape(geometry, _weight_bytes(skeleton), weight_sizes(skeleton), chosen, where)
 
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:

@@ -35,7 +35,8 @@ class Arena:
         self.layout = layout
         self.pin = pin
         self.active = 0
-        self.rows = torch.frombuffer(_reserve(layout.bytes), dtype=dtype).view(layout.rows, layout.head_dim)
+        memory = reserve(layout.bytes, "the host pool")
+        self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
         """`[R, d]`: every row of the arena by its row id."""
         shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
@@ -48,8 +49,7 @@ class Arena:
         assert self.active < self.layout.slabs
         if self.pin:
             slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
-            _register(slab)
-            weakref.finalize(self, _unregister, slab)
+            page_lock(slab, self)
         self.active += 1
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -59,13 +59,14 @@ class Arena:
         self.planes[b, :, :, :, j * CHUNK : j * CHUNK + tokens].copy_(old)
 
 
-def _reserve(size: int) -> mmap.mmap:
-    """`size` bytes of page-aligned address space, with no memory behind them yet."""
+def reserve(size: int, what: str) -> mmap.mmap:
+    """`size` bytes of page-aligned address space for `what`, with no memory behind them yet. MemoryLimitError where
+    this process may not have them."""
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryLimitError(
-            f"cannot reserve {format_size(size)} ({size} bytes) of address space for the host pool ({error}): lower "
+            f"cannot reserve {format_size(size)} ({size} bytes) of address space for {what} ({error}): lower "
             f"host_memory, or raise this process's limits (ulimit -v, vm.overcommit_memory)"
         ) from error
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, a system without the call
@@ -73,8 +74,9 @@ def _reserve(size: int) -> mmap.mmap:
     return memory
 
 
-def _register(slab: torch.Tensor) -> None:
-    """Page-locks the memory of `slab` for asynchronous copies and for kernels that read it directly."""
+def page_lock(slab: torch.Tensor, owner: object) -> None:
+    """Page-locks the memory of `slab` for asynchronous copies and for kernels that read it directly, for as long as
+    `owner` lives. MemoryLimitError where it cannot be."""
     size = slab.numel() * slab.itemsize
     cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
     code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
@@ -83,6 +85,7 @@ def _register(slab: torch.Tensor) -> None:
             f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
             f"host_memory, or raise the limit on locked memory (ulimit -l)"
         )
+    weakref.finalize(owner, _unregister, slab)
 
 
 def _unregister(slab: torch.Tensor) -> None:

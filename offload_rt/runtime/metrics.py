@@ -29,6 +29,7 @@ class Trace:
     decode_seconds: float = 0.0
     bytes_asked: int = 0
     bytes_to_host: int = 0
+    weight_bytes: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     attended: list[list[float]] = field(default_factory=list)
@@ -113,8 +114,11 @@ class Stats:
     link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device. Rows that several sequences
         share cross once a step and are counted for the first of them: the sum over the batch is what crossed.
     reused_tokens: prompt tokens whose KV another sequence had computed.
+    link_bytes_weights: weights that crossed for this sequence's prefill and steps, not in `link_bytes_to_device`; for a
+        batch they cross once and are counted for its first sequence.
     kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
-    scoring_bytes_device: scoring keys of this sequence.
+    scoring_bytes_device / scoring_bytes_host: scoring keys of this sequence, on the device or where they are scored.
+    weight_bytes / weight_bytes_device: all weights / those on the device, buffers for the others included.
     link_fraction, attended_fraction: mean over layers and decode steps, dense layers included.
     sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
     missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
@@ -122,7 +126,8 @@ class Stats:
     working_set_rows: rows of each KV head and layer that stay on the device (`working_set=`); working_set_bytes: what
         this sequence's take, tables included, in `kv_bytes_device`; working_set_hit_rate: share of the selected rows
         that they had, None without one. Such rows are not in `link_bytes_to_device` and `link_fraction`.
-    peak_device_bytes: on CUDA the allocator's peak; on the CPU weights + kv_bytes_device + scoring keys, as counted.
+    peak_device_bytes: on CUDA the allocator's peak; on the CPU weight_bytes_device + kv_bytes_device + scoring keys, as
+        counted.
     """
 
     model: str
@@ -136,10 +141,13 @@ class Stats:
     decode_seconds: float
     link_bytes_to_device: int
     link_bytes_to_host: int
+    link_bytes_weights: int
     kv_bytes_host: int
     kv_bytes_device: int
     scoring_bytes_device: int
+    scoring_bytes_host: int
     weight_bytes: int
+    weight_bytes_device: int
     peak_device_bytes: int
     link_fraction: float
     attended_fraction: float

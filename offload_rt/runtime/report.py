@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..config import format_size
 from ..errors import InputError
+from .device_plan import DevicePlan
 from .metrics import Stats
 from .requirements import Machine, Requirements
 
@@ -39,6 +40,18 @@ def _dense(stats: Stats) -> str:
     if len(stats.dense_layers) == stats.layers:
         return f"all {stats.layers}"
     return f"{', '.join(map(str, stats.dense_layers)) or 'none'} of {stats.layers}"
+
+
+def _on_device(stats: Stats) -> str:
+    """How much of the weights is on the device, if not all."""
+    if stats.weight_bytes_device >= stats.weight_bytes:
+        return ""
+    return f", {format_size(stats.weight_bytes_device)} of it on the device"
+
+
+def _present(name: str, size: int) -> Rows:
+    """A row, where there is anything to say."""
+    return [(name, format_size(size))] if size else []
 
 
 def _working_set(stats: Stats) -> Rows:
@@ -74,6 +87,7 @@ def _sections(stats: Stats) -> list[Rows]:
         [
             ("link, host to device", f"{format_size(stats.link_bytes_to_device)}{per_token}"),
             ("link, device to host", format_size(stats.link_bytes_to_host)),
+            *_present("link, weights", stats.link_bytes_weights),
             *_working_set(stats),
             ("link fraction", _percent(stats.link_fraction)),
             ("attended fraction", _percent(stats.attended_fraction)),
@@ -85,7 +99,8 @@ def _sections(stats: Stats) -> list[Rows]:
             ("KV in host memory", format_size(stats.kv_bytes_host)),
             ("KV on the device", format_size(stats.kv_bytes_device)),
             ("scoring keys on the device", format_size(stats.scoring_bytes_device)),
-            ("weights", format_size(stats.weight_bytes)),
+            *_present("scoring keys on the host", stats.scoring_bytes_host),
+            ("weights", f"{format_size(stats.weight_bytes)}{_on_device(stats)}"),
             ("peak on the device", format_size(stats.peak_device_bytes)),
         ],
     ]
@@ -129,8 +144,27 @@ def skew_table(model: str, report: SkewReport) -> Table:
     )
 
 
-def requirements_table(model: str, policy: str, needed: Requirements, machine: Machine) -> Table:
-    """What one sequence will need, and what is free here."""
+def _plan_rows(plan: DevicePlan) -> Rows:
+    """Where a plan puts weights and scoring keys, and what crosses the link for every step of one sequence."""
+    costs, layers = plan.costs, plan.costs.shape.geometry.layers
+    keys = "on the host" if plan.keys_on_host else "on the device" if costs.demand.key_bytes else "none"
+    streamed = ", ".join(map(str, plan.streamed))
+    streamed += f" ({format_size(plan.streamed_bytes)} in host memory)" if streamed else "none"
+    rows = costs.link_bytes(plan.context)
+    return [
+        ("plan: limit of the device", format_size(plan.limit)),
+        ("plan: resident layers", f"{layers - len(plan.streamed)} of {layers}"),
+        ("plan: streamed layers", streamed),
+        ("plan: scoring keys", keys),
+        ("plan: link, weights of a step", format_size(plan.streamed_bytes)),
+        ("plan: link, rows of a step", f"at most {format_size(rows)}"),
+    ]
+
+
+def requirements_table(
+    model: str, policy: str, needed: Requirements, machine: Machine, plan: DevicePlan | None = None
+) -> Table:
+    """What one sequence will need, what is free here, and where a plan under a limit of the device puts it."""
     free = [("host memory", f"{format_size(machine.host_free)}, of it for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:
         free.append((f"on {machine.device}", format_size(machine.device_free)))
@@ -145,9 +179,11 @@ def requirements_table(model: str, policy: str, needed: Requirements, machine: M
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
             ("device: fetched rows", format_size(needed.staging)),
+            ("device: activations of a step", format_size(needed.decode)),
             ("device: prefill, for a time", format_size(needed.prefill)),
             ("device: largest sum", format_size(needed.device)),
         ],
+        [] if plan is None else _plan_rows(plan),
         [(f"free: {name}", value) for name, value in free],
     )
 

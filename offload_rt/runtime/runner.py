@@ -12,12 +12,14 @@ import torch
 
 from ..config import EngineConfig
 from ..core import Lease, ModelGeometry
-from ..errors import ConfigError, InputError, ModelError, PoolFullError
+from ..errors import ConfigError, DeviceFullError, InputError, ModelError, PoolFullError
 from ..models.registry import LoadedModel
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
+from ..transfer.weights import WeightStream
 from .decode import DecodeStep
+from .device_plan import DevicePlan
 from .giving import make_room
 from .metrics import Fractions, Stats, Trace, layer_means
 from .prefill import Prefill
@@ -34,8 +36,19 @@ class Runner:
     """Owns the pool and the link of one model and runs sequences on them. Every sequence it makes must go through
     `free`; between calls each one's lease, resident rows and policy state agree."""
 
-    def __init__(self, model: LoadedModel, policy: Policy, pool: HostPool, link: Link, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        pool: HostPool,
+        link: Link,
+        config: EngineConfig,
+        plan: DevicePlan | None = None,
+        weights: WeightStream | None = None,
+    ) -> None:
+        """plan: what the device may hold, where there is a limit. weights: what streams those that are not on it."""
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
+        self.plan, self.weights = plan, weights
         self.adapter = model.adapter
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
@@ -97,6 +110,8 @@ class Runner:
         """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
         where it would not fit an empty pool and nothing may give way."""
         self._check_positions(tokens)
+        if self.plan is not None:
+            self.plan.check([tokens])
         if self.config.eviction is None:
             self.pool.check_fits(tokens)
 
@@ -105,9 +120,16 @@ class Runner:
         self.pool.check_spare(chunks)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Room for the next token. Raises PoolFullError; never with eviction, which makes room by itself."""
+        """Room for the next token. Raises PoolFullError; with eviction, which makes room by itself, only where the
+        device has none."""
         if self.config.eviction is None:
             self.pool.reserve(sequence.lease, sequence.position + 1)
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """Raises DeviceFullError where the open sequences could take more of the device than it may hold."""
+        if self.plan is not None:
+            self.plan.check([sequence.lease.capacity for sequence in self._open.values()])
 
     def room(self, computed: int, total: int) -> int:
         """Slots to take for a sequence of `total` tokens of which `computed` are there or are prefilled: all of them,
@@ -180,8 +202,15 @@ class Runner:
         sequence.torn = False
 
     def _register(self, sequence: Sequence, origin: Lease | None = None) -> Sequence:
-        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent, origin)
+        """Opens the sequence, or gives its lease back where the device has no room for it (DeviceFullError)."""
         self._open[sequence.id] = sequence
+        try:
+            self._check_device()
+        except DeviceFullError:
+            del self._open[sequence.id]
+            self.pool.release(sequence.lease)
+            raise
+        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent, origin)
         return sequence
 
     def free(self, sequence: Sequence) -> None:
@@ -227,9 +256,10 @@ class Runner:
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
         """Runs one layer; commits the tokens after the last."""
-        began = time.perf_counter()
+        began, crossed = time.perf_counter(), self._weights_crossed
         prefill.run_layer()
         sequence = prefill.sequence
+        sequence.trace.weight_bytes += self._weights_crossed - crossed
         if prefill.done:
             self.pool.commit(sequence.lease, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
@@ -257,7 +287,7 @@ class Runner:
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
-        began = time.perf_counter()
+        began, crossed = time.perf_counter(), self._weights_crossed
         make_room(batch, self.pool, self.link, self.policy)
         for sequence in batch:
             sequence.slots.begin_step(sequence.lease, sequence.position)
@@ -269,10 +299,23 @@ class Runner:
             sequence.position += 1
             sequence.torn = False
             self.pool.commit(sequence.lease, sequence.slots.context)
+        batch[0].trace.weight_bytes += self._weights_crossed - crossed
         seconds = time.perf_counter() - began
         for sequence in batch:
             sequence.trace.decode_seconds += seconds
         return logits
+
+    @property
+    def _weights_crossed(self) -> int:
+        """Bytes of weights that have crossed the link so far."""
+        return 0 if self.weights is None else self.weights.bytes
+
+    @property
+    def _weights_on_device(self) -> int:
+        """Bytes of weights on the device, and of the buffers for the others."""
+        if self.weights is None:
+            return self.model.weight_bytes
+        return self.model.weight_bytes - self.weights.numbers + self.weights.device_bytes
 
     def stats(self, sequence: Sequence) -> Stats:
         """What the sequence cost so far; to be taken before `free`."""
@@ -292,10 +335,13 @@ class Runner:
             decode_seconds=trace.decode_seconds,
             link_bytes_to_device=trace.bytes_to_device,
             link_bytes_to_host=trace.bytes_to_host,
+            link_bytes_weights=trace.weight_bytes,
             kv_bytes_host=len(sequence.lease.chunks) * self.pool.chunk_bytes,
             kv_bytes_device=self.link.device_bytes,
             scoring_bytes_device=sequence.state.device_bytes,
+            scoring_bytes_host=sequence.state.host_bytes,
             weight_bytes=self.model.weight_bytes,
+            weight_bytes_device=self._weights_on_device,
             peak_device_bytes=self._peak_device_bytes(),
             link_fraction=shares.link,
             attended_fraction=shares.attended,
@@ -316,7 +362,7 @@ class Runner:
         if self.adapter.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.adapter.device)
         scoring = sum(sequence.state.device_bytes for sequence in self._open.values())
-        return self.model.weight_bytes + self.link.device_bytes + scoring
+        return self._weights_on_device + self.link.device_bytes + scoring
 
     def _check_positions(self, tokens: int) -> None:
         geometry = self.adapter.geometry

@@ -39,6 +39,11 @@ class PolicyState(Protocol):
         """Bytes of scoring keys and other selection data held on the compute device."""
         ...
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of scoring keys held in host memory, where the device is short."""
+        ...
+
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         """Prefill: the true queries `[H, m, d]` of tokens [start, start + m), and all keys `[Hkv, n, d]`, n >= start +
         m, that exist of the layer. Causality is the policy's: query i may see keys up to start + i."""

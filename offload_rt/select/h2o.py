@@ -15,7 +15,7 @@ from .budget import BudgetPolicy, budget_tokens
 from .growing import GrowingTensor
 from .passive import PassiveState
 
-_BLOCK = 1 << 22
+WEIGHED_AT_ONCE = 1 << 22
 """Attention weights computed at once while a prompt is judged."""
 
 
@@ -41,7 +41,7 @@ class H2OState(PassiveState):
         drawn = self._room(layer, stop)
         for head, row in enumerate(drawn):
             queries = q.view(len(drawn), -1, *q.shape[1:])[head]
-            size = max(1, _BLOCK // (stop * len(queries)))
+            size = max(1, WEIGHED_AT_ONCE // (stop * len(queries)))
             for begin in range(start, stop, size):
                 end = min(stop, begin + size)
                 part = queries[:, begin - start : end - start]

@@ -12,7 +12,7 @@ import torch
 from ..config import InfiniGenOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
-from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, select_tokens, top_tokens
+from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
 from ..skewing.artifact import SkewArtifact
 from .base import KeyReader, Moment
 from .budget import budget_tokens, check_dense_layers
@@ -38,19 +38,24 @@ class InfiniGenState(PassiveState):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of scoring keys, and of matrices chosen for this sequence alone."""
-        return self._keys.device_bytes
+        """Bytes of scoring keys, and of matrices chosen for this sequence alone, where they lie on the device."""
+        return 0 if self._policy.keys_on_host else self._keys.bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The same, where they lie in host memory."""
+        return self._keys.bytes if self._policy.keys_on_host else 0
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         """Prompt queries q `[H, m, d]`: they only matter to columns chosen from the prompt."""
         if layer not in self._policy.dense_layers:
-            self._keys.observe(layer, q)
+            self._keys.observe(layer, q.to(self._policy.keys_device))
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Keys k `[Hkv, m, d]` enter the scoring keys at slot `start`, skewed once."""
         if layer not in self._policy.dense_layers:
             assert start <= self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
-            self._keys.write(layer, k, start)
+            self._keys.write(layer, k.to(self._policy.keys_device), start)
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """The scoring key of a token moves with its rows."""
@@ -63,12 +68,13 @@ class InfiniGenState(PassiveState):
         if not candidates:
             kv_heads = self._policy.geometry.kv_heads
             return Selection(torch.empty(kv_heads, 0, dtype=torch.int64, device=q.device))
-        scores = self._keys.scores(layer, q, candidates)
+        query = q.to(self._policy.keys_device)
         if options.budget is None:
-            tokens = select_tokens(scores, self._policy.alpha, options.max_fraction)
+            tokens = self._keys.select(layer, query, candidates, self._policy.alpha, options.max_fraction)
         else:
+            scores = self._keys.scores(layer, query, candidates)
             tokens = top_tokens(group_scores(scores, group_lse(scores)), budget_tokens(options.budget, visible))
-        return Selection(tokens + candidates.start if candidates.start else tokens)
+        return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
         """With `max_missed_mass`: the candidates that bring the attention mass outside resident and selected tokens,
@@ -80,13 +86,13 @@ class InfiniGenState(PassiveState):
         if options.max_missed_mass is None or most <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
-        scores = self._keys.scores(layer, q, visible.all)
+        scores = self._keys.scores(layer, q.to(self._policy.keys_device), visible.all)
         first = visible.all.start
         attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
         attended[:, candidates.start - first : candidates.stop - first] = False
-        attended.scatter_(1, selection.tokens - first, True)
+        attended.scatter_(1, selection.tokens.to(scores.device) - first, True)
         extra = extend_selection(scores, attended, options.max_missed_mass, most)
-        return Selection(extra + first) if extra.shape[1] else None
+        return Selection((extra + first).to(q.device)) if extra.shape[1] else None
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
         """Shares the scoring keys until either side writes."""
@@ -99,7 +105,9 @@ class InfiniGenState(PassiveState):
 
 
 class InfiniGen:
-    """The policy for one model: options, and the bases of its sparse layers on the compute device."""
+    """The policy for one model: options, and the bases of its sparse layers where the scoring keys are: on the compute
+    device, or with `keys_on_host` in host memory. There a layer's query goes to the host (4 * H * d bytes) and the
+    selected indices come back (paper §6.2); what is selected is the same."""
 
     name = "infinigen"
     wants_weights = False
@@ -112,8 +120,10 @@ class InfiniGen:
         artifact: SkewArtifact,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        keys_on_host: bool = False,
     ) -> None:
-        """dtype: the model's; scoring is float32 at least.
+        """device: of the scoring keys. dtype: the model's; scoring is float32 at least.
 
         Raises ConfigError where an option does not fit the model, ArtifactError where the artifact has other shapes.
         """
@@ -121,6 +131,7 @@ class InfiniGen:
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
         self.options = replace(options, alpha=self.alpha)
         self.geometry = geometry
+        self.keys_device, self.keys_on_host = device, keys_on_host
         self.moment: Moment = options.source
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = frozenset(options.dense_layers)

@@ -15,6 +15,11 @@ class PassiveState:
         """Nothing is held."""
         return 0
 
+    @property
+    def host_bytes(self) -> int:
+        """Nothing is held."""
+        return 0
+
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         """Nothing to learn from prompt queries `[H, m, d]`."""
 

@@ -27,12 +27,14 @@ ArtifactLoader = Callable[[SkewMethod], SkewArtifact]
 
 @dataclass(frozen=True)
 class _Machine:
-    """What a policy is made for: a model's shape and dtype, a compute device, and where its skew artifacts are."""
+    """What a policy is made for: a model's shape and dtype, a compute device, where its skew artifacts are, and where
+    scoring keys lie."""
 
     geometry: ModelGeometry
     device: torch.device
     dtype: torch.dtype
     artifact: ArtifactLoader
+    keys_on_host: bool
 
 
 Options = Mapping[str, Any]
@@ -55,7 +57,15 @@ def _full(options: Options, machine: _Machine) -> Policy:
 
 def _infinigen(options: Options, machine: _Machine) -> Policy:
     chosen = _infinigen_options(options)
-    return InfiniGen(chosen, machine.geometry, machine.artifact(chosen.skew), machine.device, machine.dtype)
+    place = torch.device("cpu") if machine.keys_on_host else machine.device
+    return InfiniGen(
+        chosen,
+        machine.geometry,
+        machine.artifact(chosen.skew),
+        place,
+        machine.dtype,
+        keys_on_host=machine.keys_on_host,
+    )
 
 
 def _oracle(options: Options, machine: _Machine) -> Policy:
@@ -86,18 +96,18 @@ _MAKERS: dict[str, Callable[[Options, _Machine], Policy]] = {
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
 """Names that `make_policy` knows."""
 
-_PARSERS: dict[str, Callable[[Options], object]] = {
+_PARSERS: dict[str, Callable[[Options], InfiniGenOptions | BudgetOptions | None]] = {
     "full": _no_options,
     "infinigen": _infinigen_options,
     "quest": partial(from_mapping, QuestOptions),
 }
 
 
-def check_options(name: str, options: Options) -> None:
-    """Checks options of the policy `name` without a model. Raises ConfigError as `make_policy`, but for what only a
-    model tells (layers that it does not have)."""
+def parse_options(name: str, options: Options) -> InfiniGenOptions | BudgetOptions | None:
+    """Options of the policy `name`, checked without a model; None for "full", which has none. Raises ConfigError as
+    `make_policy`, but for what only a model tells (layers that it does not have)."""
     check_choice("policy", name, POLICIES)
-    _PARSERS.get(name, partial(from_mapping, BudgetOptions))(options)
+    return _PARSERS.get(name, partial(from_mapping, BudgetOptions))(options)
 
 
 def make_policy(
@@ -108,11 +118,13 @@ def make_policy(
     device: torch.device,
     dtype: torch.dtype,
     artifact: ArtifactLoader,
+    keys_on_host: bool = False,
 ) -> Policy:
     """The policy `name` with `options` (of "infinigen" also the key "preset": "default" or "paper", with the other
-    keys on top) for a model of `geometry` and `dtype` whose compute device is `device`.
+    keys on top) for a model of `geometry` and `dtype` whose compute device is `device`. With `keys_on_host` the scoring
+    keys of "infinigen" lie, and score, in host memory (paper §6.2).
 
     Raises ConfigError for a name or an option that does not exist (with the nearest that does) or does not fit.
     """
     check_choice("policy", name, POLICIES)
-    return _MAKERS[name](options, _Machine(geometry, device, dtype, artifact))
+    return _MAKERS[name](options, _Machine(geometry, device, dtype, artifact, keys_on_host))

@@ -20,10 +20,15 @@ from ..kernels.selection import (
     pack,
     quantise,
     quantised_scores,
+    select_quantised,
+    select_tokens,
     skew,
     unpack,
 )
 from .growing import GrowingTensor
+
+LEARNED_AT_ONCE = 4096
+"""Keys that are skewed and rounded together: a prompt's would take several times the room of the layer's own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +146,7 @@ class ScoringKeys(Protocol):
     """Scoring keys of one sequence, layer by layer."""
 
     @property
-    def device_bytes(self) -> int:
+    def bytes(self) -> int:
         """Bytes allocated for this sequence."""
         ...
 
@@ -166,6 +171,10 @@ class ScoringKeys(Protocol):
         (float64 for a float64 model)."""
         ...
 
+    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
+        """`select_tokens` of those scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        ...
+
     def fork(self) -> ScoringKeys:
         """An independent copy."""
         ...
@@ -187,7 +196,7 @@ class PartialKeys:
         self._lengths: dict[int, int] = {}
 
     @property
-    def device_bytes(self) -> int:
+    def bytes(self) -> int:
         """Keys, and the matrices of columns chosen from the prompt."""
         return sum(keys.nbytes for keys in self._keys.values()) + self._columns.nbytes
 
@@ -205,10 +214,13 @@ class PartialKeys:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
             self._keys[layer] = GrowingTensor((kv_heads, r, 0), 2, self._dtype, self._device)
-        basis, stop = self._bases[layer].key, start + k.shape[1]
-        self._lengths[layer] = max(self.length(layer), stop)
+        basis = self._bases[layer].key
+        self._lengths[layer] = max(self.length(layer), start + k.shape[1])
         data = self._keys[layer].reserve(self._lengths[layer])
-        data[:, :, start:stop] = torch.bmm(basis.transpose(1, 2), k.to(basis.dtype).transpose(1, 2))
+        for rows in k.split(LEARNED_AT_ONCE, dim=1):
+            stop = start + rows.shape[1]
+            data[:, :, start:stop] = torch.bmm(basis.transpose(1, 2), rows.to(basis.dtype).transpose(1, 2))
+            start = stop
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copies a column."""
@@ -218,6 +230,10 @@ class PartialKeys:
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """As `ScoringKeys.scores`; reads r numbers per token and KV head."""
         return dot_scores(self._bases[layer].skew_query(q), self._keys[layer].data[:, :, tokens.start : tokens.stop])
+
+    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
+        """As `ScoringKeys.select`."""
+        return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
 
     def fork(self) -> PartialKeys:
         """Copies on the first write of either side."""
@@ -264,7 +280,7 @@ class QuantisedKeys:
         self._lengths: dict[int, int] = {}
 
     @property
-    def device_bytes(self) -> int:
+    def bytes(self) -> int:
         """Packed keys."""
         return sum(packed.nbytes for packed in self._packed.values())
 
@@ -277,10 +293,18 @@ class QuantisedKeys:
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skews, quantises and packs keys k `[Hkv, m, d]`; other tokens in the same bytes keep their codes."""
+        if layer not in self._packed:
+            shape = (k.shape[0], 0, self._quantisers[layer].mean.shape[1])
+            self._packed[layer] = GrowingTensor(shape, 1, torch.int8, self._device)
+        self._packed[layer].reserve(-(-max(self.length(layer), start + k.shape[1]) // self._fields))
+        for rows in k.split(LEARNED_AT_ONCE, dim=1):
+            self._write(layer, rows, start)
+            start += rows.shape[1]
+
+    def _write(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """`write` of as many keys as are rounded together."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
-        if layer not in self._packed:
-            self._packed[layer] = GrowingTensor((kv_heads, 0, d), 1, torch.int8, self._device)
         first, last = start // self._fields, -(-(start + added) // self._fields)
         begun, known = start - first * self._fields, self.length(layer)
         self._lengths[layer] = max(known, start + added)
@@ -303,13 +327,25 @@ class QuantisedKeys:
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """As `ScoringKeys.scores`; reads bits * d / 8 bytes per token and KV head."""
+        packed, within = self._bytes_of(layer, tokens)
         quantiser = self._quantisers[layer]
-        first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         skewed = quantiser.basis.skew_query(q)
-        packed = self._packed[layer].data[:, first:last]
-        out = quantised_scores(skewed, packed, quantiser.mean, quantiser.step, self._bits)
+        return quantised_scores(skewed, packed, quantiser.mean, quantiser.step, self._bits)[:, :, within]
+
+    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
+        """As `ScoringKeys.select`."""
+        packed, within = self._bytes_of(layer, tokens)
+        quantiser = self._quantisers[layer]
+        skewed = quantiser.basis.skew_query(q)
+        return select_quantised(
+            skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction
+        )
+
+    def _bytes_of(self, layer: int, tokens: range) -> tuple[torch.Tensor, slice]:
+        """The packed keys `[Hkv, m, d]` that hold `tokens`, and where these are among the codes."""
+        first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
-        return out[:, :, begin : begin + len(tokens)]
+        return self._packed[layer].data[:, first:last], slice(begin, begin + len(tokens))
 
     def fork(self) -> QuantisedKeys:
         """Copies on the first write of either side."""

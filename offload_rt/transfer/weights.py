@@ -1,0 +1,221 @@
+"""Weights that do not fit the device: whole decoder layers stay in host memory and cross the link when they are needed,
+a layer ahead (the paper's OPT-30B on a 24 GB card keeps 30 % of its weights in host memory).
+
+Bytes per pass over the layers (a decode step of any batch, or a prefill): the streamed layers' weights, once. With the
+link as the bottleneck a step takes no less than these bytes over its rate, whatever the device computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from ..core import ModelGeometry
+from ..models.adapter import ModelAdapter
+from ..models.weights import ALIGNMENT, layer_bytes
+from ..pool.arena import page_lock, reserve
+from .lanes import Lane, Mark
+
+BUFFERS = 2
+"""Streamed layers on the device at once: the one that computes, and the one that speculation already asks and that
+computes next."""
+
+
+class WeightStream:
+    """The parameters of some decoder layers, each layer a block in host memory (page-locked on CUDA), and `BUFFERS`
+    device buffers into which blocks are copied. A layer's modules are never exchanged: while its block is in a buffer
+    its parameters are views of the buffer, else views of the host block.
+
+    Order. A block is copied in the lane behind everything queued on the compute stream so far, so nothing still reads
+    what it overwrites; compute is held behind the copy when the layer is first used. `begin(l)` says that all layers
+    before l have been queued: only then is a buffer given to the next streamed layer.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], streamed: Collection[int], device: torch.device, lane: Lane
+    ) -> None:
+        """Takes the parameters of `layers[i]`, i in `streamed`, all in host memory, out of where they lie; a block at
+        a time is held twice. MemoryLimitError where the host memory cannot be had."""
+        assert len(streamed) > BUFFERS, "fewer would take no more room where they run"
+        self._order = sorted(streamed)
+        self._lane = lane
+        size = max(layer_bytes(layers[layer]) for layer in self._order)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._blocks = {layer: _Block(layers[layer], self._buffers, device.type == "cuda") for layer in self._order}
+        self._held: list[int | None] = [None] * BUFFERS
+        self._arriving: list[Mark | None] = [None] * BUFFERS
+        self._current = 0
+        self.bytes = 0
+        """What has crossed the link so far."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The streamed layers."""
+        return tuple(self._order)
+
+    @property
+    def device_bytes(self) -> int:
+        """The buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def numbers(self) -> int:
+        """Bytes of the streamed weights themselves, without what aligns them."""
+        return sum(block.numbers for block in self._blocks.values())
+
+    def use(self, layer: int) -> None:
+        """What is queued from now on may read the parameters of `layer`, a layer of the model, streamed or not."""
+        if layer not in self._blocks:
+            return
+        if layer not in self._held:
+            self._load(layer, keep=(self._current,))
+        slot = self._held.index(layer)
+        if (mark := self._arriving[slot]) is not None:
+            self._lane.hold_compute(mark)
+            self._arriving[slot] = None
+
+    def begin(self, layer: int) -> None:
+        """`layer` computes from now on, and no layer before it: the buffers are for it and the next ones, past the last
+        layer the first of the next pass."""
+        self._current = layer
+        following = itertools.chain((s for s in self._order if s >= layer), self._order)
+        wanted = list(itertools.islice(following, BUFFERS))
+        for upcoming in wanted:
+            if upcoming not in self._held:
+                self._load(upcoming, keep=wanted)
+
+    def _load(self, layer: int, keep: Collection[int]) -> None:
+        """Starts the copy of `layer` into a buffer that holds none of `keep`."""
+        slot = next(slot for slot, held in enumerate(self._held) if held is None or held not in keep)
+        if (before := self._held[slot]) is not None:
+            self._blocks[before].look_at(None)
+        block = self._blocks[layer]
+        with self._lane.behind_compute():
+            self._buffers[slot][: block.bytes].copy_(block.host, non_blocking=True)
+            self._arriving[slot] = self._lane.mark()
+        block.look_at(slot)
+        self._held[slot] = layer
+        self.bytes += block.bytes
+
+    def check_integrity(self) -> None:
+        """Asserts that every parameter looks where its block is."""
+        held = [layer for layer in self._held if layer is not None]
+        assert len(set(held)) == len(held)
+        for layer, block in self._blocks.items():
+            block.check_integrity(self._held.index(layer) if layer in held else None)
+
+
+class _Block:
+    """One layer's parameters, one behind the other in memory of the host's own, with views of them there and in every
+    buffer; each keeps its strides."""
+
+    def __init__(self, layer: nn.Module, buffers: Sequence[torch.Tensor], pin: bool) -> None:
+        self.bytes = layer_bytes(layer)
+        memory = reserve(self.bytes, "weights that do not fit the device")
+        self.host = torch.frombuffer(memory, dtype=torch.uint8)
+        if pin:
+            page_lock(self.host, self)
+        self._weights = list(layer.parameters())
+        self.numbers = sum(weight.nbytes for weight in self._weights)
+        self._at_host = self._views(self.host)
+        self._in_buffers = [self._views(buffer) for buffer in buffers]
+        for weight, view in zip(self._weights, self._at_host, strict=True):
+            view.copy_(weight.data)
+        self.look_at(None)
+
+    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        views, at = [], 0
+        for weight in self._weights:
+            dense = sum((size - 1) * step for size, step in zip(weight.shape, weight.stride(), strict=True)) + 1
+            assert dense == weight.numel(), "a weight with gaps between its numbers"
+            numbers = memory[at : at + weight.nbytes].view(weight.dtype)
+            views.append(numbers.as_strided(weight.shape, weight.stride()))
+            at += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
+        return views
+
+    def look_at(self, slot: int | None) -> None:
+        """The parameters are those in buffer `slot`, or with None those in host memory."""
+        for weight, view in zip(self._weights, self._at_host if slot is None else self._in_buffers[slot], strict=True):
+            weight.data = view
+
+    def check_integrity(self, slot: int | None) -> None:
+        """Asserts that the parameters look at `slot`."""
+        views = self._at_host if slot is None else self._in_buffers[slot]
+        assert all(w.data_ptr() == view.data_ptr() for w, view in zip(self._weights, views, strict=True))
+
+
+class StreamedAdapter:
+    """`ModelAdapter` of a model some of whose layers are in a `WeightStream`: before a layer's modules are called, its
+    weights are brought over. `qkv` and `key_value` are only ever called for the layer that computes, `query` and
+    `attention_input` also to speculate about the one after it: so the former say that a layer begins."""
+
+    def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:
+        self._inner, self._stream = inner, stream
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The model's."""
+        return self._inner.geometry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self._inner.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._inner.device
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's, `[T, D]`."""
+        return self._inner.embed(tokens, positions)
+
+    def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's, `[T, D]`."""
+        self._stream.use(layer)
+        return self._inner.attention_input(layer, hidden)
+
+    def qkv(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The model's q `[H, T, d]`, k and v `[Hkv, T, d]`; the layer begins."""
+        self._begin(layer)
+        return self._inner.qkv(layer, attention_input, positions)
+
+    def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's, `[H, T, d]`."""
+        self._stream.use(layer)
+        return self._inner.query(layer, attention_input, positions)
+
+    def key_value(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's, each `[Hkv, T, d]`; the layer begins."""
+        self._begin(layer)
+        return self._inner.key_value(layer, attention_input, positions)
+
+    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+        """As the model's; no weight is read."""
+        return self._inner.turned(k, offset)
+
+    def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The model's, `[T, D]`."""
+        self._stream.use(layer)
+        return self._inner.after_attention(layer, hidden, attended)
+
+    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+        """The model's, `[T, D]`."""
+        self._stream.use(layer)
+        return self._inner.mlp(layer, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's, `[T, V]`; the head is always on the device."""
+        return self._inner.logits(hidden)
+
+    def _begin(self, layer: int) -> None:
+        self._stream.begin(layer)
+        self._stream.use(layer)
