@@ -8,22 +8,25 @@ from typing import Any
 
 import torch
 
+from ..config import InfiniGenOptions
+from ..runtime.requirements import scoring_bytes
+from ..select.scoring import kept_columns
 from .figures import picture
-from .perplexity import PerplexityConfig, about, measure_all
+from .perplexity import COST, WHAT, PerplexityConfig, about, measure_all
 from .report import Column, Report, Row
 from .subject import Subject, Variant
 
 
-def parts(budget: float, dtype: torch.dtype) -> list[tuple[str, Variant]]:
-    """(what is replaced, variant) at one budget: the default first. "equal bytes" is the partial scorer with as many
-    columns as take the bytes of int4 or int2 keys in the model's dtype."""
+def parts(budget: float) -> list[tuple[str, Variant]]:
+    """(what is replaced, variant) at one budget: the default first. "bytes of int4" is the partial scorer with as many
+    columns as take the bytes of int4 keys, at 16 bits a number."""
     base: dict[str, Any] = {"budget": budget}
 
     def ours(**options: Any) -> Variant:
         return Variant("infinigen", base | options)
 
     def bytes_of(bits: int) -> float:
-        return bits / (8 * dtype.itemsize)
+        return bits / 16
 
     return [
         ("default", ours()),
@@ -58,10 +61,12 @@ def run_ablation(
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Writes ablation.json, .csv, .md and a picture; rows that `out` holds are not measured again."""
-    named = [(what, variant) for budget in budgets for what, variant in parts(budget, subject.loaded.adapter.dtype)]
-    rows = measure_all(subject, text, [Variant("full"), *(variant for _, variant in named)], config, out, say)
+    named = [(what, variant) for budget in budgets for what, variant in parts(budget)]
+    variants = [Variant("full"), *(variant for _, variant in named)]
+    rows = measure_all(subject, text, name, variants, config, out, say)
     rows = [rows[0] | {"part": "full"}, *(r | {"part": what} for (what, _), r in zip(named, rows[1:], strict=True))]
-    for row in rows:
+    for variant, row in zip(variants, rows, strict=True):
+        row["scoring_keys"] = scoring_share(subject, variant, config.context)
         if row["missed"] is not None:
             row |= {"caught": 1 - row["missed"], "caught_worst": 1 - row["missed_worst"]}
     title = f"Parts of the selection replaced, {subject.name} on {name}"
@@ -70,6 +75,22 @@ def run_ablation(
     for budget in budgets:
         _draw(title, [r for r in rows if r["budget"] == budget], budget, out)
     return report
+
+
+def scoring_share(subject: Subject, variant: Variant, context: int) -> float | None:
+    """Bytes of scoring keys, static scales included, over those of K and V in the same layers, both for a model of 16
+    bits a number and `context` tokens; None where the policy has no scoring keys."""
+    if variant.policy != "infinigen":
+        return None
+    options = dict(variant.options)
+    options.pop("skew", None)  # takes no part in the size
+    chosen, geometry = InfiniGenOptions.preset(options.pop("preset", "default"), **options), subject.geometry
+    layers = geometry.layers - len(chosen.dense_layers)
+    keys = scoring_bytes(geometry, torch.bfloat16, context, chosen)
+    if chosen.scorer != "partial":
+        columns = kept_columns(chosen.partial_ratio if chosen.scorer == "int8" else 1.0, geometry.head_dim)
+        keys += layers * geometry.kv_heads * columns * 2 * torch.float32.itemsize  # mean and step of each column
+    return keys / (geometry.kv_bytes(context, torch.bfloat16) * layers / geometry.layers)
 
 
 def _draw(title: str, rows: list[Row], budget: float, out: Path) -> None:
@@ -88,11 +109,11 @@ def _draw(title: str, rows: list[Row], budget: float, out: Path) -> None:
 
 
 COLUMNS = (
+    *WHAT[:-1],
     Column("part", "part"),
     Column("budget", "budget", ".0%"),
-    Column("dense layers", "dense_layers"),
-    Column("attended, sparse layers", "sparse_attended", ".1%"),
-    Column("link, sparse layers", "sparse_link", ".1%"),
+    *COST,
+    Column("scoring keys, of 16-bit KV", "scoring_keys", ".1%"),
     Column("caught mass", "caught", ".3f"),
     Column("worst layer", "caught_worst", ".3f"),
     Column("output error", "output_error", ".3f"),
@@ -104,5 +125,6 @@ COLUMNS = (
 NOTES = (
     "Every row keeps the default in all parts but the named one. Caught mass: attention inside the attended rows;",
     "output error: |out - exact| / |exact| of the attention output; both over selecting layers. Intervals: paired",
-    "bootstrap over windows.",
+    "bootstrap over windows. Scoring keys: with their scales, in a model of 16 bits a number, over K and V of the same",
+    "layers.",
 )

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..core import CHUNK
 from ..errors import ConfigError
-from .perplexity import COLUMNS as PERPLEXITY_COLUMNS
-from .perplexity import PerplexityConfig, about, compare, measure_all, shown_interval
+from .perplexity import COST, WHAT, PerplexityConfig, about, compare, measure_all, shown_interval
 from .report import Column, Report, Row
 from .subject import Subject, Variant
 
@@ -78,7 +77,7 @@ def run_bounded_pool(
     measured again. `options` are infinigen's."""
     pool_bytes = subject.geometry.kv_bytes(config.slots, subject.loaded.adapter.dtype)
     named = variants(pool_bytes, options or {})
-    measured = measure_all(subject, text, [variant for _, variant in named], config.perplexity, out, say)
+    measured = measure_all(subject, text, name, [variant for _, variant in named], config.perplexity, out, say)
     unlimited = measured[1]
     rows: list[Row] = []
     for (eviction, variant), row in zip(named, measured, strict=True):
@@ -96,14 +95,15 @@ def run_bounded_pool(
     return report
 
 
-_FROM_PERPLEXITY = {column.key: column for column in PERPLEXITY_COLUMNS}
-
 COLUMNS = (
-    Column("policy", "variant"),
+    *WHAT[:-1],
+    Column("policy", "policy"),
     Column("eviction", "eviction"),
     Column("pool", "pool", ".1%"),
-    *(_FROM_PERPLEXITY[key] for key in ("dense_layers", "attended", "sparse_attended", "link", "sparse_link")),
-    *(_FROM_PERPLEXITY[key] for key in ("missed", "perplexity", "perplexity_error")),
+    *COST,
+    Column("missed mass", "missed", ".3f"),
+    Column("perplexity", "perplexity", ".3f"),
+    Column("± SE", "perplexity_error", ".3f"),
     Column("against no limit, all decoded tokens [95 %]", "against_unlimited_shown"),
     Column("perplexity, tokens after the pool is full", "tail_perplexity", ".3f"),
     Column("against no limit [95 %]", "tail_against_unlimited_shown"),

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from ..config import check_choice
@@ -22,8 +23,23 @@ ENGINE = ("host_memory", "eviction", "kv_format")
 Say = Callable[[str], None]
 
 
+EXAMPLES = """examples:
+  offload-rt eval reference --perplexity BOOK --policies infinigen,h2o --budgets 0.05,0.1 --set recent=16 --out DIR
+  offload-rt eval reference --perplexity BOOK --variant 'full kv_format=int4' \\
+      --variant 'infinigen host_memory=6MiB eviction=lru' --out DIR
+  offload-rt eval reference --bounded-pool BOOK --windows 16 --out DIR      (fifo, lru, counter in 80 % of the KV cache)
+  offload-rt eval reference --retrieval --book BOOK --lengths 1k,2k --budgets 0.05,0.1 --set recent=16 --out DIR
+  offload-rt eval reference --ablation BOOK --budgets 0.1,0.2 --windows 8 --out DIR
+  OFFLOAD_RT_DATA=DATA offload-rt eval reference --dtype float32 --tasks piqa_local,copa_local --num-fewshot 5 \\
+      --limit 50 --policies infinigen,quest --budgets 0.1 --harness-class --out DIR
+"""
+
+
 def eval_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `offload-rt eval` (MODEL and --dtype are there already)."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "\n".join(wrap(parser.description or "", 100))
+    parser.epilog = EXAMPLES
     what = parser.add_argument_group("what to measure (one or several)")
     what.add_argument("--perplexity", metavar="FILE", help="perplexity of a text under each policy")
     what.add_argument("--retrieval", action="store_true", help="needles hidden in the text of --book")
@@ -32,6 +48,9 @@ def eval_flags(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--analysis", metavar="FILE", help="pictures of attention on a text, as the paper's figures")
     what.add_argument("--ablation", metavar="FILE", help="each part of the selection replaced in turn, on a text")
+    what.add_argument(
+        "--bounded-pool", metavar="FILE", help="perplexity of a text in a pool too small, by what gives way"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="results; a rerun goes on with what is missing")
     _variant_flags(parser.add_argument_group("policies"))
     size = parser.add_argument_group("size")
@@ -84,9 +103,10 @@ def _variant_flags(group: Any) -> None:
 
 def run_eval(args: argparse.Namespace, read_text: Callable[[str], str], say: Say) -> int:
     """Measures what `args` asks for. Raises OffloadError for anything that cannot be measured as asked."""
-    asked = [name for name in ("perplexity", "retrieval", "tasks", "analysis", "ablation") if getattr(args, name)]
+    asked = [name for name in _MEASURES if getattr(args, name)]
     if not asked:
-        raise ConfigError("nothing to measure: give --perplexity FILE, --retrieval, --tasks, --analysis or --ablation")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in _MEASURES)
+        raise ConfigError(f"nothing to measure: give one or several of {flags}")
     variants = make_variants(args.policies, args.budgets, args.set, args.variant)
 
     from .subject import Subject
@@ -157,12 +177,23 @@ def _ablation(
     return run_ablation(subject, read_text(args.ablation), name, budgets, config, Path(args.out), say)
 
 
+def _bounded_pool(
+    subject: Subject, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
+) -> Report:
+    from .bounded_pool import BoundedPoolConfig, run_bounded_pool
+
+    config = BoundedPoolConfig(**_given(args, ("context", "windows")))
+    options, name = _settings(args.set), Path(args.bounded_pool).name
+    return run_bounded_pool(subject, read_text(args.bounded_pool), name, config, Path(args.out), say, options)
+
+
 _MEASURES: dict[str, Callable[..., Report]] = {
     "perplexity": _perplexity,
     "retrieval": _retrieval,
     "tasks": _tasks,
     "analysis": _analysis,
     "ablation": _ablation,
+    "bounded_pool": _bounded_pool,
 }
 
 

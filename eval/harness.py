@@ -66,9 +66,10 @@ def run_tasks(
             row = store.get(key)
             if row is None:
                 model = model or make_model(subject, variant, config)
-                row = measure(model, task, config) | subject.identity | {"task": task, "variant": label}
-                row |= {"dense_layers": sorted(subject.policy(variant).dense_layers)} if variant else {}
+                row = measure(model, task, config)
                 store.put(key, row)
+            row = (subject.describe(variant) if variant else subject.identity | {"variant": label}) | row
+            row |= {"task": task}
             base.setdefault(task, row)
             rows.append(row | compare(row, base[task]))
             say(f"{task}, {label}: {rows[-1]['metrics_shown']}")
@@ -204,12 +205,14 @@ def _change(name: str, values: Sequence[Any], base: Sequence[Any]) -> list[float
 
 
 COLUMNS = (
+    Column("model", "model"),
     Column("task", "task"),
     Column("policy", "variant"),
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
     Column("link", "link", ".1%"),
     Column("documents", "documents"),
+    Column("requests", "requests"),
     Column("metrics ± SE", "metrics_shown"),
     Column("against full [95 %]", "changes_shown"),
     Column("same answer as full", "agreement", ".1%"),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from .subject import Subject, Text, encode_text
+from .subject import Subject, Text
 
 Rng = np.random.Generator
 
@@ -130,7 +130,7 @@ class Haystack:
 
     def __init__(self, subject: Subject, book: str) -> None:
         self._tokenizer: Any = subject.loaded.tokenizer
-        ids, _, self._lead = encode_text(subject, book)
+        ids, _, self._lead = subject.encode(book)
         self._ids = ids
         stops = {i for mark in (".", "!", "?") for i in self._piece(mark)[-1:]}
         self._starts = np.array([i + 1 for i, token in enumerate(ids[:-1]) if token in stops])

@@ -1,17 +1,20 @@
-"""Counterparts of the paper's tables and figures for a model of ours: one command, `make paper`.
+"""Counterparts of the paper's tables and figures for models of ours: one command, `make paper`.
 
-    python -P -m offload_rt.eval.paper --out eval/results --book BOOK [--models reference ...] [--quick]
+    python -P -m offload_rt.eval.paper --out eval/results --book BOOK [--models reference ...] [--processes 2] [--quick]
 
-Each picture is named by what it shows, has its data beside it, and stands in a folder named by the model. What is done
-is not done again. Accuracy axes are needles found and perplexity; harness tasks too where their files are.
+Each picture is named by what it shows, has its data beside it, and stands in a folder named by the model. Rows are kept
+by what they were measured with, the model's fingerprint among it: what is done is not done again, and another model is
+measured anew. Accuracy axes are needles found and perplexity; harness tasks too where their files are.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -21,37 +24,46 @@ from ..core import CHUNK
 from ..errors import OffloadError
 from .ablation import run_ablation
 from .analysis import run_analysis
+from .bounded_pool import EVICTIONS, LIMIT, BoundedPoolConfig, run_bounded_pool
 from .figures import lines, picture
-from .perplexity import COLUMNS, NOTES, PerplexityConfig, about, cut_windows, measure_all, run_perplexity
-from .report import Column, Report, Row, RowStore
+from .perplexity import COLUMNS, NOTES, PerplexityConfig, cut_windows, measure_all, run_perplexity
+from .report import Report, Row, RowStore
 from .retrieval import RetrievalConfig, run_retrieval
 from .subject import Subject, Variant, grid, text_digest
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
+FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
 """Resident tokens of every policy where budgets are compared: few enough that the smallest budget can select."""
-
-LIMIT = 0.8
-"""Of the full KV cache, in Table 2."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. context: tokens; length: of a needle's passage."""
+    """How much is measured. context: tokens of a window; windows: of the perplexity of all policies, the other tables'
+    are given by themselves; lengths, passages: of needles; limit: documents of a harness task; timed_tokens: of each of
+    three timings."""
 
     context: int = 2048
-    windows: int = 16
-    length: int = 1024
-    passages: int = 16
+    windows: int = 24
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
-    limit: int = 50
-    timed_tokens: int = 64
+    length_windows: int = 8
+    pool_windows: int = 16
+    ablation_windows: int = 8
+    lengths: tuple[int, ...] = (1024, 2048)
+    passages: int = 16
+    limit: int = 25
+    timed_tokens: int = 32
 
 
-QUICK = Size(context=1024, windows=4, passages=6, budgets=(0.05, 0.1), limit=10, timed_tokens=16)
+SIBLING = Size(
+    windows=12, budgets=(0.1, 0.2), length_windows=4, pool_windows=8, ablation_windows=6, lengths=(1024,), passages=10
+)
+"""Of every model but the first."""
+
+QUICK = Size(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
 
 
 @dataclass(frozen=True)
@@ -70,86 +82,68 @@ class Paper:
         """For pictures."""
         return f"{self.subject.name} on {self.name}"
 
-    def run(self, tasks: bool) -> None:
-        """Everything; harness tasks only with `tasks`."""
-        steps = [
-            self.attention,
-            self.grid_of_policies,
-            self.lengths,
-            self.pool_limit,
-            self.retrieval,
-            self.sensitivity,
-            self.ablation,
-        ]
-        for step in [*steps, *([self.tasks] if tasks else [])]:
-            began = time.monotonic()
-            self.say(f"{self.title}: {(step.__doc__ or step.__name__).splitlines()[0]}")
-            step()
-            self.say(f"  took {time.monotonic() - began:.0f} s")
+    def run(self, steps: Sequence[str]) -> None:
+        """Makes what the named steps (of STEPS) stand for."""
+        for name in steps:
+            began, step = time.monotonic(), STEPS[name]
+            step(self)
+            took = time.monotonic() - began
+            self.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
 
     def attention(self) -> None:
         """Table 1, Figures 4, 5, 13, 17b, 20: what attention looks like."""
         context = self.size.context
-        config = PerplexityConfig(context, max(1, self.size.windows // 8), decode_from=context // 8)
+        config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
         run_analysis(self.subject, self.book, self.name, config, self.out, self.say)
 
-    def grid_of_policies(self) -> None:
-        """Figures 12 and 19a: perplexity by attended share, and along the text; full with rounded KV beside it."""
+    def perplexity(self) -> None:
+        """Figures 12 and 19a: perplexity by attended share and along the text; rounded rows beside it."""
         config = PerplexityConfig(self.size.context, self.size.windows)
-        run_perplexity(
-            self.subject, self.book, self.name, grid(POLICIES, self.size.budgets, WINDOW), config, self.out, self.say
-        )
+        run_perplexity(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
+
+    def _compared(self) -> list[Variant]:
+        """Every policy at every budget; full and infinigen at a tenth with rows rounded in the pool and on the link."""
+        rounded: list[Variant] = []
+        for kv_format in FORMATS:
+            engine = {"kv_format": kv_format}
+            rounded += [Variant("full", {}, engine), Variant("infinigen", WINDOW | {"budget": 0.1}, engine)]
+        return grid(POLICIES, self.size.budgets, WINDOW) + rounded
 
     def lengths(self) -> None:
         """Figure 19b: perplexity by context, 64 tokens attended."""
         series: dict[str, list[tuple[float, float]]] = {}
         rows: list[Row] = []
-        contexts = [c for c in (256, 512, 1024, 2048, 4096) if c <= self.size.context]
-        for context in contexts:
+        for context in (c for c in (256, 512, 1024, 2048, 4096) if c <= self.size.context):
             options: dict[str, Any] = WINDOW | {"budget": 64 / context}
             variants = [Variant("full"), *(Variant(policy, options) for policy in POLICIES)]
-            config = PerplexityConfig(context, self.size.windows)
-            measured = measure_all(self.subject, self.book, variants, config, self.out, self.say)
-            rows += [row | {"context": context} for row in measured]
+            config = PerplexityConfig(context, self.size.length_windows)
+            measured = measure_all(self.subject, self.book, self.name, variants, config, self.out, self.say)
+            rows += measured
             for row in measured:
                 series.setdefault(row["policy"], []).append((context, row["perplexity"]))
         title = f"Perplexity by context with 64 tokens attended, {self.title}"
         with picture(self.out / "perplexity_by_context_with_64_tokens.png", title, series) as (axis,):
             lines(axis, series, x="tokens of a window", y="perplexity")
             axis.set_xscale("log", base=2)
-        columns = (Column("context", "context"), *COLUMNS)
         shared = {**self.subject.identity, "text": self.name, "text_digest": text_digest(self.book)}
-        Report("perplexity_by_context", title, shared, columns, rows, NOTES).write(self.out)
+        Report("perplexity_by_context", title, shared, COLUMNS, rows, NOTES).write(self.out)
 
     def pool_limit(self) -> None:
         """Table 2: a pool of 80 % of the KV cache; perplexity, and needles that are old when they are asked for."""
-        config = PerplexityConfig(self.size.context, max(2, self.size.windows // 4), self.size.context // 2)
-        variants, limit = self._bounded(self.size.context)
-        rows = measure_all(self.subject, self.book, variants, config, self.out, self.say)
-        title = f"Perplexity with a pool of {LIMIT:.0%} of the KV cache, {self.title}"
-        shared = about(self.subject, self.book, self.name, config) | {"pool_bytes": limit}
-        Report("perplexity_with_a_bounded_pool", title, shared, COLUMNS, rows, NOTES).write(self.out)
-        kinds = ("single", "several queries")
-        passages = max(1, self.size.passages // 2)
-        needles = RetrievalConfig((self.size.length,), passages, kinds, prefilled=0.6)
-        variants, _ = self._bounded(self.size.length)
+        config = BoundedPoolConfig(self.size.context, self.size.pool_windows)
+        run_bounded_pool(self.subject, self.book, self.name, config, self.out, self.say)
+        length, kinds = self.size.lengths[0], ("single", "several queries")
+        limit = int(LIMIT * length) // CHUNK * self.subject.geometry.kv_bytes(CHUNK, self.subject.loaded.adapter.dtype)
+        bounded = [Variant("infinigen", {}, {"host_memory": limit, "eviction": e}) for e in EVICTIONS.values()]
+        needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
         out = self.out / "needles_with_a_bounded_pool"
+        variants = [Variant("full"), Variant("infinigen"), *bounded]
         run_retrieval(self.subject, self.book, self.name, variants, needles, out, self.say)
-
-    def _bounded(self, context: int) -> tuple[list[Variant], int]:
-        """full, infinigen without a limit and with each eviction policy; the limit in bytes, whole chunks."""
-        chunks = int(LIMIT * context) // CHUNK
-        limit = chunks * self.subject.geometry.kv_bytes(CHUNK, self.subject.loaded.adapter.dtype)
-        evictions: list[Any] = ["counter", "lru", "fifo", {"policy": "fifo", "protect": "none"}]
-        bounded = [Variant("infinigen", {}, {"host_memory": limit, "eviction": eviction}) for eviction in evictions]
-        return [Variant("full"), Variant("infinigen"), *bounded], limit
 
     def retrieval(self) -> None:
         """Figure 11's question on needles: accuracy by attended share."""
-        config = RetrievalConfig((self.size.length,), self.size.passages)
-        run_retrieval(
-            self.subject, self.book, self.name, grid(POLICIES, self.size.budgets, WINDOW), config, self.out, self.say
-        )
+        config = RetrievalConfig(self.size.lengths, self.size.passages)
+        run_retrieval(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def sensitivity(self) -> None:
         """Figures 13 and 17: needles found by skew, alpha and partial ratio, with the cost of each."""
@@ -157,7 +151,7 @@ class Paper:
         skews = [Variant("infinigen", ours | {"budget": 0.2, "skew": skew}) for skew in ("svd", "balanced", "none")]
         alphas = [Variant("infinigen", {"alpha": float(a), "max_fraction": 1.0}) for a in (1, 2, 3, 4, 5, 7, 9)]
         ratios = [Variant("infinigen", {"scorer": "partial", "partial_ratio": r}) for r in (0.1, 0.2, 0.3, 0.5, 0.9)]
-        config = RetrievalConfig((self.size.length,), self.size.passages)
+        config = RetrievalConfig(self.size.lengths[:1], max(1, self.size.passages // 2))
         variants = [Variant("full"), *skews, *alphas, *ratios]
         out = self.out / "sensitivity"
         rows = run_retrieval(self.subject, self.book, self.name, variants, config, out, self.say).rows
@@ -194,12 +188,12 @@ class Paper:
             "suite": "cost",
             **self.subject.identity,
             "variant": self.subject.key(variant),
-            "length": self.size.length,
+            "length": self.size.lengths[0],
         }
         row = store.get(key)
         if row is None:
-            tokens = self.size.timed_tokens
-            config = PerplexityConfig(self.size.length, 1, self.size.length - tokens - 1)
+            tokens, length = self.size.timed_tokens, self.size.lengths[0]
+            config = PerplexityConfig(length, 1, length - tokens - 1)
             text = cut_windows(self.subject, self.book, config)[0].text
             llm = self.subject.llm(variant)
             prompt, rest = text.tokens[: text.scored_from], text.tokens[text.scored_from :]
@@ -213,7 +207,8 @@ class Paper:
 
     def ablation(self) -> None:
         """Figure 13's question: each part of the selection replaced."""
-        config = PerplexityConfig(self.size.context, max(2, self.size.windows // 2))
+        context = self.size.context
+        config = PerplexityConfig(context, self.size.ablation_windows, decode_from=context * 7 // 8)
         run_ablation(self.subject, self.book, self.name, (0.1, 0.2), config, self.out, self.say)
 
     def tasks(self) -> None:
@@ -222,14 +217,60 @@ class Paper:
 
         config = TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit)
         variants = grid(("infinigen", "h2o"), self.size.budgets[:2], WINDOW)
-        report = run_tasks(self.subject, variants, config, self.out, own_class=True, say=self.say)
+        report = run_tasks(self.subject, variants, config, self.out, say=self.say)
         series: dict[str, list[tuple[float, float]]] = {}
         for row in report.rows:
-            if row["attended"] is not None:
-                name = f"{row['task'].removesuffix('_local')}, {row['variant'].split()[0]}"
-                series.setdefault(name, []).append((row["attended"], row["metrics"]["acc"][0]))
+            name = f"{row['task'].removesuffix('_local')}, {row['policy']}"
+            series.setdefault(name, []).append((row["attended"], row["metrics"]["acc"][0]))
         with picture(self.out / "task_accuracy_by_attended_share.png", report.title, series) as (axis,):
             lines(axis, series, x="attended share, all layers", y="accuracy", percent="xy")
+
+
+STEPS: dict[str, Callable[[Paper], None]] = {
+    "perplexity": Paper.perplexity,
+    "retrieval": Paper.retrieval,
+    "pool_limit": Paper.pool_limit,
+    "ablation": Paper.ablation,
+    "sensitivity": Paper.sensitivity,
+    "lengths": Paper.lengths,
+    "attention": Paper.attention,
+    "tasks": Paper.tasks,
+}
+"""What is made, by name; the longest first."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step for one model, for a process of its own."""
+
+    model: str
+    step: str
+    size: Size
+    book: Path
+    out: Path
+
+    def __call__(self) -> str:
+        """Runs it; its name."""
+        subject = Subject(self.model, batch=1)
+        out = self.out / Path(self.model).name
+        Paper(subject, self.book.read_text(encoding="utf-8"), self.book.name, self.size, out, _say).run([self.step])
+        return f"{self.model}: {self.step}"
+
+
+def run_jobs(jobs: Sequence[Job], processes: int) -> None:
+    """Runs the jobs in order, `processes` at a time, each with the threads that this process' environment gives it.
+    What the first failed one raises is raised, after those that run have ended."""
+    if processes == 1:
+        for job in jobs:
+            job()
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        began, waiting = time.monotonic(), [pool.submit(job) for job in jobs]
+        try:
+            for done, future in enumerate(as_completed(waiting), start=1):
+                _say(f"{done} of {len(jobs)} done after {(time.monotonic() - began) / 60:.1f} min ({future.result()})")
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -237,17 +278,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=Path("eval") / "results")
     parser.add_argument("--book", type=Path, help="a text the model was not trained on (default: the packaged one)")
-    parser.add_argument("--models", nargs="+", default=["reference"])
+    parser.add_argument("--models", nargs="+", default=["reference"], help="the first is measured most thoroughly")
+    parser.add_argument("--steps", nargs="+", choices=list(STEPS), help="what to make (default: all but tasks)")
     parser.add_argument("--tasks", action="store_true", help="harness tasks too (files in $OFFLOAD_RT_DATA/tasks)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="steps side by side (1)")
     parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
     args = parser.parse_args(arguments)
-    path = args.book or Path(str(files("offload_rt").joinpath("data", "black_arrow.txt")))
+    book = args.book or Path(str(files("offload_rt").joinpath("data", "black_arrow.txt")))
+    steps = args.steps or [step for step in STEPS if step != "tasks" or args.tasks]
+    sizes = [QUICK if args.quick else SIBLING if i else Size() for i in range(len(args.models))]
+    jobs = [Job(m, step, size, book, args.out) for m, size in zip(args.models, sizes, strict=True) for step in steps]
     try:
-        book = path.read_text(encoding="utf-8")
-        for model in args.models:
-            size = QUICK if args.quick else Size()
-            out = args.out / Path(model).name
-            Paper(Subject(model, batch=1), book, path.name, size, out, _say).run(args.tasks)
+        run_jobs(jobs, max(1, args.processes))
     except (OffloadError, OSError) as error:
         print(f"paper: {error}", file=sys.stderr)
         return 2

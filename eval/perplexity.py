@@ -14,7 +14,7 @@ from ..errors import ConfigError, InputError
 from .bootstrap import paired_bootstrap, perplexity_change, ratio_error
 from .figures import lines, picture
 from .report import Column, Report, Row, RowStore
-from .subject import Scored, Subject, Text, Variant, encode_text, text_digest
+from .subject import Scored, Subject, Text, Variant, text_digest
 
 LN2 = math.log(2)
 
@@ -62,7 +62,7 @@ def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[W
 
     Raises InputError where the text is shorter than a window.
     """
-    ids, ends, lead = encode_text(subject, text)
+    ids, ends, lead = subject.encode(text)
     body = config.context - len(lead)
     if len(ids) < body:
         raise InputError(f"the text has {len(ids)} tokens, fewer than one window of {body}; lower --context")
@@ -77,7 +77,7 @@ def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[W
 
 
 def measure(subject: Subject, variant: Variant, windows: Sequence[Window], tail_from: int | None = None) -> Row:
-    """The variant's row: `samples` holds nats, tokens and bytes of each window, and of its tail."""
+    """What the variant's row measures: `samples` holds nats, tokens and bytes of each window, and of its tail."""
     scored = subject.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
         "nats": [sum(score.nats) for score in scored],
@@ -88,15 +88,7 @@ def measure(subject: Subject, variant: Variant, windows: Sequence[Window], tail_
     if tail_from is not None:
         tails = [s.nats[max(0, tail_from - w.text.scored_from) :] for s, w in zip(scored, windows, strict=True)]
         samples |= {"tail_nats": [sum(tail) for tail in tails], "tail_tokens": [len(tail) for tail in tails]}
-    dense = sorted(subject.policy(variant).dense_layers)
     return {
-        **subject.identity,
-        "policy": variant.policy,
-        "variant": variant.label,
-        "options": dict(variant.options),
-        "engine": dict(variant.engine),
-        "budget": variant.options.get("budget"),
-        "dense_layers": dense,
         "windows": len(windows),
         "scored_tokens": sum(samples["tokens"]),
         **costs(scored),
@@ -172,13 +164,14 @@ def shown_interval(row: Row, name: str) -> str:
 def measure_all(
     subject: Subject,
     text: str,
+    name: str,
     variants: Sequence[Variant],
     config: PerplexityConfig,
     out: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
-    """A row per variant, each compared with the first (which should be full) and with infinigen at its budget. Rows
-    that `out` holds from an earlier run are not measured again."""
+    """A row per variant on `text` (called `name`), each compared with the first (which should be full) and with
+    infinigen at its budget. Rows that `out` holds from an earlier run are not measured again."""
     store = RowStore(out)
     windows = cut_windows(subject, text, config)
     shared = {"suite": "perplexity", **subject.identity, "text": text_digest(text), **asdict(config)}
@@ -190,6 +183,7 @@ def measure_all(
         if row is None:
             row = measure(subject, variant, windows, config.tail_from)
             store.put(key, row)
+        row = subject.describe(variant) | {"text": name, "context": config.context} | row
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
         say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
     _against_rivals(rows)
@@ -212,7 +206,7 @@ def run_perplexity(
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """`measure_all` on `text` (called `name` in the tables), written as perplexity.json, .csv, .md and two pictures."""
-    rows = measure_all(subject, text, variants, config, out, say)
+    rows = measure_all(subject, text, name, variants, config, out, say)
     title = f"Perplexity of {subject.name} on {name}"
     report = Report("perplexity", title, about(subject, text, name, config), COLUMNS, rows, NOTES)
     report.write(out)
@@ -241,13 +235,21 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
     return shown
 
 
-COLUMNS = (
-    Column("policy", "variant"),
+WHAT = (Column("model", "model"), Column("text", "text"), Column("context", "context"), Column("policy", "variant"))
+"""What every row of a table says first."""
+
+COST = (
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
     Column("of sparse layers", "sparse_attended", ".1%"),
     Column("link", "link", ".1%"),
     Column("of sparse layers", "sparse_link", ".1%"),
+)
+"""What stands beside every accuracy."""
+
+COLUMNS = (
+    *WHAT,
+    *COST,
     Column("missed mass", "missed", ".3f"),
     Column("worst layer", "missed_worst", ".3f"),
     Column("output error", "output_error", ".3f"),

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from .bootstrap import paired_bootstrap, share_error
 from .figures import lines, picture
 from .needles import KINDS, Haystack, Passage
-from .perplexity import costs
+from .perplexity import COST, WHAT, costs
 from .report import Column, Report, Row, RowStore
 from .subject import Subject, Variant, text_digest
 
@@ -53,9 +53,9 @@ def make_passages(haystack: Haystack, config: RetrievalConfig, length: int) -> l
     return [replace(p, text=replace(p.text, decode_from=min(start, p.text.decode_from))) for p in made]
 
 
-def measure(subject: Subject, variant: Variant, passages: Sequence[Passage], length: int) -> Row:
-    """The variant's row; `samples` holds [kind, distance, right] of each question. A question is right if every token
-    of its answers was the likeliest (which is the same as writing them greedily)."""
+def measure(subject: Subject, variant: Variant, passages: Sequence[Passage]) -> Row:
+    """What the variant's row measures; `samples` holds [kind, distance, right] of each question. A question is right if
+    every token of its answers was the likeliest (which is the same as writing them greedily)."""
     scored = subject.score(variant, [passage.text for passage in passages])
     samples: list[tuple[str, int, bool]] = []
     for passage, score in zip(passages, scored, strict=True):
@@ -63,19 +63,7 @@ def measure(subject: Subject, variant: Variant, passages: Sequence[Passage], len
         for question in passage.questions:
             right = all(score.is_greedy[position - first] for position in question.answers)
             samples.append((passage.kind, question.distance, right))
-    return {
-        **subject.identity,
-        "policy": variant.policy,
-        "variant": variant.label,
-        "options": dict(variant.options),
-        "engine": dict(variant.engine),
-        "budget": variant.options.get("budget"),
-        "dense_layers": sorted(subject.policy(variant).dense_layers),
-        "length": length,
-        **costs(scored),
-        **accuracies(samples),
-        "samples": [list(sample) for sample in samples],
-    }
+    return {**costs(scored), **accuracies(samples), "samples": [list(sample) for sample in samples]}
 
 
 def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
@@ -137,8 +125,9 @@ def run_retrieval(
             key = shared | {"length": length, "variant": subject.key(variant)}
             row = store.get(key)
             if row is None:
-                row = measure(subject, variant, passages, length)
+                row = measure(subject, variant, passages)
                 store.put(key, row)
+            row = subject.describe(variant) | {"text": name, "length": length} | row
             base = base or row
             rows.append(row | against(row, base))
             say(f"{length} tokens, {variant.label}: {row['right']:.1%} of {row['asked']} right")
@@ -163,12 +152,10 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
         c for n in names for c in (Column(n.strip() or "right", f"right{n}", ".2f"), Column("±", f"error{n}", ".2f"))
     ]
     head = (
+        *WHAT[:2],
         Column("length", "length"),
-        Column("policy", "variant"),
-        Column("dense layers", "dense_layers"),
-        Column("attended", "attended", ".1%"),
-        Column("of sparse layers", "sparse_attended", ".1%"),
-        Column("link", "link", ".1%"),
+        WHAT[-1],
+        *COST,
         Column("missed mass", "missed", ".3f"),
         Column("asked", "asked"),
     )

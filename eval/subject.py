@@ -17,6 +17,7 @@ from ..core import ModelGeometry
 from ..errors import ConfigError, InputError
 from ..llm import LLM
 from ..models.registry import LoadedModel, load_model
+from ..pool.machine import available_memory
 from ..select.base import Policy
 from ..select.registry import make_policy
 from ..skewing.artifact import SkewArtifact
@@ -27,8 +28,8 @@ from .layerwise import Observer, Prefix, prefill_layers, score_layerwise
 
 PATHS = ("layers", "steps")
 
-PREFIX_BYTES = 1 << 30
-"""Of exact prefills that are kept for the next policy."""
+PREFIX_BYTES = 3 << 30
+"""Of exact prefills that are kept for the next policy, at most; and never more than a quarter of what is free."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Subject:
         self._device, self._dtype, self._skew = device, dtype, None if skew is None else Path(skew)
         self._artifacts: dict[str, SkewArtifact] = {}
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._encoded: dict[str, tuple[list[int], list[int], tuple[int, ...]]] = {}
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -151,6 +153,13 @@ class Subject:
             "layers": adapter.geometry.layers,
         }
 
+    def encode(self, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
+        """`encode_text`, once for each text."""
+        digest = text_digest(text)
+        if digest not in self._encoded:
+            self._encoded[digest] = encode_text(self, text)
+        return self._encoded[digest]
+
     def artifact(self, method: SkewMethod) -> SkewArtifact:
         """The skew artifact given, or the cached one of `method`."""
         if method not in self._artifacts:
@@ -177,8 +186,22 @@ class Subject:
         )
 
     def key(self, variant: Variant) -> dict[str, Any]:
-        """What decides a variant's numbers for this model: its words, and what they mean today (defaults change)."""
-        return variant.key | {"lineage": self.policy(variant).lineage}
+        """What decides a variant's numbers for this model: what its words mean today (defaults change), not the words,
+        so that what is the same is measured once."""
+        lineage = self.policy(variant).lineage
+        return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": lineage}
+
+    def describe(self, variant: Variant) -> dict[str, Any]:
+        """What every row says of its model and its variant."""
+        return {
+            **self.identity,
+            "policy": variant.policy,
+            "variant": variant.label,
+            "options": dict(variant.options),
+            "engine": dict(variant.engine),
+            "budget": variant.options.get("budget"),
+            "dense_layers": sorted(self.policy(variant).dense_layers),
+        }
 
     def _identity(self, method: SkewMethod) -> SkewArtifact:
         """A skew that does nothing."""
@@ -233,7 +256,8 @@ class Subject:
         """The exact prefill of `tokens`, kept while there is room: policies see the same texts one after another."""
         if tokens not in self._prefixes:
             made = prefill_layers(self.loaded.adapter, tokens)
-            if made.nbytes + sum(prefix.nbytes for prefix in self._prefixes.values()) > PREFIX_BYTES:
+            kept = sum(prefix.nbytes for prefix in self._prefixes.values())
+            if made.nbytes + kept > min(PREFIX_BYTES, kept + available_memory() // 4):
                 return made
             self._prefixes[tokens] = made
         return self._prefixes[tokens]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from offload_rt.eval.paper import Paper, Size, main
+from offload_rt.errors import OffloadError
+from offload_rt.eval.paper import STEPS, Job, Paper, Size, main, run_jobs
 from offload_rt.eval.subject import Subject
 
 BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
-TINY = Size(context=320, windows=1, length=256, passages=1, budgets=(0.2,), limit=1, timed_tokens=3)
+TINY = Size(320, 1, (0.2,), 1, 1, 1, (256,), 1, 1, 3)
+MADE = [step for step in STEPS if step != "tasks"]
 
 PICTURES = {
     "attention_similarity_along_the_text.png",
@@ -43,15 +45,26 @@ TABLES = {
 def test_every_table_and_figure_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     book = BOOK.read_text(encoding="utf-8")
-    Paper(Subject("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(tasks=False)
+    Paper(Subject("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
     assert all((tmp_path / name).with_suffix(".json").is_file() for name in PICTURES)
     assert {path.name for path in tmp_path.glob("*.md")} == TABLES
     assert (tmp_path / "needles_with_a_bounded_pool" / "retrieval.md").is_file()
-    monkeypatch.setattr(Paper, "attention", lambda self: None)  # pictures are drawn anew each time, from the text
+    monkeypatch.setitem(STEPS, "attention", lambda paper: None)  # pictures are drawn anew each time, from the text
     monkeypatch.setattr(Subject, "score", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(Subject, "llm", lambda *a: pytest.fail("timed again"))
-    Paper(Subject("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(tasks=False)
+    Paper(Subject("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
+
+
+def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    book = tmp_path / "arrow.txt"
+    book.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    size = Size(128, 1, (0.3,), 1, 1, 1, (64,), 1, 1, 3)
+    run_jobs([Job(model, "lengths", size, book, tmp_path) for model in ("reference", "reference-opt")], 2)
+    for model in ("reference", "reference-opt"):
+        assert (tmp_path / model / "perplexity_by_context.md").is_file()
+    with pytest.raises(OffloadError):
+        run_jobs([Job("no/such/model/at/all", "lengths", size, book, tmp_path)] * 2, 2)
 
 
 def test_a_missing_book_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
