@@ -2,7 +2,8 @@
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
 #   make soak    the long ones: 200 kills while saving, every cell of the composition matrix
-#   make gpu     the tests that need a CUDA device
+#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|
+#                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
 #                (about half an hour on two cores; what is done is not done again)
@@ -39,8 +40,15 @@ test: lint
 soak: $(READY)
 	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 $(BIN)/pytest tests/test_disk.py tests/test_composition.py
 
-gpu: $(READY)
-	$(BIN)/pytest -m gpu
+GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
+
+.gpu-installed: pyproject.toml
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+	touch $@
+
+gpu: $(GPU_READY)
+	$(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt.eval.gpu $(if $(PART),--part $(PART)) $(GPU_FLAGS); \
+		code=$$?; $(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt.eval.gpu_page && exit $$code
 
 bench: $(READY)
 	mkdir -p $(OUT)

@@ -11,17 +11,27 @@ REST = "bookkeeping"
 """What runs between the wrapped calls: the loop, traces, reshapes."""
 
 ADAPTER = {
-    "embed": "model",
-    "attention_input": "model",
-    "qkv": "model",
+    "embed": "embedding and head",
+    "attention_input": "projections",
+    "qkv": "projections",
     "query": "speculated query",
-    "after_attention": "model",
-    "mlp": "model",
-    "logits": "model",
+    "after_attention": "projections",
+    "mlp": "MLP",
+    "logits": "embedding and head",
 }
 STATE = {"select": "selection", "on_keys": "scoring keys", "on_attended": "selection", "repair": "selection"}
 LINK = {"append": "write-back", "fetch": "plan"}
 GATHER, ATTENTION = "gather", "attention"
+
+BREAKDOWN = {
+    "attention": ("projections", ATTENTION),
+    "FFN": ("MLP",),
+    "transfer": ("plan", GATHER, "write-back"),
+    "prediction": ("speculated query", "selection", "scoring keys"),
+    "rest": (REST,),
+}
+"""InfiniGen's Figure 18: the parts of a layer's step, and the stages they are made of. The embedding and the head are
+no part of a layer."""
 
 
 class StageClock:
@@ -82,5 +92,15 @@ class StagedTicket:
     """A ticket whose `wait` is the stage GATHER and starts the stage ATTENTION."""
 
     def __init__(self, inner: Any, clock: StageClock) -> None:
-        self.bytes: int = inner.bytes
+        self._inner = inner
         self.wait = clock.timed(inner.wait, GATHER, after=ATTENTION)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def breakdown(stages: Mapping[str, float], layers: int) -> dict[str, float]:
+    """Seconds of each part of BREAKDOWN in one layer's step, from seconds of the stages of a step of `layers` layers.
+    Between two readings of the clock everything has ended, so nothing overlaps: the parts add up to more than a step
+    takes where a device works beside the link."""
+    return {part: sum(stages.get(stage, 0.0) for stage in names) / layers for part, names in BREAKDOWN.items()}

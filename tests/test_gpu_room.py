@@ -1,0 +1,119 @@
+"""What `make gpu` runs, where there is no GPU: parts are skipped and say so; in small, on the CPU, they run; README's
+section is made from their files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_rt.errors import InputError
+from offload_rt.eval import gpu, gpu_kernels, gpu_page
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert gpu.main(["--out", str(tmp_path / "gpu")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == list(gpu.PARTS) and all("skipped" in line for line in said)
+    assert not (tmp_path / "gpu").exists()
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu"])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_kernels, "REPEATS", 1)
+        for part in ("kernels", "decode", "prefill", "sessions"):
+            assert gpu.main(["--part", part, "--device", "cpu", "--small", "--out", str(out)]) == 0
+    return out
+
+
+def read(results: Path, part: str) -> Any:
+    return json.loads((results / f"{part}.json").read_text())
+
+
+def test_every_result_says_on_what_it_was_measured(results: Path) -> None:
+    for part in ("kernels", "decode", "prefill", "sessions"):
+        about = read(results, part)["machine"]
+        assert {"host_to_device", "device_to_host", "device"} == set(about["bandwidth"])
+        assert about["commit"] and about["versions"]["torch"] and about["finished"]
+
+
+def test_kernels_are_within_their_bounds_and_have_floors(results: Path) -> None:
+    rows = read(results, "kernels")["results"]["rows"]
+    assert all(row["error"] <= 1 and row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
+    assert {row["kernel"].partition(",")[0] for row in rows} == {
+        "gather_rows", "partial_scores", "quantised_scores", "select_tokens", "attend_counted", "attend_runs",
+        "append_partial",
+    }  # fmt: skip
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gpu_kernels.dispatch.attend_counted
+
+    def wrong(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(q, *rest)
+        return out + 1e-3, lse
+
+    monkeypatch.setattr(gpu_kernels.dispatch, "attend_counted", wrong)
+    [case] = gpu_kernels._attend(CPU, gpu_kernels.SMALL)
+    assert case.error() > 1
+
+
+def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(tmp_path: Path) -> None:
+    ignored = "import signal, time; print('begun', flush=True); time.sleep(60)"
+    code, output = gpu._run([sys.executable, "-c", ignored], 2)
+    assert code == 124 and "begun" in output and "KeyboardInterrupt" in output
+    test = tmp_path / "test_one.py"
+    test.write_text("def test_one():\n    assert False, 'seen'\n\n\ndef test_two():\n    pass\n")
+    found = gpu._pytest([str(test), "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"], 100)
+    assert (found["exit_code"], found["tests"], found["failures"], found["passed"]) == (1, 2, 1, 1)
+    assert "seen" in found["output"]
+
+
+def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n\n{gpu_page.BEGIN}\nwritten before\n{gpu_page.END}\n\nafter\n")
+    gpu_page.write_readme(readme, folder)
+    assert "nothing here has been measured" in readme.read_text()
+    for path in results.glob("*.json"):
+        (folder / path.name).write_text(path.read_text())
+    gpu_page.write_readme(readme, folder)
+    text = readme.read_text()
+    assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "written before" not in text
+    decode = read(results, "decode")["results"]["timings"]
+    assert all(f"| {t['name']} | {t['median']:.1f} |" in text for t in decode)
+    assert "**Kernels**" in text and "**Prefill**" in text and "Not run: tests, accuracy, train." in text
+    assert f"![Time per token over context](results/{gpu_page.PICTURE})" in text
+    assert (folder / gpu_page.PICTURE).stat().st_size > 5_000
+    once = readme.read_bytes()
+    gpu_page.write_readme(readme, folder)
+    assert readme.read_bytes() == once
+
+
+def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, capsys: Any) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing")
+    assert gpu_page.main(["--readme", str(readme), "--results", str(tmp_path)]) == 2
+    assert "has no lines" in capsys.readouterr().err
+    (tmp_path / "kernels.json").write_text("{}")
+    with pytest.raises(InputError, match="no result of `make gpu`"):
+        gpu_page.load(tmp_path)
+
+
+def test_the_repositorys_readme_has_the_marks_and_says_what_its_files_say() -> None:
+    text = (gpu.ROOT / "README.md").read_text("utf-8")
+    folder = gpu.ROOT / "eval" / "results" / "gpu"
+    inside = text.partition(gpu_page.BEGIN)[2].partition(gpu_page.END)[0].strip()
+    assert inside == gpu_page.section(gpu_page.load(folder), "eval/results/gpu").strip()

@@ -1,0 +1,105 @@
+"""Stream order: whatever a stream is late with, nobody reads rows before they are there, or writes rows that are still
+being read. On CUDA every stream is held up in turn; the tokens must not change. On a CPU the same tests run with lanes
+that work at once, so that they are known to run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.transfer.cuda import CudaLink
+from offload_rt.transfer.lanes import CudaLane, InlineLane, Lane
+
+CYCLES = 2_000_000
+"""About a millisecond: several of a tiny model's steps."""
+
+Wait = Callable[[], None]
+
+
+class LateLane:
+    """A lane that holds itself up before and after everything that is queued in it."""
+
+    def __init__(self, inner: Lane, wait: Wait) -> None:
+        self._inner, self._wait = inner, wait
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        with self._inner.behind_compute():
+            self._wait()
+            yield
+            self._wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Delay:
+    """Holds up the current stream, by a random while if it is told so, and counts."""
+
+    def __init__(self, device: torch.device, seed: int | None) -> None:
+        self._cuda, self._random, self.calls = device.type == "cuda", random.Random(seed), 0
+        self._varies = seed is not None
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self._cuda:
+            torch.cuda._sleep(int(CYCLES * (self._random.random() if self._varies else 1)))
+
+
+def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
+    model = tiny_model("llama").to(device)
+    llm = LLM(model, policy=policy, policy_options=options, host_memory="4MiB")
+    runner = llm._runner
+
+    def lane(name: str) -> Any:
+        plain: Lane = CudaLane(device) if device.type == "cuda" else InlineLane()
+        return LateLane(plain, delay) if name in late else plain
+
+    lanes = (lane("prefetch"), lane("write-back"))
+    runner.link = CudaLink(runner.pool, runner.adapter.geometry, device, lanes=lanes)
+    if "compute" in late:
+        for name in ("qkv", "after_attention", "mlp"):
+            slow = getattr(runner.adapter, name)
+
+            def held_up(*args: Any, slow: Any = slow, **named: Any) -> Any:
+                delay()
+                return slow(*args, **named)
+
+            setattr(runner.adapter, name, held_up)
+    return llm
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    """A batch that shares a prefix, twice, so that chunks change hands; then samples that fork."""
+    stem = tiny_prompt(130)
+    prompts = [stem + tiny_prompt(20, seed=i) for i in range(4)]
+    found = [c.token_ids for _ in range(2) for c in llm.generate(prompts, SamplingParams(16, temperature=0))]
+    return found + [c.token_ids for c in llm.generate([stem], SamplingParams(12, seed=1, n=3))]
+
+
+LATE = [("prefetch",), ("compute",), ("write-back",), ("prefetch", "write-back"), ("prefetch", "compute", "write-back")]
+
+
+@pytest.mark.parametrize("late", LATE, ids=" and ".join)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("full", {}), ("infinigen", {"recent": 8, "sinks": 2}), ("infinigen", {"preset": "paper"})],
+    ids=["full", "window", "paper"],
+)
+def test_late_streams_change_no_token(
+    device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...]
+) -> None:
+    if device.type == "cpu" and late != LATE[-1]:
+        pytest.skip("a CPU has no streams; once is enough to see that it runs")
+    plain = tokens(make(device, policy, options, (), Delay(device, None)))
+    for seed in (None, 0) if device.type == "cuda" else (None,):
+        delay = Delay(device, seed)
+        assert tokens(make(device, policy, options, late, delay)) == plain
+        assert delay.calls > 100
