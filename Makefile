@@ -38,7 +38,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 soak: $(READY)
-	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 $(BIN)/pytest tests/test_disk.py tests/test_composition.py
+	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 $(BIN)/pytest tests/test_disk.py tests/test_reliability.py tests/test_composition.py
 
 GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
 

@@ -10,15 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
-
-import xxhash
 
 from ..config import StoreOptions, format_size
 from ..errors import StoreError
 from .chunk_writer import ChunkWriter
 from .disk_index import DOCUMENTS, DiskIndex
-from .format import ChunkHeader, ChunkName, checksum, data_offset, header_bytes
+from .files import read_document, read_header, seal, sync_folder, write_document
+from .format import ChunkHeader, ChunkName, checksum, data_offset
 from .prefix_tree import chunk_key, root_key
 
 _CHUNKS, _TEMPORARY, _LOCK = ".kv", ".tmp", "lock"
@@ -114,7 +114,7 @@ class DiskStore:
         path = self._path(key)
         if not self.read_only and path not in self._index:
             return None
-        header = _read_header(path)
+        header = read_header(path)
         if header is None:
             self._discard(path)
         elif header.name == name and len(header.checksums) == self.layers:
@@ -220,11 +220,11 @@ class DiskStore:
             self._discard(self._path(key, space))
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a small document, whole or not at all; chunks make room for it, in the end also pinned ones (reading
-        one that is gone is a miss). Raises StoreError."""
+        """Writes a small document, whole or not at all; chunks make room for it, within the limit and on a full disk,
+        in the end also pinned ones (reading one that is gone is a miss). Raises StoreError."""
         assert not self.read_only
         path = self._own / f"{name}{DOCUMENTS}"
-        record = xxhash.xxh3_64(data).digest() + data
+        record = seal(data)
         with self._mutex, self._usable():
             if not (self._make_room(len(record)) or self._make_room(len(record), pinned=True)):
                 raise StoreError(
@@ -232,24 +232,36 @@ class DiskStore:
                     f"{format_size(self.options.limit or 0)}; raise the limit or delete sessions"
                 )
             self._own.mkdir(exist_ok=True)
-            self._sequence += 1
-            temporary = path.with_name(f"{name}.{os.getpid()}.{self._sequence}{_TEMPORARY}")
             try:
-                with temporary.open("wb") as file:
-                    file.write(record)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+                self._write(path, record)
+            except OSError as error:
+                if error.errno not in (ENOSPC, EDQUOT) or not self._free(len(record)):
+                    raise
+                self._write(path, record)
             self._index.enter(path, len(record))
-            _sync_folder(self._own)
+            sync_folder(self._own)
+
+    def _write(self, path: Path, record: bytes) -> None:
+        self._sequence += 1
+        write_document(path, path.with_name(f"{path.stem}.{os.getpid()}.{self._sequence}{_TEMPORARY}"), record)
+
+    def _free(self, size: int) -> bool:
+        """Removes chunks, the next to leave first, until the disk has `size` bytes more; False, and nothing is removed,
+        where all of them are not enough."""
+        chunks = self._index.chunks()
+        if sum(have for _, have in chunks) < size:
+            return False
+        for path, have in chunks:
+            self._discard(path)
+            self.evictions += 1
+            if (size := size - have) <= 0:
+                break
+        return True
 
     def get(self, name: str) -> bytes | None:
         """A document; None where there is none. A damaged one is put aside (`.damaged`) and counts as none."""
         path = self._own / f"{name}{DOCUMENTS}"
-        data = _read_document(path)
+        data = read_document(path)
         if data is None and path.exists() and not self.read_only:
             with self._mutex, contextlib.suppress(OSError):
                 aside = path.with_suffix(".damaged")
@@ -263,7 +275,7 @@ class DiskStore:
         """All documents of every namespace that are whole: "namespace digest/name" -> content."""
         found = {}
         for path in sorted(self.folder.glob(f"*/*{DOCUMENTS}")):
-            data = _read_document(path)
+            data = read_document(path)
             if data is not None:
                 found[f"{path.parent.name}/{path.stem}"] = data
         return found
@@ -356,34 +368,3 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             self._index.forget(path)
-
-
-def _read_header(path: Path) -> ChunkHeader | None:
-    """The header of a file, if it is whole and the file has the size it says."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            data = file.read(8192)
-            missing = header_bytes(data) - len(data)
-            if missing > 0:
-                data += file.read(missing)
-            header = ChunkHeader.decode(data)
-            size = os.fstat(file.fileno()).st_size
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return header if header is not None and header.file_bytes == size else None
-
-
-def _read_document(path: Path) -> bytes | None:
-    try:
-        record = path.read_bytes()
-    except OSError:
-        return None
-    return record[8:] if xxhash.xxh3_64(record[8:]).digest() == record[:8] else None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

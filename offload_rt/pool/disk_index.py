@@ -115,6 +115,11 @@ class DiskIndex:
                 used -= self.files[path].size
         return gone if limit is None or used <= limit else None
 
+    def chunks(self) -> list[tuple[Path, int]]:
+        """Files that are no documents with their sizes, the next to leave first, pinned ones after the others."""
+        ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
+        return [(path, self.files[path].size) for path in ranked if path.suffix != DOCUMENTS]
+
     def check_integrity(self) -> None:
         """Asserts that counts, order and limit agree."""
         assert self.reserved >= 0
