@@ -32,6 +32,18 @@ from .retrieval import RetrievalConfig, run_retrieval
 from .subject import Subject, Variant, grid, text_digest
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+"""Windows of Figure 19b, as far as they fit."""
+
+MILLISECONDS = 0.45
+"""Of one decoded position in one layer, mean of the policies, on one core of an AMD EPYC."""
+
+LAYERS = 8
+"""Of the reference model."""
+
+ASKED = 60
+"""Decoded positions that a needle's passage or a harness document costs, its prefill included."""
+
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
 FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
@@ -47,19 +59,37 @@ class Size:
     three timings."""
 
     context: int = 2048
-    windows: int = 24
+    windows: int = 20
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
     length_windows: int = 8
     pool_windows: int = 16
     ablation_windows: int = 8
     lengths: tuple[int, ...] = (1024, 2048)
-    passages: int = 16
+    passages: int = 14
     limit: int = 25
     timed_tokens: int = 32
 
+    def positions(self) -> dict[str, int]:
+        """Decoded positions of each step, all variants together, as far as they can be counted beforehand: what the
+        time of a step goes by."""
+        compared = 1 + len(POLICIES) * len(self.budgets) + 2 * len(FORMATS)
+        asked = 5 * self.passages * ASKED
+        contexts = sum(c for c in CONTEXTS if c <= self.context)
+        old = 2 * max(1, self.passages // 2) * self.lengths[0] * 2 // 5
+        return {
+            "perplexity": compared * self.windows * self.context // 4,
+            "retrieval": compared * asked * len(self.lengths),
+            "pool_limit": (2 + len(EVICTIONS)) * (self.pool_windows * self.context // 2 + old),
+            "ablation": 32 * self.ablation_windows * self.context // 8,
+            "sensitivity": 15 * asked // 2 + 36 * self.timed_tokens * 8,
+            "lengths": (1 + len(POLICIES)) * self.length_windows * contexts // 4,
+            "attention": 8 * max(1, self.windows // 12) * self.context * 3 // 4,
+            "tasks": 5 * len(TASKS) * self.limit * ASKED,
+        }
+
 
 SIBLING = Size(
-    windows=12, budgets=(0.1, 0.2), length_windows=4, pool_windows=8, ablation_windows=6, lengths=(1024,), passages=10
+    windows=12, budgets=(0.1,), length_windows=4, pool_windows=8, ablation_windows=6, lengths=(1024,), passages=10
 )
 """Of every model but the first."""
 
@@ -113,7 +143,7 @@ class Paper:
         """Figure 19b: perplexity by context, 64 tokens attended."""
         series: dict[str, list[tuple[float, float]]] = {}
         rows: list[Row] = []
-        for context in (c for c in (256, 512, 1024, 2048, 4096) if c <= self.size.context):
+        for context in (c for c in CONTEXTS if c <= self.size.context):
             options: dict[str, Any] = WINDOW | {"budget": 64 / context}
             variants = [Variant("full"), *(Variant(policy, options) for policy in POLICIES)]
             config = PerplexityConfig(context, self.size.length_windows)
@@ -257,6 +287,13 @@ class Job:
         return f"{self.model}: {self.step}"
 
 
+def estimate(jobs: Sequence[Job], processes: int) -> str:
+    """How long the jobs take where nothing is done yet."""
+    seconds = [job.size.positions()[job.step] * LAYERS * MILLISECONDS / 1000 + 15 for job in jobs]
+    most = max(sum(seconds) / processes, *seconds) / 60
+    return f"{len(jobs)} steps, {processes} at a time: about {most:.0f} min on a quiet machine, less what is done"
+
+
 def run_jobs(jobs: Sequence[Job], processes: int) -> None:
     """Runs the jobs in order, `processes` at a time, each with the threads that this process' environment gives it.
     What the first failed one raises is raised, after those that run have ended."""
@@ -288,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = args.steps or [step for step in STEPS if step != "tasks" or args.tasks]
     sizes = [QUICK if args.quick else SIBLING if i else Size() for i in range(len(args.models))]
     jobs = [Job(m, step, size, book, args.out) for m, size in zip(args.models, sizes, strict=True) for step in steps]
+    _say(estimate(jobs, max(1, args.processes)))
     try:
         run_jobs(jobs, max(1, args.processes))
     except (OffloadError, OSError) as error:
