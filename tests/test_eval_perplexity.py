@@ -92,7 +92,17 @@ def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> Non
 CHUNK_BYTES = 2 * 4 * 2 * 16 * 64 * 8
 """Of the tiny Llama and GPT-2 in float64."""
 
-EVICTIONS: list[Any] = ["counter", "lru", {"policy": "fifo", "protect": "none"}]
+FIFO = {"policy": "fifo", "protect": "none"}
+
+BOUNDED: list[tuple[str, Any, int, dict[str, Any]]] = [
+    *((name, "counter", 90, {}) for name in ("full", "default", "paper", "oracle", "repair")),
+    ("default", "lru", 90, {}),
+    ("default", FIFO, 90, {}),
+    ("default", "counter", 1, {}),
+    ("default", "lru", 90, {"kv_format": "int8"}),
+    ("default", FIFO, 90, {"kv_format": "int8"}),
+]
+"""Variant, eviction, tokens prefilled, more settings of the pool."""
 
 
 @pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
@@ -107,25 +117,23 @@ def test_rounded_rows_layer_by_layer(name: str, kv_format: str) -> None:
     assert layers.fractions.link == pytest.approx(steps.stats.link_fraction, abs=1e-12)
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS, ids=lambda e: e if isinstance(e, str) else e["policy"])
-@pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "repair"])
-def test_a_bounded_pool_layer_by_layer(name: str, eviction: Any) -> None:
-    """As above in two chunks, from the 129th token on over victims; also where every position is decoded, and with
-    rounded rows."""
+@pytest.mark.parametrize(("name", "eviction", "start", "more"), BOUNDED)
+def test_a_bounded_pool_layer_by_layer(name: str, eviction: Any, start: int, more: dict[str, Any]) -> None:
+    """As above in two chunks, from the 129th token on over victims."""
     (policy, options), model = VARIANTS[name], tiny_model("llama").double()
     ids = tokens(190)
-    for start, more in ((90, {}), (1, {}), (90, {"kv_format": "int8"})):
-        engine = {"host_memory": 2 * CHUNK_BYTES, "eviction": eviction, **more}
-        if more:
-            engine["host_memory"] = 2 * 4 * 2 * 64 * (16 + 4) * 2
-        llm = LLM(model, policy=policy, policy_options=options, **engine)
-        steps = llm.score([ids[: start + 1]], [ids[start + 1 :]])[0]
-        layers = by_layer(model, policy, options, ids, start, engine)
-        assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
-        assert layers.fractions.attended == pytest.approx(steps.stats.attended_fraction, abs=1e-12)
-        assert steps.stats.kv_bytes_host == engine["host_memory"]
-    free = by_layer(model, policy, options, ids, 90)
-    assert layers.logprobs[:37] != free.logprobs[:37] and layers.logprobs[38:] != free.logprobs[38:]
+    limit = 2 * CHUNK_BYTES if not more else 2 * 2 * 4 * 2 * 64 * (16 + 4)
+    engine = {"host_memory": limit, "eviction": eviction, **more}
+    llm = LLM(model, policy=policy, policy_options=options, **engine)
+    steps = llm.score([ids[: start + 1]], [ids[start + 1 :]], start)[0]
+    layers = by_layer(model, policy, options, ids, start, engine)
+    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
+    assert layers.fractions.attended == pytest.approx(steps.stats.attended_fraction, abs=1e-12)
+    assert steps.stats.kv_bytes_host == limit
+    free = by_layer(model, policy, options, ids, start, more)
+    room = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one
+    assert layers.logprobs[: room - 1] == free.logprobs[: room - 1]
+    assert layers.logprobs[room:] != free.logprobs[room:]
 
 
 def test_a_pool_that_is_too_small_is_an_error_on_both_paths() -> None:
