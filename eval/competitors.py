@@ -1,5 +1,5 @@
 """What the speed benchmark compares: transformers with each of its caches, and this runtime with each policy, all on
-one random model and one planted context."""
+one random model and one planted context, of one sequence or of several that share nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..select.base import Policy
 from ..select.full import Full
 from ..select.registry import make_policy
 from ..transfer.link import Link
-from .planted import Given, Planted, PlantedAdapter
+from .planted import RESIDENT, Given, Planted, PlantedAdapter
 from .stages import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
 
 TOKEN = 7
@@ -73,9 +73,15 @@ class Shape:
 
 SHAPES = {
     "small": Shape(4, 512, 1376, 8, 8, 64, 4096, torch.float32),
+    "medium": Shape(8, 1024, 2752, 16, 16, 64, 4096, torch.float32),
+    "large": Shape(12, 1536, 4096, 24, 24, 64, 4096, torch.float32),
+    "llama-1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256, torch.bfloat16),
+    "llama-3b": Shape(28, 3072, 8192, 24, 8, 128, 128_256, torch.bfloat16),
     "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128_256, torch.bfloat16),
+    "llama-13b": Shape(40, 5120, 13824, 40, 40, 128, 32_000, torch.bfloat16),
 }
-"""small: what a CPU can be measured with. llama-8b: Llama-3.1-8B."""
+"""small, medium, large: what a CPU can be measured with. llama-1b, -3b, -8b: Llama 3.x; llama-13b: Llama 2, every head
+with keys of its own."""
 
 
 class Competitor(Protocol):
@@ -102,20 +108,21 @@ class Competitor(Protocol):
 class Peer:
     """transformers with one of its caches. The model's own attention (SDPA)."""
 
-    def __init__(self, name: str, model: Any, cache: Cache, length: int) -> None:
+    def __init__(self, name: str, model: Any, cache: Cache, length: int, batch: int = 1) -> None:
         self.name = name
         self._model, self._cache, self._position = model, cache, length
-        self._tokens = torch.tensor([[TOKEN]], device=model.device)
+        self._tokens = torch.full((batch, 1), TOKEN, device=model.device)
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Through the cache's own `update`."""
-        k, v = (x[None].to(self._model.device, self._model.dtype) for x in (kv.k, kv.v))
+        """Through the cache's own `update`, a copy for each sequence."""
+        batch = len(self._tokens)
+        k, v = (x[None].to(self._model.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
         self._cache.update(k, v, layer)
 
     @torch.inference_mode()
     def step(self) -> None:
         """A forward of the whole model."""
-        positions = torch.tensor([[self._position]], device=self._tokens.device)
+        positions = torch.full_like(self._tokens, self._position)
         self._model(input_ids=self._tokens, position_ids=positions, past_key_values=self._cache, use_cache=True)
         self._position += 1
 
@@ -125,52 +132,61 @@ class Peer:
 
 
 class Context:
-    """The planted context in one host pool, filled once; every policy decodes from a fork of it."""
+    """The planted context in one host pool, once for each sequence of a batch: no chunk is shared. Every policy decodes
+    from forks of it."""
 
-    def __init__(self, pool: HostPool, link: Link, planted: Planted, room: int) -> None:
+    def __init__(self, pool: HostPool, link: Link, planted: Planted, room: int, batch: int = 1) -> None:
         self.pool, self.link, self.room = pool, link, room
-        self._lease = pool.new_lease(planted.length)
+        self._leases = [pool.new_lease(planted.length) for _ in range(batch)]
         for layer, kv in enumerate(planted.layers()):
-            pool.write(self._lease, layer, 0, kv.k, kv.v)
-        pool.commit(self._lease, planted.length)
+            for lease in self._leases:
+                pool.write(lease, layer, 0, kv.k, kv.v)
+        for lease in self._leases:
+            pool.commit(lease, planted.length)
 
-    def fork(self) -> Lease:
-        """Another lease on the same rows."""
-        return self.pool.fork(self._lease)
+    def forks(self) -> list[Lease]:
+        """Other leases on the same rows."""
+        return [self.pool.fork(lease) for lease in self._leases]
 
-    def blank(self) -> Lease:
-        """A lease without rows."""
-        return self.pool.new_lease(1)
+    def blank(self) -> list[Lease]:
+        """Leases without rows."""
+        return [self.pool.new_lease(1) for _ in self._leases]
 
 
 class Ours:
-    """This runtime with one policy on one lease: what `Runner.decode` takes, sampling left out."""
+    """This runtime with one policy on some leases: what `Runner.decode` takes, sampling left out."""
 
-    def __init__(self, name: str, model: LoadedModel, policy: Policy, context: Context, lease: Lease) -> None:
+    def __init__(self, name: str, model: LoadedModel, policy: Policy, context: Context, leases: list[Lease]) -> None:
         self.name = name
         self._policy = policy
         config = EngineConfig(missed_mass_every=0)
         self._runner = Runner(model, policy, context.pool, context.link, config)
-        context.link.open(lease, policy.sinks, policy.recent)
+        self._batch = [self._sequence(model, context, lease) for lease in leases]
+
+    def _sequence(self, model: LoadedModel, context: Context, lease: Lease) -> Decoded:
+        context.link.open(lease, self._policy.sinks, self._policy.recent)
         keys = key_reader(context.pool, lease)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
-        state, slots = policy.new_state(keys), AppendOnly(context.pool)
-        self._sequence = Decoded(0, [TOKEN] * context.room, lease, slots, keys, state, trace, lease.length)
+        state, slots = self._policy.new_state(keys), AppendOnly(context.pool)
+        return Decoded(0, [TOKEN] * context.room, lease, slots, keys, state, trace, lease.length)
 
     def fill(self, layer: int, kv: KVPart) -> None:
         """The policy learns the keys; the rows are in the context already."""
         if layer not in self._policy.dense_layers:
             adapter = self._runner.adapter
-            self._sequence.state.on_keys(layer, kv.k.to(adapter.device, adapter.dtype), 0)
+            keys = kv.k.to(adapter.device, adapter.dtype)
+            for sequence in self._batch:
+                sequence.state.on_keys(layer, keys, 0)
 
     def step(self) -> None:
-        """One `Runner.decode` of one sequence."""
-        self._runner.decode([self._sequence])
+        """One `Runner.decode` of all sequences."""
+        self._runner.decode(self._batch)
 
     def facts(self) -> dict[str, Any]:
-        """Rows and bytes that crossed the link per token, and what the policy keeps on the device."""
-        trace, dense = self._sequence.trace, self._policy.dense_layers
-        steps = max(1, len(trace.attended))
+        """Rows and bytes that crossed the link per token of a sequence, and what the policy keeps on the device for
+        it."""
+        first, dense = self._batch[0], self._policy.dense_layers
+        trace, steps = first.trace, max(1, len(first.trace.attended))
         shares = Fractions.of(trace, dense)
         return {
             "dense_layers": sorted(dense),
@@ -178,37 +194,44 @@ class Ours:
             "sparse_attended_fraction": shares.sparse_attended,
             "link_fraction": shares.link,
             "link_bytes_per_token": trace.bytes_to_device / steps,
-            "scoring_bytes_device": self._sequence.state.device_bytes,
+            "scoring_bytes_device": first.state.device_bytes,
         }
 
     def stages(self, steps: int, read: Callable[[], float]) -> dict[str, float]:
         """Seconds per step in each stage, over `steps` further steps; `read` gives the time. The clock itself adds
         about a microsecond to each of some ten calls a layer."""
-        clock, sequence, runner = StageClock(read), self._sequence, self._runner
+        clock, runner = StageClock(read), self._runner
         model = runner.model
         staged: Any = Staged(model.adapter, clock, ADAPTER, after=REST)
         link: Any = StagedLink(runner.link, clock)
-        state: Any = Staged(sequence.state, clock, STATE)
         other = Runner(replace(model, adapter=staged), self._policy, runner.pool, link, runner.config)
-        batch = [replace(sequence, state=state)]
+        batch = [self._staged(sequence, clock) for sequence in self._batch]
         clock.reset()
         for _ in range(steps):
             other.decode(batch)
         clock.enter("end")
         return {stage: seconds / steps for stage, seconds in clock.seconds.items()}
 
+    @staticmethod
+    def _staged(sequence: Decoded, clock: StageClock) -> Decoded:
+        state: Any = Staged(sequence.state, clock, STATE)
+        return replace(sequence, state=state)
+
 
 @dataclass(frozen=True)
 class Field:
     """What competitors are made from. `model` is for transformers, as transformers makes it; `own`, the same weights,
-    is for us, in the memory order that `load_model` gives a checkpoint."""
+    is for us, in the memory order that `load_model` gives a checkpoint. `context` has rows as they are, `other(format)`
+    makes one whose rows are rounded, "device" one whose rows are on the device."""
 
     model: Any
     own: Any
     planted: Planted
     context: Context
+    other: Callable[[str], Context]
     room: int
     """Tokens that preallocated caches hold: the context and all that will be decoded."""
+    batch: int = 1
 
     @property
     def loaded(self) -> LoadedModel:
@@ -218,13 +241,17 @@ class Field:
 
     def peer(self, name: str, cache: Cache) -> Peer:
         """transformers with `cache`."""
-        return Peer(name, self.model, cache, self.planted.length)
+        return Peer(name, self.model, cache, self.planted.length, self.batch)
 
     def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
         """This runtime with a policy of the registry."""
+        return Ours(name, self.loaded, self.policy(policy, options), self.context, self.context.forks())
+
+    def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
+        """A policy of the registry."""
         adapter = adapter_for(self.model)
         artifact = self.planted.artifact()
-        made = make_policy(
+        return make_policy(
             policy,
             options,
             geometry=adapter.geometry,
@@ -232,7 +259,6 @@ class Field:
             dtype=adapter.dtype,
             artifact=lambda method: artifact,
         )
-        return Ours(name, self.loaded, made, self.context, self.context.fork())
 
 
 class Skipped(Exception):  # noqa: N818 - an answer, not an error
@@ -277,14 +303,31 @@ def _full(field: Field) -> Competitor:
     return field.ours("full", "full", {})
 
 
+def _h2o(field: Field) -> Competitor:
+    """As many tokens attended as "infinigen" attends to. Nothing was attended before the first step, so which tokens
+    were heavy is arbitrary: the time is H2O's, the choice is not."""
+    length = field.planted.length
+    first, last = RESIDENT
+    share = field.planted.fraction * (length - first - last) + first + last
+    return field.ours("h2o", "h2o", {"dense_layers": (), "budget": min(1.0, share / length)})
+
+
+def _int4(field: Field) -> Competitor:
+    """All rows, rounded to four bits in host memory and on the link."""
+    context = field.other("int4")
+    return Ours("int4 KV", field.loaded, field.policy("full", {}), context, context.forks())
+
+
 def _ideal(field: Field) -> Competitor:
-    policy = Given(field.planted, field.model.device)
-    return Ours("ideal", field.loaded, policy, field.context, field.context.fork())
+    """The selection of "infinigen" for nothing, from rows that are on the device: on a CPU they are anyway."""
+    policy = Given(field.policy("infinigen", {"dense_layers": ()}))
+    context = field.context if field.model.device.type == "cpu" else field.other("device")
+    return Ours("ideal", field.loaded, policy, context, context.forks())
 
 
 def _floor_peer(field: Field) -> Competitor:
     cache = DynamicCache(config=field.model.config)
-    return _Blank("floor: transformers", field.model, cache, 0)
+    return _Blank("floor: transformers", field.model, cache, 0, field.batch)
 
 
 def _floor_ours(field: Field) -> Competitor:
@@ -305,6 +348,8 @@ MAKERS: dict[str, Callable[[Field], Competitor]] = {
     "offloaded": _offloaded,
     "quantized": _quantized,
     "full": _full,
+    "h2o": _h2o,
+    "int4": _int4,
     "infinigen": _infinigen(),
     "infinigen-paper": _infinigen("paper", preset="paper"),
     "infinigen-dense0": _infinigen("layer 0 dense", dense_layers=(0,)),

@@ -3,7 +3,8 @@
 Random weights spread attention evenly, so that every threshold passes every token. Here a constant vector `c` is added
 to all queries of a KV head (one small addition a layer), keys are noise, and planted keys have `HEIGHT / |c|` along `c`
 besides: whatever the query, planted tokens score `HEIGHT` above the others, and within a nat of each other. Planted
-tokens are drawn for each layer and KV head on its own.
+tokens are drawn for each layer and KV head on its own, in some heads more than in others: with the same count for all,
+a head's tokens above the threshold are its selection, and ranking, which costs time on real text, would never run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from ..core import KVPart, ModelGeometry, Selection, Visible
 from ..models.adapter import ModelAdapter
-from ..select.base import KeyReader, Moment
+from ..select.base import KeyReader, Moment, Policy, PolicyState
 from ..select.passive import PassiveState
 from ..skewing.artifact import SkewArtifact
 
@@ -32,18 +33,22 @@ RESIDENT = (4, 64)
 
 @dataclass(frozen=True, eq=False)
 class Planted:
-    """directions: float32 `[L, Hkv, d]`, `c` of each KV head. tokens: int64 `[L, Hkv, n]`, planted token indices,
-    rising. length: tokens of the context. fraction: n over the tokens that could be planted."""
+    """directions: float32 `[L, Hkv, d]`, `c` of each KV head. tokens: of each layer and KV head int64 `[n]`, planted
+    token indices, rising. length: tokens of the context. fraction: n over the tokens that could be planted, mean over
+    the KV heads of a layer; spread: how far a head's share may lie from that, as a part of it."""
 
     geometry: ModelGeometry
     length: int
     fraction: float
+    spread: float
     seed: int
     directions: torch.Tensor
-    tokens: torch.Tensor
+    tokens: list[list[torch.Tensor]]
 
     @classmethod
-    def draw(cls, geometry: ModelGeometry, length: int, fraction: float, seed: int = 0) -> Planted:
+    def draw(
+        cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0
+    ) -> Planted:
         """Draws directions and planted tokens for a context of `length` tokens."""
         generator = torch.Generator().manual_seed(seed)
         layers, kv_heads, d = geometry.layers, geometry.kv_heads, geometry.head_dim
@@ -54,9 +59,13 @@ class Planted:
         room = length - first - last
         assert room > 0, f"a context of {length} tokens has no place to plant"
         n = max(1, round(fraction * room))
-        drawn = [torch.randperm(room, generator=generator)[:n].sort().values for _ in range(layers * kv_heads)]
-        tokens = torch.stack(drawn).view(layers, kv_heads, n) + first
-        return cls(geometry, length, fraction, seed, directions, tokens)
+        counts = _counts(n, kv_heads, spread)
+        tokens = []
+        for _ in range(layers):
+            mixed = [counts[i] for i in torch.randperm(kv_heads, generator=generator).tolist()]
+            drawn = [torch.randperm(room, generator=generator)[:count] for count in mixed]
+            tokens.append([first + chosen.sort().values for chosen in drawn])
+        return cls(geometry, length, fraction, spread, seed, directions, tokens)
 
     def layers(self) -> Iterator[KVPart]:
         """K and V `[Hkv, N, d]` of each layer in turn, float32, on the CPU; the same at every call."""
@@ -84,13 +93,23 @@ class Planted:
         basis = torch.linalg.qr(columns).Q
         first = (basis[..., 0] * self.directions).sum(-1).sign()
         basis[..., 0] *= first.unsqueeze(-1)
-        share = self.tokens.shape[2] / self.length
         mean, std = torch.zeros(layers, kv_heads, d), torch.full((layers, kv_heads, d), NOISE)
         for layer in range(layers):
             height = self._along(layer) * float(self.directions[layer, 0].norm())
-            mean[layer, :, 0] = share * height
-            std[layer, :, 0] = math.hypot(NOISE, height * math.sqrt(share * (1 - share)))
+            for head, tokens in enumerate(self.tokens[layer]):
+                share = len(tokens) / self.length
+                mean[layer, head, 0] = share * height
+                std[layer, head, 0] = math.hypot(NOISE, height * math.sqrt(share * (1 - share)))
         return SkewArtifact("svd", basis, basis, mean, std, fingerprint="planted", calibration="planted keys")
+
+
+def _counts(n: int, heads: int, spread: float) -> list[int]:
+    """A count for each of `heads`, evenly from `(1 - spread) n` to `(1 + spread) n`, in all `heads * n`, each at least
+    1."""
+    steps = [2 * i / (heads - 1) - 1 if heads > 1 else 0.0 for i in range(heads)]
+    counts = [max(1, round(n * (1 + spread * step))) for step in steps]
+    counts[-1] += heads * n - sum(counts)
+    return counts
 
 
 class PlantedAdapter:
@@ -160,35 +179,42 @@ class PlantedAdapter:
 
 
 class GivenState(PassiveState):
-    """Selects what it is told."""
+    """Lets another state select once for each layer, and gives that selection ever after, for nothing."""
 
-    def __init__(self, given: list[Selection]) -> None:
-        self._given = given
+    def __init__(self, inner: PolicyState, given: dict[int, Selection]) -> None:
+        self._inner, self._given = inner, given
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Keys `[Hkv, m, d]` matter until the layer's selection is known."""
+        if layer not in self._given:
+            self._inner.on_keys(layer, k, start)
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """The planted tokens of the layer, for nothing."""
+        """What was selected the first time."""
+        if layer not in self._given:
+            self._given[layer] = self._inner.select(layer, q, visible)
         return self._given[layer]
 
     def fork(self, keys: KeyReader) -> GivenState:
-        """Immutable, so the same."""
-        return self
+        """The same selections."""
+        return GivenState(self._inner.fork(keys), dict(self._given))
 
 
 class Given:
-    """The policy "ideal": the planted tokens without scoring anything. What selection costs is the distance to it."""
+    """The policy "ideal": what `inner` selects at its first step, without scoring anything. What selection costs is the
+    distance to it."""
 
     name = "ideal"
     moment: Moment = "attention_input"
-    sinks, recent = RESIDENT
     wants_weights = False
     wants_queries = False
     evictable = False
     lineage = "ideal"
 
-    def __init__(self, planted: Planted, device: torch.device, dense_layers: tuple[int, ...] = ()) -> None:
-        self.dense_layers = frozenset(dense_layers)
-        self._state = GivenState([Selection(tokens.to(device)) for tokens in planted.tokens])
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+        self.sinks, self.recent, self.dense_layers = inner.sinks, inner.recent, inner.dense_layers
 
     def new_state(self, keys: KeyReader) -> GivenState:
-        """All sequences share the one list."""
-        return self._state
+        """A state that has not selected yet."""
+        return GivenState(self._inner.new_state(keys), {})
