@@ -249,7 +249,7 @@ class _Pass:
         self, layer: int, q: torch.Tensor, guess: torch.Tensor, visible: Visible, slots: LayerSlots
     ) -> torch.Tensor:
         """Slots `[Hkv, n]` of one position: selected with `guess` `[H, d]`, and repaired with the true query q."""
-        selection = self.state.select(layer, guess, visible)
+        selection = self.state.select(layer, guess, visible).known()
         slots.selected(selection.tokens)
         extra = self.state.repair(layer, q, visible, selection)
         return selection.tokens if extra is None else torch.cat((selection.tokens, extra.tokens), 1)

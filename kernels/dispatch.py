@@ -24,7 +24,7 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
     """See `lists.gather_rows`. `rows` lies in device memory or in page-locked host memory, of any dtype; without Triton
     the host is asked for the ids."""
     module: Any = lists
-    if ids.is_cuda and find_spec("triton") is not None:
+    if _compiled(ids):
         from . import triton_gather as module
     module.gather_rows(rows, ids, counts, out)
 

@@ -93,22 +93,31 @@ class Selection:
     """Tokens of one sequence that one layer attends to in one step besides the resident ones.
 
     tokens: int64 `[Hkv, n]`, token indices within `Visible.candidates`, no duplicates in a row, in any order.
+    counts: int32 `[Hkv]`, all the same, on the device: how many of each row are meant. The others are any indices of
+        the context; n is then only the most there can be, and nobody has waited for the device. None: all are meant.
     """
 
     tokens: torch.Tensor
+    counts: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
-        """n, tokens per KV head."""
+        """n, tokens per KV head; with `counts` the most there can be."""
         return self.tokens.shape[1]
+
+    def known(self) -> Selection:
+        """The same without `counts`: waits for the device where there are any."""
+        return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
 @dataclass(frozen=True)
 class KVPart:
-    """Rows of one layer of one sequence that lie together on the compute device: k, v `[Hkv, n, d]` (views allowed)."""
+    """Rows of one layer of one sequence that lie together on the compute device: k, v `[Hkv, n, d]` (views allowed).
+    With counts, int32 `[Hkv]`, only the first rows of each KV head are meant; the others hold anything."""
 
     k: torch.Tensor
     v: torch.Tensor
+    counts: torch.Tensor | None = None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         """The values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`, in v's dtype."""

@@ -100,7 +100,7 @@ def test_equals_a_plain_implementation(
         query = q[layer, :, -1]
         scores = plain_scores(rule, layer, query, k, calibrated(rule))
         expected = plain_selection(scores, visible.candidates, group, alpha, fraction)
-        assert as_sets(state.select(layer, query.to(device), visible).tokens) == expected
+        assert as_sets(state.select(layer, query.to(device), visible).known().tokens) == expected
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -125,7 +125,7 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.
         query = q[layer, :, -1]
         scores = plain_scores(rule, layer, query, k, torch.stack(kept))
         expected = plain_selection(scores, visible.candidates, group, 5.0, 0.2)
-        assert as_sets(state.select(layer, query.to(device), visible).tokens) == expected
+        assert as_sets(state.select(layer, query.to(device), visible).known().tokens) == expected
 
 
 @pytest.mark.parametrize("scorer", ["partial", "int8", "int4", "int2"])
@@ -308,7 +308,7 @@ def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(
     q, k = tokens(shape, TOTAL)
     state = filled(rule, q.to(device), k.to(device))
     visible = Visible.of(TOTAL, sinks=4, recent=8, window=None)
-    selection = state.select(1, q[1, :, 0].to(device), visible)
+    selection = state.select(1, q[1, :, 0].to(device), visible).known()
     query = q[1, :, -1]
     extra = state.repair(1, query.to(device), visible, selection)
     assert extra is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import KVPart
+from ..kernels.dispatch import attend_counted
 from ..kernels.reference import attention_weights, merge_lse
 
 
@@ -21,7 +22,10 @@ def attend(q: torch.Tensor, parts: list[KVPart], scale: float) -> tuple[torch.Te
 
 
 def _attend_part(q: torch.Tensor, part: KVPart, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.reference.attend_part`, the values weighted where the part has them. q `[Hkv, G, d]`."""
+    """`kernels.reference.attend_part`, the values weighted where the part has them; of a part with counts
+    `kernels.lists.attend_counted`. q `[Hkv, G, d]`."""
+    if part.counts is not None:
+        return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
     weights, lse = attention_weights(q, part.k, scale)
     return part.mix(weights).to(lse.dtype), lse
 

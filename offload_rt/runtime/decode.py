@@ -17,6 +17,7 @@ from ..kernels.dispatch import attend_runs
 from ..kernels.segments import Run
 from ..models.adapter import ModelAdapter
 from ..select.base import Policy
+from ..transfer.lanes import sent
 from ..transfer.link import Link, Ticket
 from ..transfer.plan import attended_tokens
 from .attention import attend, group_weights, scores_lse
@@ -60,7 +61,7 @@ class DecodeStep:
         self.batch, self.adapter, self.policy, self.link = batch, adapter, policy, link
         self.sharing, self.recorder = sharing, recorder
         self.geometry = adapter.geometry
-        self.positions = torch.tensor([s.position + s.shift for s in batch], device=adapter.device)
+        self.positions = sent(torch.tensor([s.position + s.shift for s in batch]), adapter.device)
         self._visible: dict[int | None, list[Visible]] = {}
 
     def run(self) -> torch.Tensor:
@@ -69,7 +70,7 @@ class DecodeStep:
         for sequence in self.batch:
             sequence.trace.begin_step()
             self._make_way(sequence)
-        tokens = torch.tensor([s.tokens[s.position] for s in self.batch], device=adapter.device)
+        tokens = sent(torch.tensor([s.tokens[s.position] for s in self.batch]), adapter.device)
         x = adapter.embed(tokens, self.positions)
         fetched = self._fetch_dense(0)
         for layer in range(self.geometry.layers):
@@ -147,21 +148,30 @@ class DecodeStep:
         """q `[H, B, d]`: layer `layer`'s query, guessed or true. Each sequence selects for itself; of what they have in
         common, the union crosses the link."""
         seen, leases = self._see(layer), [s.lease for s in self.batch]
-        selections = [s.state.select(layer, q[:, b], seen[b]) for b, s in enumerate(self.batch)]
-        for sequence, selection in zip(self.batch, selections, strict=True):
-            sequence.slots.selected(layer, selection.tokens)
+        selections = [self._select(layer, s, q[:, b], seen[b]) for b, s in enumerate(self.batch)]
         if self.sharing.overlapping:
             tickets = self.link.fetch_together(leases, layer, seen, selections)
         else:
             tickets = [self.link.fetch(ls, layer, v, s) for ls, v, s in zip(leases, seen, selections, strict=True)]
         return Fetched(self._count(layer, tickets, selections), [])
 
+    def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection:
+        """q `[H, d]`. How many tokens were selected is asked of the device only for those who have to know."""
+        selection = sequence.state.select(layer, q, visible)
+        if sequence.slots.listens or self.recorder is not None:
+            selection = selection.known()
+        if sequence.slots.listens:
+            sequence.slots.selected(layer, selection.tokens)
+        return selection
+
     def _count(self, layer: int, tickets: Seq[Ticket], selections: Seq[Selection | None]) -> list[Fetch]:
         """Enters in each sequence's trace what it attends to in `layer`, and the bytes on the link."""
         fetches = []
         for sequence, visible, ticket, selection in zip(self.batch, self._see(layer), tickets, selections, strict=True):
             sequence.trace.bytes_asked += ticket.bytes
-            sequence.trace.rows(layer, visible, len(visible.candidates) if selection is None else selection.count)
+            fetched = len(visible.candidates) if selection is None else selection.count
+            counts = None if selection is None else selection.counts
+            sequence.trace.rows(layer, visible, fetched if counts is None else counts)
             fetches.append(Fetch(visible, selection, ticket))
         return fetches
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core import Visible
 from ..transfer.link import Ticket
+
+COUNTED_AT_ONCE = 4096
+"""Counts left on the device before they are read: a wait in more than a hundred steps of a large model."""
+
+
+class _Counted(NamedTuple):
+    """Rows that a layer attended to in a step, `counts` as in `Selection`; `resident` more, of `context`."""
+
+    step: int
+    layer: int
+    resident: int
+    context: int
+    counts: torch.Tensor
 
 
 @dataclass
@@ -18,9 +31,10 @@ class Trace:
 
     attended, fetched: `[steps][layers]` fractions of each decode step.
     missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
-    spared: float64 `[3, layers]` on the device: bytes of `bytes_asked` that did not cross the link, token rows that the
-        working set had, and the sum over steps of their share of the context; None where nothing could be spared.
-    looked_up: token rows that were looked for in the working set, where there is one.
+    spared: float64 `[4, layers]` on the device: bytes of `bytes_asked` that did not cross the link, token rows that the
+        working set had, the sum over steps of their share of the context, and rows that were looked for; None where
+        nothing could be spared.
+    counted_later: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
     """
 
     layers: int
@@ -36,7 +50,7 @@ class Trace:
     fetched: list[list[float]] = field(default_factory=list)
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
     spared: torch.Tensor | None = None
-    looked_up: int = 0
+    counted_later: list[_Counted] = field(default_factory=list)
 
     @property
     def bytes_to_device(self) -> int:
@@ -46,7 +60,9 @@ class Trace:
     @property
     def hit_rate(self) -> float:
         """Share of the rows looked for that the working set had."""
-        return float(self.spared[1].sum()) / self.looked_up if self.spared is not None and self.looked_up else 0.0
+        if self.spared is None:
+            return 0.0
+        return float(self.spared[1].sum()) / max(1.0, float(self.spared[3].sum()))
 
     def hit_shares(self) -> list[float]:
         """`[layers]`: rows that the working set had over rows in context, mean over steps."""
@@ -60,8 +76,18 @@ class Trace:
         """Whether the current step measures the missed mass."""
         return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
 
+    def settle(self) -> None:
+        """Enters what only the device knew, and waits for it."""
+        if not self.counted_later:
+            return
+        counts = torch.stack([one.counts[0] for one in self.counted_later]).tolist()
+        for one, count in zip(self.counted_later, counts, strict=True):
+            self._enter(one.step, one.layer, one.resident, one.context, count)
+        self.counted_later.clear()
+
     def copy(self) -> Trace:
         """An independent copy."""
+        self.settle()
         rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
         spared = None if self.spared is None else self.spared.clone()
         return replace(self, **rows, spared=spared)  # type: ignore[arg-type]
@@ -72,16 +98,25 @@ class Trace:
 
     def begin_step(self) -> None:
         """A decode step starts."""
+        if len(self.counted_later) >= COUNTED_AT_ONCE:
+            self.settle()
         self.attended.append([0.0] * self.layers)
         self.fetched.append([0.0] * self.layers)
         if self.probing:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
-    def rows(self, layer: int, visible: Visible, fetched: int) -> None:
-        """`fetched` rows per KV head, besides the resident ones, are attended in `layer`; adds up over repairs."""
-        context = len(visible.all)
-        self.fetched[-1][layer] += fetched / context
-        self.attended[-1][layer] = visible.resident / context + self.fetched[-1][layer]
+    def rows(self, layer: int, visible: Visible, fetched: int | torch.Tensor) -> None:
+        """`fetched` rows per KV head, besides the resident ones, are attended in `layer`; adds up over repairs. A
+        tensor is the counts of a `Selection`, which are read when they are needed."""
+        step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
+        if isinstance(fetched, torch.Tensor):
+            self.counted_later.append(_Counted(step, layer, resident, context, fetched))
+        else:
+            self._enter(step, layer, resident, context, fetched)
+
+    def _enter(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
+        self.fetched[step][layer] += fetched / context
+        self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
     def spare(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
         """Enters what of a ticket for `rows` rows per KV head did not cross the link, without asking the device."""
@@ -89,12 +124,12 @@ class Trace:
             return
         rows_of_all, hits = ticket.spared.rows, ticket.spared.hits
         if self.spared is None:
-            self.spared = torch.zeros(3, self.layers, dtype=torch.float64, device=hits.device)
+            self.spared = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
         asked = ticket.spared.asked
         self.spared[0, layer] += rows_of_all * (ticket.bytes // asked)
         self.spared[1, layer] += hits
         self.spared[2, layer] += hits * (rows / asked / len(visible.all))
-        self.looked_up += asked
+        self.spared[3, layer] += ticket.spared.sought
 
     def miss(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Records 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""

@@ -320,6 +320,7 @@ class Runner:
     def stats(self, sequence: Sequence) -> Stats:
         """What the sequence cost so far; to be taken before `free`."""
         trace, adapter = sequence.trace, self.adapter
+        trace.settle()
         dense = self.policy.dense_layers
         shares = Fractions.of(trace, dense)
         missed, worst = layer_means(trace, dense)

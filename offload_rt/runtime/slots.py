@@ -25,6 +25,11 @@ class Slots(Protocol):
     """The slots of one sequence. `begin_step` decides where the newest token goes; the rest holds for that step."""
 
     @property
+    def listens(self) -> bool:
+        """Whether `selected` is to be called."""
+        ...
+
+    @property
     def newest(self) -> int:
         """Slot of the token that this step computes."""
         ...
@@ -71,6 +76,8 @@ class AppendOnly:
     grows = False
     """Nobody gives way to it."""
 
+    listens = False
+
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
         self.newest = -1
@@ -115,6 +122,8 @@ class Overwriting:
 
     Mutated by `begin_step` (positions, victims), `give` and `selected` (use); the rows are the link's to move.
     """
+
+    listens = True
 
     def __init__(self, pool: HostPool, options: EvictionOptions, sinks: int, recent: int) -> None:
         self._pool, self._options = pool, options

@@ -16,6 +16,7 @@ from ..kernels.selection import extend_selection, floor_share, group_lse, group_
 from ..skewing.artifact import SkewArtifact
 from .base import KeyReader, Moment
 from .budget import budget_tokens, check_dense_layers
+from .counted import select_counted
 from .passive import PassiveState
 from .scoring import (
     Basis,
@@ -69,6 +70,9 @@ class InfiniGenState(PassiveState):
             kv_heads = self._policy.geometry.kv_heads
             return Selection(torch.empty(kv_heads, 0, dtype=torch.int64, device=q.device))
         query = q.to(self._policy.keys_device)
+        if self._policy.counted:
+            found = self._keys.found(layer, query, candidates)
+            return select_counted(found, candidates, self._policy.alpha, options.max_fraction)
         if options.budget is None:
             tokens = self._keys.select(layer, query, candidates, self._policy.alpha, options.max_fraction)
         else:
@@ -132,6 +136,9 @@ class InfiniGen:
         self.options = replace(options, alpha=self.alpha)
         self.geometry = geometry
         self.keys_device, self.keys_on_host = device, keys_on_host
+        asks = keys_on_host or options.budget is not None or options.max_missed_mass is not None
+        self.counted = device.type == "cuda" and not asks
+        """Whether selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
         self.moment: Moment = options.source
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = frozenset(options.dense_layers)

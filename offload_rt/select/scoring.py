@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from ..kernels import dispatch
+from ..kernels.lists import Scores
 from ..kernels.selection import (
     GAUSSIAN_STEP,
     dot_scores,
@@ -25,6 +27,7 @@ from ..kernels.selection import (
     skew,
     unpack,
 )
+from .counted import bounds
 from .growing import GrowingTensor
 
 LEARNED_AT_ONCE = 4096
@@ -175,6 +178,11 @@ class ScoringKeys(Protocol):
         """`select_tokens` of those scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
         ...
 
+    def found(self, layer: int, q: torch.Tensor, tokens: range) -> Scores:
+        """Those scores of all slots that there are, -inf outside `tokens`, with maximum and lse, by the kernels of the
+        decode step."""
+        ...
+
     def fork(self) -> ScoringKeys:
         """An independent copy."""
         ...
@@ -235,6 +243,11 @@ class PartialKeys:
         """As `ScoringKeys.select`."""
         return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
 
+    def found(self, layer: int, q: torch.Tensor, tokens: range) -> Scores:
+        """As `ScoringKeys.found`."""
+        skewed = self._bases[layer].skew_query(q)
+        return dispatch.partial_scores(skewed, self._keys[layer].data, *bounds(len(skewed), tokens, q.device))
+
     def fork(self) -> PartialKeys:
         """Copies on the first write of either side."""
         twin = PartialKeys(self._columns.fork(), self._dtype, self._device)
@@ -263,7 +276,7 @@ class Quantiser:
         """Steps for Gaussian columns of `std` `[Hkv, d]` around `mean`. A column that never varied in calibration
         gets a thousandth of its head's widest."""
         floor = std.amax(-1, keepdim=True).clamp_min(1e-6) / 1000
-        return cls(basis, mean, std.maximum(floor) * GAUSSIAN_STEP[bits])
+        return cls(basis, mean.contiguous(), std.maximum(floor) * GAUSSIAN_STEP[bits])
 
 
 class QuantisedKeys:
@@ -337,9 +350,13 @@ class QuantisedKeys:
         packed, within = self._bytes_of(layer, tokens)
         quantiser = self._quantisers[layer]
         skewed = quantiser.basis.skew_query(q)
-        return select_quantised(
-            skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction
-        )
+        return select_quantised(skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction)
+
+    def found(self, layer: int, q: torch.Tensor, tokens: range) -> Scores:
+        """As `ScoringKeys.found`."""
+        quantiser, packed = self._quantisers[layer], self._packed[layer].data
+        skewed, ends = quantiser.basis.skew_query(q), bounds(len(packed), tokens, q.device)
+        return dispatch.quantised_scores(skewed, packed, quantiser.mean, quantiser.step, self._bits, *ends)
 
     def _bytes_of(self, layer: int, tokens: range) -> tuple[torch.Tensor, slice]:
         """The packed keys `[Hkv, m, d]` that hold `tokens`, and where these are among the codes."""

@@ -180,6 +180,7 @@ class CpuLink:
         self, lease: Lease, layer: int, visible: Visible, selection: Selection, spared: Spared | None = None
     ) -> _SparseTicket:
         """Resident and selected rows."""
+        assert selection.counts is None, "the host knows its own counts"
         tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
         return _SparseTicket(self._pages, self._fetched, lease, layer, tokens, asked, spared)
 
@@ -197,7 +198,7 @@ class CpuLink:
             for lease, selection in zip(leases, selections, strict=True)
         ]
         again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
-        spared = [Spared(len(one), one.sum(), torch.tensor(0)) for one in again]
+        spared = [Spared(len(one), len(one), one.sum(), torch.tensor(0)) for one in again]
         each = zip(leases, visible, selections, spared, strict=True)
         return [self._sparse(lease, layer, seen, selection, one) for lease, seen, selection, one in each]
 

@@ -15,8 +15,9 @@ import torch
 from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
 from ..kernels.dispatch import gather_rows
 from ..pool.kv_format import KVFormat
+from ..pool.layout import ArenaLayout
 from ..pool.pool import HostPool
-from .lanes import CudaLane, Lane, Mark
+from .lanes import CudaLane, Lane, Mark, sent
 from .link import PrefilledLayer, Spared, Ticket
 from .plan import first_askers, row_ids
 from .residency import Residency
@@ -34,6 +35,7 @@ class _Ticket:
     staged: torch.Tensor
     bytes: int
     spared: Spared | None = None
+    counts: torch.Tensor | None = None
     residency: Residency | None = None
     layer: int = 0
     visible: Visible | None = None
@@ -42,10 +44,12 @@ class _Ticket:
         counts = () if self.spared is None else (self.spared.rows, self.spared.hits)
         self.lane.hold_compute(self.mark, self.staged, *counts)
         rows = self.format.decode(self.staged)
-        parts = [KVPart(rows[0], rows[1])] if rows.shape[2] else []
+        parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
             return parts
         parts = [*self.residency.part(self.layer, self.visible), *parts]
+        if self.counts is not None:
+            return parts
         return [KVPart(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))]
 
 
@@ -56,6 +60,7 @@ class _Fetched:
     staged: torch.Tensor
     mark: Mark
     spared: Spared | None = None
+    counts: torch.Tensor | None = None
 
 
 @dataclass
@@ -69,6 +74,56 @@ class _Open:
     written: Mark | None = None
     chunks: list[int] = field(default_factory=list)
     base: torch.Tensor | None = None
+
+
+@dataclass
+class _Wanted:
+    """What one sequence wants in one layer: tokens `[Hkv, n]`, of which `counts` are meant, `base` as in `_Open`. All
+    methods belong to the prefetch lane: `look_up`, then the gather of `missing_ids`, then `exchange`."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor | None
+    base: torch.Tensor
+    working: WorkingSet | None
+    found: LookUp | None = None
+    meant: torch.Tensor | None = None
+
+    @property
+    def borrowed(self) -> list[torch.Tensor]:
+        """What comes from the compute stream."""
+        return [self.tokens, self.base, *(() if self.counts is None else (self.counts,))]
+
+    def look_up(self, layer: int) -> None:
+        """Asks the working set."""
+        if self.counts is not None:
+            self.meant = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.counts[:, None]
+        if self.working is not None and self.tokens.numel():
+            self.found = self.working.look_up(layer, self.tokens, self.meant)
+
+    def missing_ids(self, layout: ArenaLayout, layer: int) -> torch.Tensor:
+        """Row ids `[2, Hkv, n]`, negative where no row is meant or the working set has it."""
+        ids = row_ids(layout, self.base, layer, self.tokens)
+        if self.meant is not None:
+            ids = ids.masked_fill(~self.meant, -1)
+        return ids if self.found is None else ids.masked_fill(self.found.slots >= 0, -1)
+
+    def exchange(self, layer: int, rows: torch.Tensor) -> None:
+        """Takes what the working set has into rows `[2, Hkv, n, width]`, and gives it the others."""
+        if self.working is not None and self.found is not None:
+            self.working.read(layer, self.found, rows)
+            self.working.write(layer, self.found, rows)
+
+    def spared(self, again: torch.Tensor | None) -> Spared | None:
+        """What does not cross; flat `again` (K's half, then V's) says which rows others asked for before."""
+        asked, spared, device = self.tokens.numel(), [], self.tokens.device
+        sought: torch.Tensor | int = asked
+        if self.counts is not None:
+            sought = self.counts.sum()
+            spared.append(asked - sought)
+        hits = torch.zeros((), dtype=torch.int64, device=device) if self.found is None else self.found.hits
+        spared += [] if self.found is None else [hits]
+        spared += [] if again is None else [(again[:asked] >= 0).sum()]
+        return Spared(asked, sought, sum(spared[1:], spared[0]), hits) if spared else None
 
 
 class CudaLink:
@@ -188,13 +243,13 @@ class CudaLink:
         self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
     ) -> list[Ticket]:
         """See `Link.fetch_together`: a row that a sequence before asks for too is copied on the device."""
-        fetched = self._fetch_rows(leases, layer, [selection.tokens for selection in selections])
+        fetched = self._fetch_rows(leases, layer, selections)
         each = zip(fetched, leases, visible, strict=True)
         return [self._ticket(rows, lease, layer, seen) for rows, lease, seen in each]
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
-        [fetched] = self._fetch_rows([lease], layer, [extra.tokens])
+        [fetched] = self._fetch_rows([lease], layer, [extra])
         return self._ticket(fetched)
 
     def _ticket(
@@ -204,7 +259,9 @@ class CudaLink:
         staged, residency = fetched.staged, None if lease is None else self._open[id(lease)].residency
         size = staged.shape[1] * staged.shape[2] * self._pair_bytes
         lane, spared = self._prefetch, fetched.spared
-        return _Ticket(self._format, lane, fetched.mark, staged, size, spared, residency, layer, visible)
+        return _Ticket(
+            self._format, lane, fetched.mark, staged, size, spared, fetched.counts, residency, layer, visible
+        )
 
     def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """See `Link.prefill_layer`."""
@@ -234,54 +291,44 @@ class CudaLink:
                 at = piece.stop
             return _Fetched(staged, self._prefetch.mark())
 
-    def _fetch_rows(self, leases: Sequence[Lease], layer: int, tokens: Sequence[torch.Tensor]) -> list[_Fetched]:
-        """Rows of `tokens`, int64 `[Hkv, n]` of each lease, as stored: those of its working set from there, of those
-        that several leases have in common all but the first one's from the first one's, the others from the pool.
+    def _fetch_rows(self, leases: Sequence[Lease], layer: int, selections: Sequence[Selection]) -> list[_Fetched]:
+        """The selected rows of each lease, as stored: those of its working set from there, of those that several leases
+        have in common all but the first one's from the first one's, the others from the pool.
 
-        `tokens` are borrowed from the compute stream; all else is made, used and freed in the prefetch lane."""
-        tokens = [one.to(self._device) for one in tokens]
-        bases = [self._device_base(lease) for lease in leases]
-        working = [self._open[id(lease)].working for lease in leases]
+        Tokens and counts are borrowed from the compute stream; all else is made, used and freed in the prefetch
+        lane."""
+        wanted = [self._wanted(lease, selection) for lease, selection in zip(leases, selections, strict=True)]
         with self._prefetch.behind_compute():
-            self._prefetch.borrow(*tokens, *bases)
-            for lease in leases:
+            for lease, one in zip(leases, wanted, strict=True):
                 self._behind_write_back(lease)
-            found = [
-                None if one is None or not wanted.numel() else one.look_up(layer, wanted)
-                for one, wanted in zip(working, tokens, strict=True)
-            ]
-            each = zip(bases, tokens, found, strict=True)
-            ids = torch.cat([self._missing_ids(layer, base, wanted, one).flatten() for base, wanted, one in each])
+                self._prefetch.borrow(*one.borrowed)
+                one.look_up(layer)
+            ids = torch.cat([one.missing_ids(self._pool.layout, layer).flatten() for one in wanted])
             staged = torch.empty(len(ids), self._format.width, dtype=self._format.storage, device=self._device)
-            again = first_askers(ids) if len(leases) > 1 else None
+            again = first_askers(ids) if len(wanted) > 1 else None
             _gather(self._pool.rows, ids if again is None else ids.masked_fill(again >= 0, -1), staged)
             if again is not None:
                 _gather(staged, again, staged)
-            sizes = [2 * one.numel() for one in tokens]
-            blocks = [
-                block.view(2, *one.shape, self._format.width)
-                for block, one in zip(staged.split(sizes), tokens, strict=True)
-            ]
-            for block, one, of_it in zip(blocks, working, found, strict=True):
-                if one is not None and of_it is not None:
-                    one.read(layer, of_it, block)
-                    one.write(layer, of_it, block)
-            shared = [None] * len(leases) if again is None else again.split(sizes)
-            counts = zip(tokens, found, shared, strict=True)
-            spared = [_spared(wanted.numel(), of_it, asked) for wanted, of_it, asked in counts]
+            sizes = [2 * one.tokens.numel() for one in wanted]
+            shared = [None] * len(wanted) if again is None else again.split(sizes)
+            fetched = []
+            for one, rows, asked in zip(wanted, staged.split(sizes), shared, strict=True):
+                block = rows.view(2, *one.tokens.shape, self._format.width)
+                one.exchange(layer, block)
+                fetched.append((block, one.spared(asked), one.counts))
             mark = self._prefetch.mark()
-        return [_Fetched(block, mark, one) for block, one in zip(blocks, spared, strict=True)]
+        return [_Fetched(block, mark, spared, counts) for block, spared, counts in fetched]
 
-    def _missing_ids(self, layer: int, base: torch.Tensor, tokens: torch.Tensor, found: LookUp | None) -> torch.Tensor:
-        """Row ids `[2, Hkv, n]` of `tokens` `[Hkv, n]`, negative where the working set has the row."""
-        ids = row_ids(self._pool.layout, base, layer, tokens)
-        return ids if found is None else ids.masked_fill(found.slots >= 0, -1)
+    def _wanted(self, lease: Lease, selection: Selection) -> _Wanted:
+        counts = None if selection.counts is None else selection.counts.to(self._device)
+        working = self._open[id(lease)].working
+        return _Wanted(selection.tokens.to(self._device), counts, self._device_base(lease), working)
 
     def _device_base(self, lease: Lease) -> torch.Tensor:
         """`HostPool.row_base` on the device, copied anew when the lease's chunks have changed."""
         one = self._open[id(lease)]
         if one.base is None or one.chunks != lease.chunks:
-            one.chunks, one.base = list(lease.chunks), self._pool.row_base(lease).to(self._device)
+            one.chunks, one.base = list(lease.chunks), sent(self._pool.row_base(lease), self._device)
         return one.base
 
     def _behind_write_back(self, lease: Lease) -> None:
@@ -306,16 +353,6 @@ def _gather(rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
     """Rows of ids int64 `[M]` into out `[M, width]`, but for negative ones."""
     counts = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
     gather_rows(rows, ids.unsqueeze(0), counts, out.unsqueeze(0))
-
-
-def _spared(asked: int, found: LookUp | None, again: torch.Tensor | None) -> Spared | None:
-    """Of `asked` token rows what a working set had, and of flat `again` (K's half, then V's) what others asked for
-    before."""
-    if again is None:
-        return None if found is None else Spared(asked, found.hits, found.hits)
-    shared = (again[:asked] >= 0).sum()
-    hits = torch.zeros_like(shared) if found is None else found.hits
-    return Spared(asked, shared + hits, hits)
 
 
 def _copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:

@@ -29,9 +29,10 @@ class PrefilledLayer:
 class Spared:
     """Of `asked` token rows of a ticket (of all KV heads) those that need not cross the link, counted on the device
     (int64 without axes): `rows` in all, `hits` of them because the working set has them, the others because another
-    sequence asks for them first."""
+    sequence asks for them first, or because only `sought` were meant."""
 
     asked: int
+    sought: torch.Tensor | int
     rows: torch.Tensor
     hits: torch.Tensor
 
@@ -95,7 +96,8 @@ class Link(Protocol):
         ...
 
     def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
-        """Starts moving the selected candidates (None: all of them). Resident rows cost nothing."""
+        """Starts moving the selected candidates (None: all of them). Resident rows cost nothing. Of a selection with
+        counts the rows are a part of their own, with the same counts."""
         ...
 
     def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:

@@ -34,7 +34,7 @@ def rows_within(size: int, layers: int, kv_heads: int, pair_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class LookUp:
-    """What a table said of tokens `[P, n]`.
+    """What a table said of tokens `[P, n]`, of which perhaps only the first of each list were meant.
 
     slots: int64 `[P, n]`, the slot that holds the token's row, negative where none does. into: int64 `[P, n]`, the slot
     that the row of a token that was missing takes from now on; `capacity`, a slot that nobody reads, for all others.
@@ -70,20 +70,23 @@ class Table:
         """int32 `[P, capacity]`: the token in each slot, negative where none is."""
         return self._tokens[:, : self.capacity]
 
-    def look_up(self, tokens: torch.Tensor) -> LookUp:
-        """Where tokens int64 `[P, n]` are, no token twice in a list, and where those that are missing go."""
+    def look_up(self, tokens: torch.Tensor, meant: torch.Tensor | None = None) -> LookUp:
+        """Where tokens int64 `[P, n]` are, no token twice in a list, and where those that are missing go; of those that
+        are not `meant` (bool `[P, n]`; None: all are) neither is the case."""
         capacity, scores = self.capacity, self._scores[:, : self.capacity]
         wanted = tokens.to(torch.int32).contiguous()
         known, order = self.tokens.sort(dim=1)
         at = torch.searchsorted(known, wanted).clamp_(max=capacity - 1)
-        hit = known.gather(1, at) == wanted
+        hit, missing = known.gather(1, at) == wanted, known.gather(1, at) != wanted
+        if meant is not None:
+            hit, missing = hit & meant, missing & meant
         slots = order.gather(1, at)
         used = torch.zeros_like(self._scores).scatter_(1, slots.where(hit, capacity), 1.0)[:, :capacity]
         scores.mul_(self._decay).add_(used)
         # Slots by rising score, those just used behind all others: the j-th missing token takes the j-th of them.
         leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
-        turn = (~hit).cumsum(1) - 1
-        kept = ~hit & (turn < capacity - hit.sum(1, keepdim=True))
+        turn = missing.cumsum(1) - 1
+        kept = missing & (turn < capacity - hit.sum(1, keepdim=True))
         into = leaving.gather(1, turn.clamp(0, capacity - 1)).where(kept, capacity)
         self._tokens.scatter_(1, into, wanted)
         self._scores.scatter_(1, into, 1.0)
@@ -138,12 +141,13 @@ class WorkingSet:
         """Bytes on the device, tables included."""
         return sum(layer.rows.nbytes + layer.table.nbytes for layer in self._layers.values())
 
-    def look_up(self, layer: int, tokens: torch.Tensor) -> LookUp:
-        """Where `tokens` int64 `[Hkv, n]` are: `read` those that are there, `write` the others, in this order."""
+    def look_up(self, layer: int, tokens: torch.Tensor, meant: torch.Tensor | None = None) -> LookUp:
+        """Where `tokens` int64 `[Hkv, n]`, those that are `meant`, are: `read` those that are there, `write` the
+        others, in this order."""
         if layer not in self._layers:
             rows = torch.empty(self._shape, dtype=self._storage, device=self._device)
             self._layers[layer] = _Layer(Table(self._shape[1], self.capacity, self._device), rows)
-        return self._layers[layer].table.look_up(tokens)
+        return self._layers[layer].table.look_up(tokens, meant)
 
     def read(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
         """The rows that were found, into their places of out `[2, Hkv, n, width]`; the others stay as they are."""
