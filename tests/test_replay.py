@@ -294,8 +294,12 @@ def test_the_command_makes_a_page_without_links(
     book.write_text("He said: </script><b>no</b> & so on. " * 12, encoding="utf-8")
     run, page = str(tmp_path / "run"), tmp_path / "page.html"
     flags = ("--prompt-tokens", "150", "--max-new-tokens", "30", "--ignore-eos", "--recent", "8", "--record", run)
-    assert main(("generate", "reference", "--prompt-file", str(book), *flags)) == 0
-    assert f"wrote {run}" in capsys.readouterr().err.replace("\n", "")
+    kept = ("--working-set", "5", "--stats-json", str(tmp_path / "stats.json"))
+    assert main(("generate", "reference", "--prompt-file", str(book), *flags, *kept)) == 0
+    printed, stats = capsys.readouterr().err, json.loads((tmp_path / "stats.json").read_text())
+    assert f"wrote {run}" in printed.replace("\n", "")
+    assert stats["working_set_rows"] == 5 and stats["working_set_bytes"] > 0
+    assert f"{stats['working_set_hit_rate']:.2%}" in printed and "had of the selected rows" in printed
     assert main(("replay", run, "--budgets", "0.6", "--eviction", "lru", "--html", str(page))) == 0
     assert "| lru | window |" in capsys.readouterr().out
     parsed = _Page()

@@ -198,7 +198,7 @@ class CpuLink:
             for lease, selection in zip(leases, selections, strict=True)
         ]
         again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
-        spared = [Spared(len(one), len(one), one.sum(), torch.tensor(0)) for one in again]
+        spared = [Spared(len(one), torch.tensor(len(one)), one.sum(), torch.tensor(0)) for one in again]
         each = zip(leases, visible, selections, spared, strict=True)
         return [self._sparse(lease, layer, seen, selection, one) for lease, seen, selection, one in each]
 

@@ -41,8 +41,7 @@ class _Ticket:
     visible: Visible | None = None
 
     def wait(self) -> list[KVPart]:
-        counts = () if self.spared is None else (self.spared.rows, self.spared.hits)
-        self.lane.hold_compute(self.mark, self.staged, *counts)
+        self.lane.hold_compute(self.mark, self.staged, *(() if self.spared is None else self.spared.tensors))
         rows = self.format.decode(self.staged)
         parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
@@ -115,15 +114,15 @@ class _Wanted:
 
     def spared(self, again: torch.Tensor | None) -> Spared | None:
         """What does not cross; flat `again` (K's half, then V's) says which rows others asked for before."""
-        asked, spared, device = self.tokens.numel(), [], self.tokens.device
-        sought: torch.Tensor | int = asked
-        if self.counts is not None:
-            sought = self.counts.sum()
-            spared.append(asked - sought)
-        hits = torch.zeros((), dtype=torch.int64, device=device) if self.found is None else self.found.hits
-        spared += [] if self.found is None else [hits]
-        spared += [] if again is None else [(again[:asked] >= 0).sum()]
-        return Spared(asked, sought, sum(spared[1:], spared[0]), hits) if spared else None
+        if self.counts is None and self.found is None and again is None:
+            return None
+        asked = torch.full((), self.tokens.numel(), device=self.tokens.device)
+        sought = asked if self.counts is None else self.counts.sum()
+        hits = torch.zeros_like(asked) if self.found is None else self.found.hits
+        rows = asked - sought + hits
+        if again is not None:
+            rows = rows + (again[: self.tokens.numel()] >= 0).sum()
+        return Spared(self.tokens.numel(), sought, rows, hits)
 
 
 class CudaLink:

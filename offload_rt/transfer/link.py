@@ -32,9 +32,14 @@ class Spared:
     sequence asks for them first, or because only `sought` were meant."""
 
     asked: int
-    sought: torch.Tensor | int
+    sought: torch.Tensor
     rows: torch.Tensor
     hits: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is on the device."""
+        return self.sought, self.rows, self.hits
 
 
 class Ticket(Protocol):
