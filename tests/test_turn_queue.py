@@ -29,9 +29,11 @@ CHUNK_BYTES = 4 * 2 * 2 * 64 * 16 * 8
 
 
 def make_llm(chunks: int = 400, **options: Any) -> LLM:
-    chosen = {"policy": "full"} | options
-    llm = LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory=chunks * CHUNK_BYTES, **chosen)
-    assert llm._runner.pool.chunk_count >= chunks
+    """With a pool of `chunks` chunks."""
+    model, chosen = tiny_model("llama", dtype=torch.float64), {"policy": "full"} | options
+    size = LLM(model, dtype="float64", host_memory="1MiB", **chosen)._runner.pool.chunk_bytes
+    llm = LLM(model, dtype="float64", host_memory=chunks * size, **chosen)
+    assert llm._runner.pool.chunk_count == chunks
     return llm
 
 
@@ -74,6 +76,29 @@ def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path)
     session = make_llm(**options).session("bob", tmp_path / "q")
     assert session.tokens[-12:] == right["bob"][2]
     session.close()
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    """Three answers that outgrow the pool together: the youngest gives way in the middle of its answer, its session is
+    as it was before the turn, and no token of it changes or comes twice."""
+    names, lengths = NAMES[:3], [SHORT, SamplingParams(max_new_tokens=66, temperature=0)]
+    right = {}
+    for name in names:
+        session = make_llm(**options).session(name, tmp_path / name)
+        right[name] = [[e.token_id for e in session.send(turn(name, i), lengths[i])] for i in range(2)]
+        session.close()
+    queue = make_llm(11, **options).turns(tmp_path / "q", max_batch=3)
+    queued = {(name, i): queue.add(name, turn(name, i), lengths[i]) for i in range(2) for name in names}
+    seen: dict[int, list[int]] = {}
+    while not queue.idle:
+        for event in queue.step():
+            seen.setdefault(event.request, []).append(event.token_id)
+        queue.check_integrity()
+    assert queue._engine.scheduler.preemptions > 0
+    for (name, i), one in queued.items():
+        assert one.token_ids == right[name][i] == seen[one.number], (name, i)
+    queue.close()
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])

@@ -155,9 +155,11 @@ class SessionRows:
 
     def _find(self, known: int) -> list[tuple[int, StoredChunk]]:
         """Stored chunks from token `known` on without a gap: full ones, and the tail where they end. One token at least
-        is left to compute."""
+        is left to compute. Where rows are rounded, what a turn that did not end had computed is no part of it: a
+        prefill attends to its own rows as they were before rounding."""
         history, disk = self.history, self.store.disk
-        names = self.names((len(history.tokens) - 1) // CHUNK * CHUNK)
+        stop = min(len(history.tokens) - 1, history.computed) if self.store.private else len(history.tokens) - 1
+        names = self.names(stop // CHUNK * CHUNK)
         tail = self.names(history.computed)[history.computed // CHUNK :]
         found: list[tuple[int, StoredChunk]] = []
         for name in [*names[known // CHUNK :], *tail]:

@@ -42,24 +42,26 @@ class Turn(Generation):
         self._known = 0, 0
 
     def start(self, runner: Runner) -> Prefill:
-        """See `Served.start`."""
+        """See `Served.start`. Of a turn that was dropped, new tokens are prefilled too if that gives the same rows;
+        else they are decoded again, as the first time."""
         rows, prompt, tiers = self.rows, self.request.prompt, self.rows.store.tiers
         longest = len(prompt) + self.params.max_new_tokens
         runner.check_fits(longest)
         tiers.take(rows)
         arrived = rows.sequence is not None and (rows.preload is None or rows.preload.finished)
         close_gap(rows, longest)
-        rows.history.tokens = self.tokens
+        taken = prompt if runner.approximates else tuple(self.tokens)
+        rows.history.tokens = list(taken)
         self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
+        sequence.tokens = self.tokens
         self._known = sequence.position, 0 if arrived else rows.loaded_tokens
         if self._trace is not None:
             self._trace.reused_tokens += sequence.trace.reused_tokens
             sequence.trace = self._trace
         self._seconds = sequence.trace.prefill_seconds
-        stop = len(prompt) if runner.approximates else len(self.tokens)
-        self._saving = rows.store.saver.begin(sequence.lease, rows.fresh(rows.names(stop // CHUNK * CHUNK)))
+        self._saving = rows.store.saver.begin(sequence.lease, rows.fresh(rows.names(len(taken) // CHUNK * CHUNK)))
         self._prefill = runner.begin_prefill(
-            sequence, stop, want_logits=True, before_layer=self._wait, after_layer=self._layer_done
+            sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
         )
         return self._prefill
 
