@@ -23,7 +23,6 @@ table II; for 8 bits computed in the same way), by bits per number."""
 
 _SAMPLE_STRIDE = 16
 
-
 def skew(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Queries or keys x `[Hkv, m, d]` in a skewed basis `[Hkv, d, r]` (InfiniGen eq. 2): `[Hkv, m, r]`, in the basis'
     dtype."""
@@ -222,28 +221,30 @@ def _select_cpu(scores: torch.Tensor, alpha: float, max_fraction: float) -> torc
         return torch.empty(kv_heads, 0, dtype=torch.int64)
     flat: Array = scores.reshape(-1, candidates).numpy()
     passing = flat >= flat.max(1, keepdims=True) - flat.dtype.type(alpha)
-    n = token_count(int(np.count_nonzero(passing)), len(flat), candidates, max_fraction)
+    counts = [int(np.count_nonzero(row)) for row in passing]
+    n = token_count(sum(counts), len(flat), candidates, max_fraction)
     if group == 1:
-        return torch.from_numpy(_best_passing(passing, n, lambda head, tokens: flat[head].take(tokens)))
+        return torch.from_numpy(_best_passing(passing, counts, n, lambda head, tokens: flat[head].take(tokens)))
     tokens = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
     passed = torch.from_numpy(flat.take(tokens, axis=1)).view(kv_heads, group, -1)
     values = group_scores(passed, group_lse(scores))
     return torch.from_numpy(tokens[_top_rows(values.numpy(), n)])
 
 
-def _best_passing(passing: Array, n: int, values: Callable[[int, Array], Array]) -> npt.NDArray[np.int64]:
+def _best_passing(
+    passing: Array, counts: list[int], n: int, values: Callable[[int, Array], Array]
+) -> npt.NDArray[np.int64]:
     """int64 `[Hkv, n]`: the best of each query head that is its own KV head, among the tokens that pass some head (bool
-    `[Hkv, N]` `passing`, at least n). `values(head, tokens)` are a head's scores. Where n tokens pass a head, they are
-    the best; where more do, only these are ranked; what some head passes is looked up only where fewer do."""
-    anywhere: npt.NDArray[np.int64] | None = None
+    `[Hkv, N]` `passing`, at least n), `counts` of which pass each. `values(head, tokens)` orders tokens as a head's
+    scores do. Where n tokens pass a head, they are the best; where more do, only these are ranked; what some head
+    passes is looked up only where fewer do."""
+    anywhere: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    if min(counts) < n:
+        anywhere = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
     out = np.empty((len(passing), n), dtype=np.int64)
-    for head, row in enumerate(passing):
-        tokens = np.flatnonzero(row)
-        if len(tokens) < n:
-            if anywhere is None:
-                anywhere = np.flatnonzero(np.bitwise_or.reduce(passing, axis=0))
-            tokens = anywhere
-        out[head] = tokens if len(tokens) == n else tokens[_top_of_row(values(head, tokens), n)]
+    for head, count in enumerate(counts):
+        tokens = anywhere if count < n else np.flatnonzero(passing[head])
+        out[head] = tokens if len(tokens) == n else tokens.take(_top_of_row(values(head, tokens), n))
     return out
 
 
@@ -276,9 +277,9 @@ def _select_sums(
     alpha: float,
     max_fraction: float,
 ) -> torch.Tensor | None:
-    """`select_quantised` from the sums of codes `[Hkv, N]`; the scores that decide are rounded as `quantised_scores`
-    rounds them, so the result is the same to the last tie. None where the threshold is not among the integers next to
-    where it should be: it lets everything pass, or whole runs of sums have one score."""
+    """`select_quantised` from the sums of codes `[Hkv, N]`; where sums that differ might have one score, what decides
+    is rounded as `quantised_scores` rounds it, so the result is the same to the last tie. None where the threshold is
+    not among the integers next to where it should be: it lets everything pass, or whole runs of sums have one score."""
     found, bias = _biased_sums_cpu(weights, packed, bits)
     sums, less = found[:, tokens].numpy(), bias.numpy()
     factor, shift = scale[:, 0].numpy(), offset[:, 0].numpy()
@@ -291,13 +292,19 @@ def _select_sums(
         return None
     threshold = near[np.arange(len(near)), enough.argmax(1)].astype(np.int32)
     passing = sums >= threshold[:, None] - less
-    n = token_count(int(np.count_nonzero(passing)), len(sums), sums.shape[1], max_fraction)
+    counts = [int(np.count_nonzero(row)) for row in passing]
+    n = token_count(sum(counts), len(sums), sums.shape[1], max_fraction)
+    largest = np.abs(shift) + factor * factor.dtype.type(weights.shape[2] * 127 * 255)
+    apart = factor > 4 * np.spacing(largest)
 
     def values(head: int, chosen: Array) -> Array:
-        score: Array = (sums[head].take(chosen) + less[head]).astype(factor.dtype) * factor[head] + shift[head]
+        found = sums[head].take(chosen)
+        if apart[head, 0]:
+            return found
+        score: Array = (found + less[head]).astype(factor.dtype) * factor[head] + shift[head]
         return score
 
-    return torch.from_numpy(_best_passing(passing, n, values))
+    return torch.from_numpy(_best_passing(passing, counts, n, values))
 
 
 def _top_rows(values: Array, n: int) -> npt.NDArray[np.int64]:
