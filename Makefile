@@ -52,7 +52,7 @@ gpu: $(GPU_READY)
 
 bench: $(READY)
 	mkdir -p $(OUT)
-	$(BIN)/python -P -m offload_rt.eval.speed --out $(OUT)
+	$(BIN)/python -P -m offload_rt.eval.speed --out $(OUT) $(BENCH_FLAGS)
 
 # The held-out book and the harness' tasks where they are (OFFLOAD_RT_DATA), else the packaged text alone.
 DATA := $(or $(OFFLOAD_RT_DATA),../shared/data)
