@@ -10,13 +10,30 @@ from collections.abc import Sequence
 
 import torch
 
+CACHED = 8 << 20
+"""Bytes of keys that the caches of a processor may hold."""
+
+FEW = 8
+"""Queries a KV head for which keys are read faster than they are multiplied."""
+
+
+def dot_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """q k^T `[Hkv, G, n]`, in `out` if there is one, of q `[Hkv, G, d]` and k `[Hkv, n, d]`. On a CPU keys beyond the
+    caches are multiplied as k q^T for few queries, which streams them: 25 GB/s against 7 (float32, d = 128, one thread;
+    16k tokens of 8 heads 3.0 ms against 9.5). Within the caches, and for many queries, the plain order is as fast or
+    faster."""
+    if k.device.type == "cpu" and k.dtype == torch.float32 and q.shape[1] <= FEW and k.nbytes >= CACHED:
+        product = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
+        return product.contiguous() if out is None else out.copy_(product)
+    return torch.bmm(q, k.transpose(1, 2), out=out)
+
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Unnormalised softmax of one part. q `[Hkv, G, d]`, k `[Hkv, n, d]`, n >= 1.
 
     Returns exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` of the scaled scores s = scale * q k^T.
     """
-    scores = torch.bmm(q * scale, k.transpose(1, 2))
+    scores = dot_products(q * scale, k)
     scores = scores if scores.dtype == torch.float64 else scores.float()
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import torch
 
-from .reference import attend_part, merge_lse
+from .reference import attend_part, dot_products, merge_lse
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _attend_padded(
     shape = (len(members), *queries.shape[1:3])
     scores = queries.new_full((*shape, most), -torch.inf)
     for i, at, run in pieces:
-        torch.bmm(queries[members[i]], run.k.transpose(1, 2), out=scores[i, :, :, at : at + run.k.shape[1]])
+        dot_products(queries[members[i]], run.k, out=scores[i, :, :, at : at + run.k.shape[1]])
     scores = scores if scores.dtype == torch.float64 else scores.float()
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()

@@ -67,3 +67,20 @@ def test_scores_far_apart_do_not_overflow() -> None:
     k = torch.stack([torch.full((4,), 100.0), torch.full((4,), -100.0)])[None]
     out, lse = attend(q, [KVPart(k[:, :1], k[:, :1]), KVPart(k[:, 1:], k[:, 1:])], 1.0)
     assert torch.equal(out, torch.full((1, 4), 100.0)) and lse.item() == 40000
+
+
+@pytest.mark.parametrize("group", [1, 4, 9])
+def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either order of the product, against float64: 1e-5 is float32's rounding of 32 products of unit normals."""
+    from offload_rt.kernels import reference
+
+    q, k = torch.randn(2, group, 32), torch.randn(2, 100, 40)[:, :, :32]
+    want = (q.double() @ k.double().mT).float()
+    for cached in (0, 1 << 30):
+        monkeypatch.setattr(reference, "CACHED", cached)
+        got = reference.dot_products(q, k)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        wider = torch.zeros(2, group, 103)
+        reference.dot_products(q, k, out=wider[:, :, 3:])
+        assert torch.equal(wider[:, :, 3:], got) and not wider[:, :, :3].any()

@@ -28,7 +28,7 @@ def batches(draw: st.DrawFn) -> list[Lease]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(batches(), st.integers(1, 6))
+@given(batches(), st.integers(0, 6))
 def test_segments_are_exactly_what_is_shared(leases: list[Lease], pays_from: int) -> None:
     """With one byte a token and a threshold of `pays_from` chunks: every segment saves that much, its sequences hold
     its chunks in common, and those of one sequence follow each other from slot 0 to where its own part starts."""
@@ -38,7 +38,9 @@ def test_segments_are_exactly_what_is_shared(leases: list[Lease], pays_from: int
     assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(leases)))
     ends = [0] * len(leases)
     for segment in sharing.segments:
-        assert (segment.stop - segment.first - 1) * len(segment.tokens) >= pays_from * CHUNK
+        sequences = segment.stop - segment.first
+        saved = (sequences - 1) * len(segment.tokens)
+        assert (saved if sequences > 3 else saved / 4) >= pays_from * CHUNK
         chunks = slice(segment.tokens.start // CHUNK, segment.tokens.stop // CHUNK)
         assert len({tuple(ids[chunks]) for ids in ordered[segment.first : segment.stop]}) == 1
         for b in range(segment.first, segment.stop):
@@ -50,12 +52,12 @@ def test_segments_are_exactly_what_is_shared(leases: list[Lease], pays_from: int
         for chunk in ids:
             holders[chunk] = holders.get(chunk, 0) + 1
     assert sharing.overlapping == any(count > 1 for count in holders.values())
-    if pays_from == 1:
+    if pays_from == 0:
         assert all(holders[chunk] == 1 for b, ids in enumerate(ordered) for chunk in ids[ends[b] // CHUNK :])
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(1, 3))
+@given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(0, 3))
 def test_attention_over_segments_is_attention_over_everything(
     leases: list[Lease], seed: int, group: int, pays_from: int
 ) -> None:
@@ -107,7 +109,7 @@ def test_half_precision_is_merged_in_float32() -> None:
 
 
 def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
-    shared = SharedPrefixes(1, pays_from=CHUNK)
+    shared = SharedPrefixes(1, pays_from=CHUNK // 2)
     leases = [Lease([0, 1, 2]), Lease([0, 1, 3])]
     first = shared.of(leases)
     assert first.segments == (Segment(0, 2, range(2 * CHUNK)),)

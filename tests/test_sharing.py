@@ -203,7 +203,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
         runner.prefill(sequence, len(sequence.tokens) - 1)
     sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
     monkeypatch.setattr("offload_rt.runtime.decode.attend_runs", None)  # whoever calls it fails
-    for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * CHUNK * ROW + 1)):
+    for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * CHUNK * ROW // 4 + 1)):
         logits = []
         for rule in (NEVER_PAYS, pays_from):
             runner.prefixes = SharedPrefixes(ROW, rule)
@@ -212,7 +212,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
             for fork in forks:
                 runner.free(fork)
         assert torch.equal(*logits)
-    runner.prefixes = SharedPrefixes(ROW, 3 * CHUNK * ROW)
+    runner.prefixes = SharedPrefixes(ROW, 3 * CHUNK * ROW // 4)
     with pytest.raises(TypeError):
         runner.decode([sequences[0], sequences[3]])
 

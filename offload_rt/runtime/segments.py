@@ -14,9 +14,10 @@ import torch
 from ..core import CHUNK, Lease, Visible
 
 PAYS_FROM_BYTES = 2 << 20
-"""A segment costs one more product and merge (0.1-0.2 ms on one thread of a CPU) and saves reading its rows for all
-sequences but one. Measured there, float32, with 2-32 sequences and 64-1024 tokens: never slower from about 1.5 MiB of
-saved rows on, also where one sequence has all its rows in one run."""
+"""A segment costs one more product and merge (0.1 ms on one thread of a CPU) and saves reading its rows for all
+sequences but one. Measured there, float32, with 4-32 sequences, 64-1024 tokens and rows in the caches: 1.15 times as
+fast or more from 1.5 MiB of saved rows on. Two or three queries cost 1.7 and 2.3 times one (four cost 1.7 again): what
+so few sequences save counts a quarter (two: 0.9 with 4 MiB, 1.1 with 8)."""
 
 NEVER_PAYS = 1 << 62
 """For `pays_from`: no segments at all."""
@@ -56,9 +57,9 @@ class Sharing:
 
     @classmethod
     def of(cls, leases: Seq[Lease], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
-        """From chunk ids alone. token_bytes: K and V of one token in one layer. A segment that saves reading fewer than
-        `pays_from` bytes is left to those below it: it becomes part of each child's, in the end of each sequence's own
-        rows."""
+        """From chunk ids alone. token_bytes: K and V of one token in one layer. A segment that saves fewer than
+        `pays_from` bytes (see PAYS_FROM_BYTES) is left to those below it: it becomes part of each child's, in the end
+        of each sequence's own rows."""
         order = sorted(range(len(leases)), key=lambda i: leases[i].chunks)
         chunks = [leases[i].chunks for i in order]
         segments: list[Segment] = []
@@ -93,11 +94,16 @@ def _descend(
     end = depth + 1
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
-    if (stop - first - 1) * (end - start) * CHUNK >= pays_from:
+    if _saved(stop - first, (end - start) * CHUNK) >= pays_from:
         segments.append(Segment(first, stop, range(start * CHUNK, end * CHUNK)))
         start = end
     for a, b in _branches(chunks, first, stop, end):
         _descend(chunks, a, b, start, end, pays_from, segments)
+
+
+def _saved(sequences: int, tokens: int) -> int:
+    """Tokens that need not be read, as far as that saves time."""
+    return (sequences - 1) * tokens // (1 if sequences > 3 else 4)
 
 
 class SharedPrefixes:
