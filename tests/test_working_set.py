@@ -168,7 +168,7 @@ def test_a_working_set_of_everything_fetches_every_row_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("eviction", "policy_options"), [("lru", OPTIONS), ("counter", OPTIONS), ("fifo", {"preset": "paper"})]
+    ("eviction", "policy_options"), [("lru", OPTIONS), ("fifo", OPTIONS), ("fifo", {"preset": "paper"})]
 )
 def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[str, Any]) -> None:
     prompt, made = tiny_prompt(115), []
