@@ -91,7 +91,11 @@ def test_card_states_the_measurements(name):
     assert tables(measured(name)) in card
 
 
-def test_measured_context_helps_up_to_512_tokens(name):
-    """More is wanted and not reached: the card says that 2,048 tokens are no better than 512 (see its last section)."""
-    _, low, high = measured(name)["bits_per_byte"]["difference_from_512"]["256"]
-    assert 0 < low < high
+def test_measured_context_helps(name):
+    """What the reference model is for: text is told better from 2,048 tokens than from 512, and facts are found there.
+    The OPT sibling serves folding alone and reaches neither (see the last section of its card)."""
+    found = measured(name)
+    _, low, high = found["bits_per_byte"]["difference_from_512"]["2048"]
+    recall = [share for facts in found["recall"]["by_length_and_facts"].values() for share in facts.values()]
+    assert (low < high < 0) == (name == "llama")
+    assert (min(recall) > 0.85) == (name == "llama")  # 96 questions: a standard error of 0.03 below the aim of 0.9
