@@ -140,8 +140,8 @@ def _biased_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int) -> 
         sums = _code_sums_cpu(weights, packed, bits, torch.int32)[:, 0]
         return sums, torch.zeros(len(packed), 1, dtype=torch.int32)
     out = torch.empty(len(packed), 1, packed.shape[1], dtype=torch.int32)
-    for head, rows in enumerate(packed):
-        torch._int_mm(weights[head], rows.t(), out=out[head])
+    for query, rows, into in zip(weights, packed.mT, out, strict=True):
+        torch._int_mm(query, rows, out=into)
     return out[:, 0], 128 * weights.sum(-1, dtype=torch.int32)
 
 
@@ -298,11 +298,10 @@ def _select_sums(
     apart = factor > 4 * np.spacing(largest)
 
     def values(head: int, chosen: Array) -> Array:
-        found = sums[head].take(chosen)
-        if apart[head, 0]:
-            return found
-        score: Array = (found + less[head]).astype(factor.dtype) * factor[head] + shift[head]
-        return score
+        found: Array = sums[head].take(chosen)
+        if not apart[head, 0]:
+            found = (found + less[head]).astype(factor.dtype) * factor[head] + shift[head]
+        return found
 
     return torch.from_numpy(_best_passing(passing, counts, n, values))
 
