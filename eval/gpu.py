@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -42,9 +42,16 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 570
 """Seconds after which a part's own programs are stopped."""
 
+CLI = "import sys; from offload_rt.cli import main; sys.exit(main())"
+"""The command line, wherever its script was installed."""
+
 QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",
          "pcie.link.width.max", "memory.total", "clocks.max.sm")  # fmt: skip
 
+
+Results = dict[str, Any]
+"""What a part has found so far: parts yield it again and again, and each time it is written, so that one that is cut
+off has not run in vain."""
 
 COMPETITORS = ("static", "dynamic", "offloaded", "quantized", "full", "infinigen", "ideal", "floor", "floor-ours")
 
@@ -107,19 +114,21 @@ def bandwidth(device: torch.device, size: int) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------------- parts
 
 
-def run_tests(job: Job) -> dict[str, Any]:
+def run_tests(job: Job) -> Iterator[Results]:
     """Every test marked gpu, then compute-sanitizer on the kernels that index memory by what they are told."""
     chosen = ["tests/test_gpu_streams.py"] if job.small else []
-    results = {"marked gpu": _pytest([*chosen, "-m", "gpu"], LIMIT // 2)}
+    results: Results = {"marked gpu": _pytest([*chosen, "-m", "gpu"], LIMIT // 2)}
+    yield results
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or not job.cuda:
-        return results | {"compute-sanitizer": "skipped: not there" if job.cuda else "skipped: no CUDA device"}
+        yield results | {"compute-sanitizer": "skipped: not there" if job.cuda else "skipped: no CUDA device"}
+        return
     kernels = [f"tests/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         # without the allocator's cache an access behind a tensor is one behind an allocation
         results[tool] = _pytest([*kernels, "-m", "gpu", "-x"], LIMIT // 4, prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    return results
+        yield results
 
 
 def _pytest(arguments: Sequence[str], limit: float, prefix: Sequence[str] = (), **variables: str) -> dict[str, Any]:
@@ -152,31 +161,35 @@ def _run(command: Sequence[str], limit: float, **variables: str) -> tuple[int, s
         return code, log.read()
 
 
-def run_kernels(job: Job) -> dict[str, Any]:
+def run_kernels(job: Job) -> Iterator[Results]:
     """Every operation against its floor and float64."""
     rates = bandwidth(job.device, 1 << 28 if job.cuda else 1 << 22)
     size = gpu_kernels.SMALL if job.small else gpu_kernels.Size()
     floors = {"device": rates["device"], "link": rates["host_to_device"]}
-    return {"size": asdict(size), "rows": gpu_kernels.measure(job.device, size, floors)}
+    yield {"size": asdict(size), "rows": gpu_kernels.measure(job.device, size, floors)}
 
 
-def run_decode(job: Job) -> dict[str, Any]:
+def run_decode(job: Job) -> Iterator[Results]:
     """The decode step against transformers' caches (issue D): 8B shape, planted tokens, 5 % selected."""
-    config = BenchConfig(
-        shape="small" if job.small else "llama-8b",
-        layers=1 if job.small else None,
-        contexts=(512,) if job.small else (8_192, 32_768, 131_072),
-        competitors=COMPETITORS,
-        turns=1 if job.small else 5,
-        threads=1 if job.small else os.cpu_count() or 1,
-        device=job.device.type,
-    )
-    run_bench(config, job.out, Console(stderr=True))
-    found: dict[str, Any] = json.loads((job.out / "decode_step.json").read_text("utf-8"))
-    return found
+    found: Results = {}
+    for context in (512,) if job.small else (8_192, 32_768, 131_072):
+        config = BenchConfig(
+            shape="small" if job.small else "llama-8b",
+            layers=1 if job.small else None,
+            contexts=(context,),
+            competitors=COMPETITORS,
+            turns=1 if job.small else 5,
+            threads=1 if job.small else os.cpu_count() or 1,
+            device=job.device.type,
+        )
+        folder = job.out / f"decode_{context}"
+        run_bench(config, folder, Console(stderr=True))
+        report: Results = json.loads((folder / "decode_step.json").read_text("utf-8"))
+        found = report | {"timings": [*found.get("timings", []), *report["timings"]]}
+        yield found
 
 
-def run_prefill(job: Job) -> dict[str, Any]:
+def run_prefill(job: Job) -> Iterator[Results]:
     """Seconds and peak device memory of the prefill of an 8B shape, `full`, 8k to 128k tokens."""
     shape = SHAPES["small" if job.small else "llama-8b"]
     lengths = [256, 512] if job.small else [8_192, 32_768, 65_536, 131_072]
@@ -198,29 +211,30 @@ def run_prefill(job: Job) -> dict[str, Any]:
             | {"link_bytes_to_host": done.stats.link_bytes_to_host}
         )
         del llm
-    return {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}
+        yield {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}
 
 
-def run_accuracy(job: Job) -> dict[str, Any]:
-    """The shipped reference model in bf16: perplexity and retrieval under each policy, as issue C's tables."""
-    book = next((p for p in _data().glob("books/war_and_peace.txt")), None)
+def run_accuracy(job: Job) -> Iterator[Results]:
+    """The shipped reference models in bf16: perplexity and retrieval under each policy, as issue C's tables."""
+    book = next(iter(_data().glob("books/war_and_peace.txt")), None)
     text = str(book or files("offload_rt").joinpath("data", "black_arrow.txt"))
-    command = [shutil.which("offload-rt", path=str(Path(sys.executable).parent)) or "offload-rt"]
-    command += ["eval", "reference", "--perplexity", text, "--retrieval", "--book", text, "--quiet"]
-    command += ["--device", job.device.type, "--dtype", "bfloat16", "--out", str(job.out / "accuracy")]
-    if job.small:
-        command += ["--context", "256", "--windows", "1", "--lengths", "256", "--passages", "1"]
-    else:
-        command += ["--policies", "full,infinigen,h2o,quest,streaming", "--budgets", "0.05,0.1"]
-    code, output = _run(command, LIMIT)
-    found: dict[str, Any] = {"exit_code": code, "text": Path(text).name}
-    for name in ("perplexity", "retrieval"):
-        path = job.out / "accuracy" / f"{name}.json"
-        found[name] = json.loads(path.read_text("utf-8")) if path.exists() else None
-    return found | ({} if code == 0 else {"output": output[-6000:]})
+    found: Results = {"text": Path(text).name}
+    for name in ("llama",) if job.small else ("llama", "opt"):
+        folder, out = ROOT / "offload_rt" / "reference" / name, job.out / f"accuracy_{name}"
+        command = [sys.executable, "-P", "-c", CLI, "eval", str(folder), "--perplexity", text]
+        command += ["--retrieval", "--book", text, "--device", job.device.type, "--dtype", "bfloat16", "--quiet"]
+        command += ["--out", str(out), "--context", "256" if job.small else "1024"]
+        if job.small:
+            command += ["--windows", "1", "--lengths", "256", "--passages", "1"]
+        else:
+            command += ["--lengths", "1k", "--policies", "full,infinigen,h2o,quest,streaming", "--budgets", "0.05,0.1"]
+        code, output = _run(command, LIMIT // 2)
+        tables = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(out.glob("*.json"))}
+        found[name] = {"exit_code": code, **tables} | ({} if code == 0 else {"output": output[-6000:]})
+        yield found
 
 
-def run_sessions(job: Job) -> dict[str, Any]:
+def run_sessions(job: Job) -> Iterator[Results]:
     """Time to the first token of a session's next turn: recomputed, from host memory, from disk (over PCIe)."""
     name = "small" if job.small else "llama-8b"
     model = SHAPES[name].model(1 << 16, job.device)
@@ -228,17 +242,19 @@ def run_sessions(job: Job) -> dict[str, Any]:
     histories = (128,) if job.small else (1_024, 8_192, 32_768)
     subject = resume.Subject(name, lambda: LLM(model, policy="full", host_memory=memory), histories)
     with tempfile.TemporaryDirectory() as folder:
-        return {"rows": resume.measure(subject, 1 if job.small else 3, Path(folder))}
+        yield {"rows": resume.measure(subject, 1 if job.small else 3, Path(folder))}
 
 
-def run_train(job: Job) -> dict[str, Any]:
+def run_train(job: Job) -> Iterator[Results]:
     """Training of the larger reference model; stopped after the limit it saves its state, and the next run goes on."""
     books, runs = _data() / "books", ROOT / "runs" / "llama-16k"
     if job.small:
         code, output = _run([sys.executable, "scripts/train_reference.py", "--help"], 120)
-        return {"exit_code": code, "output": "" if code == 0 else output[-6000:]}
+        yield {"exit_code": code, "output": "" if code == 0 else output[-6000:]}
+        return
     if not books.is_dir():
-        return {"skipped": f"no books in {books}: set OFFLOAD_RT_DATA"}
+        yield {"skipped": f"no books in {books}: set OFFLOAD_RT_DATA"}
+        return
     command = [sys.executable, "scripts/train_reference.py", "cuda", "--data", str(books), "--out", str(runs)]
     code, output = _run(command, LIMIT)
     log = runs / "log.jsonl"
@@ -246,14 +262,14 @@ def run_train(job: Job) -> dict[str, Any]:
     last = [json.loads(line) for line in lines[-3:]]
     finished = (runs / "checkpoint").is_dir()
     more = {} if code in (0, 124) else {"output": output[-6000:]}
-    return {"exit_code": code, "finished": finished, "log": last} | more
+    yield {"exit_code": code, "finished": finished, "log": last} | more
 
 
 def _data() -> Path:
     return Path(os.environ.get("OFFLOAD_RT_DATA", ROOT.parent / "shared" / "data"))
 
 
-PARTS: dict[str, Callable[[Job], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Job], Iterator[Results]]] = {
     "tests": run_tests,
     "kernels": run_kernels,
     "decode": run_decode,
@@ -268,14 +284,14 @@ PARTS: dict[str, Callable[[Job], dict[str, Any]]] = {
 
 
 def run_part(name: str, job: Job) -> Path:
-    """Runs one part in this process and writes `out`/name.json."""
+    """Runs one part in this process and writes `out`/name.json, as far as it has come."""
     job.out.mkdir(parents=True, exist_ok=True)
-    about, began = machine(job.device), time.perf_counter()
-    results = PARTS[name](job)
-    record = {"part": name, "machine": about, "seconds": time.perf_counter() - began, "results": results}
-    path = job.out / f"{name}.json"
-    write_atomic(path, json.dumps(record, indent=1, default=str) + "\n")
-    print(f"{name}: {record['seconds']:.0f} s, wrote {path}", flush=True)
+    path, about, began = job.out / f"{name}.json", machine(job.device), time.perf_counter()
+    for results in PARTS[name](job):
+        seconds = time.perf_counter() - began
+        record = {"part": name, "machine": about, "seconds": seconds, "results": results}
+        write_atomic(path, json.dumps(record, indent=1, default=str) + "\n")
+        print(f"{name}: {seconds:.0f} s, wrote {path}", flush=True)
     return path
 
 
