@@ -137,6 +137,8 @@ def measure(plan: Plan, setup: Setup, scratch: Path) -> tuple[list[Row], list[Ro
     sizes = {rows_within(int(share * whole), layers, info.kv_heads, row): share for share in plan.shares}
     sizes.pop(0, None)
     shared = {"setup": setup.name, "selected_rows": _mean_rows(recordings)}
+    if not shared["selected_rows"]:
+        raise InputError(f"nothing is selected of {context} tokens ({setup.name}): give a longer --context")
     tallies: dict[tuple[str, int], list[int]] = {}
     for recording in recordings:
         for cache, hits, rows in replayed(recording, list(sizes)):
