@@ -57,6 +57,7 @@ def eval_flags(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--context", type=int, metavar="N", help="tokens of a window (default 2048)")
     size.add_argument("--windows", type=int, metavar="N", help="windows, spread evenly over the text (default 32)")
     size.add_argument("--decode-from", type=int, metavar="N", help="tokens prefilled exactly; 1 decodes every position")
+    size.add_argument("--margin", type=float, metavar="F", help="share left out at either end of a text (0.01)")
     size.add_argument("--book", metavar="FILE", help="text that needles are hidden in (default: the packaged one)")
     size.add_argument("--lengths", type=_lengths, metavar="1k,2k", help="tokens of a retrieval passage (1024,2048)")
     size.add_argument("--passages", type=int, metavar="N", help="retrieval passages of each kind and length (20)")
@@ -128,7 +129,7 @@ def _perplexity(
 ) -> Report:
     from .perplexity import PerplexityConfig, run_perplexity
 
-    config = PerplexityConfig(**_given(args, ("context", "windows", "decode_from")))
+    config = PerplexityConfig(**_given(args, ("context", "windows", "decode_from", "margin")))
     text = read_text(args.perplexity)
     return run_perplexity(subject, text, Path(args.perplexity).name, variants, config, Path(args.out), say)
 
@@ -159,7 +160,7 @@ def _analysis(
     from .analysis import run_analysis
     from .perplexity import PerplexityConfig
 
-    given = _given(args, ("context", "windows", "decode_from"))
+    given = _given(args, ("context", "windows", "decode_from", "margin"))
     start = given.get("context", PerplexityConfig().context) // 8  # early, so that a budget has time to show
     config = PerplexityConfig(**{"windows": 2, "decode_from": start} | given)
     name = Path(args.analysis).name
@@ -172,7 +173,7 @@ def _ablation(
     from .ablation import run_ablation
     from .perplexity import PerplexityConfig
 
-    config = PerplexityConfig(**_given(args, ("context", "windows", "decode_from")))
+    config = PerplexityConfig(**_given(args, ("context", "windows", "decode_from", "margin")))
     name, budgets = Path(args.ablation).name, tuple(args.budgets) or (0.1, 0.2)
     return run_ablation(subject, read_text(args.ablation), name, budgets, config, Path(args.out), say)
 

@@ -26,12 +26,14 @@ CHUNK = 256
 class PerplexityConfig:
     """context: tokens of a window. windows: how many, spread evenly over the text. decode_from: tokens of a window
     that are prefilled exactly (None: three quarters); all after them are decoded under the policy and scored.
-    tail_from: tokens from this one on are also scored by themselves."""
+    tail_from: tokens from this one on are also scored by themselves. margin: share of the text at either end that is
+    left out: title pages, tables of contents and licences are no prose (a list of 365 chapters is all repetition)."""
 
     context: int = 2048
     windows: int = 32
     decode_from: int | None = None
     tail_from: int | None = None
+    margin: float = 0.01
 
     def __post_init__(self) -> None:
         if self.context < 2:
@@ -40,6 +42,8 @@ class PerplexityConfig:
             raise ConfigError(f"windows={self.windows} must be at least 1")
         if not 0 <= self.start <= self.context - 2:
             raise ConfigError(f"decode_from={self.decode_from} must be between 0 and context - 2 = {self.context - 2}")
+        if not 0 <= self.margin < 0.5:
+            raise ConfigError(f"margin={self.margin} must be a share in [0, 0.5)")
         if self.tail_from is not None and not self.start < self.tail_from < self.context:
             raise ConfigError(f"tail_from={self.tail_from} must be between {self.start + 1} and {self.context - 1}")
 
@@ -58,7 +62,8 @@ class Window:
 
 
 def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[Window]:
-    """`config.windows` windows spread evenly over the text, each begun as the tokenizer begins a text (BOS).
+    """`config.windows` windows spread evenly over the text between its margins (a text too short for these has none),
+    each begun as the tokenizer begins a text (BOS).
 
     Raises InputError where the text is shorter than a window.
     """
@@ -66,10 +71,12 @@ def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[W
     body = config.context - len(lead)
     if len(ids) < body:
         raise InputError(f"the text has {len(ids)} tokens, fewer than one window of {body}; lower --context")
-    windows = min(config.windows, max(1, len(ids) // body))
+    edge = int(config.margin * len(ids))
+    edge = edge if len(ids) - 2 * edge >= body else 0
+    windows = min(config.windows, max(1, (len(ids) - 2 * edge) // body))
     scored_from = max(config.start + 1, len(lead))
     found = []
-    for begin in np.linspace(0, len(ids) - body, windows).astype(int).tolist():
+    for begin in np.linspace(edge, len(ids) - edge - body, windows).astype(int).tolist():
         tokens = (*lead, *ids[begin : begin + body])
         before = ends[begin + scored_from - len(lead) - 1] if begin + scored_from > len(lead) else 0
         found.append(Window(Text(tokens, config.start, scored_from), ends[begin + body - 1] - before))
@@ -264,7 +271,8 @@ COLUMNS = (
 NOTES = (
     "Attended and link are shares of the visible token rows, means over layers and decoded positions; missed mass is",
     "attention outside the attended rows, output error |out - exact| / |exact| of attention, both over sparse layers.",
-    "Standard errors and paired bootstrap intervals (10,000 draws) are over windows.",
+    "Standard errors and paired bootstrap intervals (10,000 draws) are over windows, which leave out the margin (share",
+    "of the text) at its beginning and end: title pages and tables of contents are no prose.",
 )
 
 

@@ -228,7 +228,7 @@ def test_grid_begins_with_full() -> None:
 def test_windows_are_even_pieces_with_their_bytes() -> None:
     subject = Subject("reference")
     text = "“Naïve — café”, said he. " * 80
-    config = PerplexityConfig(context=64, windows=3, decode_from=40)
+    config = PerplexityConfig(context=64, windows=3, decode_from=40, margin=0)
     windows = cut_windows(subject, text, config)
     ids, ends, lead = encode_text(subject, text)
     assert ends[-1] == len(text.encode())
@@ -239,12 +239,23 @@ def test_windows_are_even_pieces_with_their_bytes() -> None:
     assert windows[-1].bytes == ends[-1] - ends[len(ids) - 64 + 40]
 
 
+def test_windows_leave_the_margins_out() -> None:
+    subject, text = Subject("reference"), "“Naïve — café”, said he. " * 80
+    ids = encode_text(subject, text)[0]
+    edge = int(0.1 * len(ids))
+    windows = cut_windows(subject, text, PerplexityConfig(context=64, windows=3, decode_from=40, margin=0.1))
+    assert windows[0].text.tokens == tuple(ids[edge : edge + 64])
+    assert windows[-1].text.tokens == tuple(ids[len(ids) - edge - 64 : len(ids) - edge])
+    whole = PerplexityConfig(context=len(ids) - 1, windows=3, decode_from=40, margin=0.1)
+    assert cut_windows(subject, text, whole)[0].text.tokens == tuple(ids[:-1])
+
+
 def test_text_too_short_is_refused() -> None:
     with pytest.raises(InputError, match="fewer than one window of 64"):
         cut_windows(Subject("reference"), "short", PerplexityConfig(context=64, windows=1))
 
 
-@pytest.mark.parametrize("wrong", [{"context": 1}, {"windows": 0}, {"context": 10, "decode_from": 9}])
+@pytest.mark.parametrize("wrong", [{"context": 1}, {"windows": 0}, {"context": 10, "decode_from": 9}, {"margin": 0.5}])
 def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(reversed(wrong)))):
         PerplexityConfig(**wrong)
