@@ -16,9 +16,9 @@ import torch
 from ..kernels.dispatch import gather_rows
 
 DECAY = 0.9
-"""Of a row's score with each look-up. On recorded selections of the reference model within 0.3 points of hit rate of the
-best of 0.5 to 1, and one to four points above 1. Where a layer selects no more rows than are kept it hits at least what
-"longest ago" and "least often" hit; where it selects more, up to three points less."""
+"""Of a row's score with each look-up. On recorded selections of the reference model within 0.3 points of hit rate of
+the best of 0.5 to 1, and one to four points above 1. Where a layer selects no more rows than are kept it hits at least
+what "longest ago" and "least often" hit; where it selects more, up to three points less."""
 
 _EMPTY = -1
 
