@@ -59,10 +59,10 @@ class Size:
     three timings."""
 
     context: int = 2048
-    windows: int = 20
+    windows: int = 14
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
     length_windows: int = 8
-    pool_windows: int = 16
+    pool_windows: int = 12
     ablation_windows: int = 8
     lengths: tuple[int, ...] = (1024, 2048)
     passages: int = 14
