@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,8 @@ def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
         session.close()
 
 
-def test_damaged_chunks_start_the_turn_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", ["before the turn", "meanwhile"])
+def test_damaged_chunks_start_the_turn_again(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = alone(tmp_path / "alone", NAMES[:2], 2)
     queue = make_llm().turns(tmp_path / "q")
     for name in NAMES[:2]:
@@ -224,6 +226,15 @@ def test_damaged_chunks_start_the_turn_again(tmp_path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
+    if found == "before the turn":
+        real = SessionRows.fetch
+
+        def fetch(self: SessionRows, *, whole: bool) -> None:
+            real(self, whole=whole)
+            if self.preload is not None:
+                self.preload._thread.join(10)
+
+        monkeypatch.setattr(SessionRows, "fetch", fetch)
     queue = make_llm().turns(tmp_path / "q")
     queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
     for _ in drain(queue):
@@ -244,6 +255,64 @@ def test_a_turn_that_can_never_fit_leaves_the_queue_and_the_others_go_on(tmp_pat
     right = alone(tmp_path / "alone", NAMES[:2], 1)
     assert other.token_ids == right["bob"][0] and again.token_ids == right["ada"][0]
     queue.close()
+
+
+def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can_frees_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = alone(tmp_path / "alone", NAMES[:2], 2)
+    llm = make_llm()
+    queue = llm.turns(tmp_path / "q", max_batch=2)
+    for name in NAMES[:2]:
+        queue.add(name, turn(name, 0), SHORT)
+    list(queue.run())
+    real, refused = llm._runner.check_spare, []
+
+    def refuse(chunks: int) -> None:
+        if len(refused) < 2:
+            refused.append(chunks)
+            raise PoolFullError("not now")
+        real(chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner, "check_spare", refuse)
+        queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
+        for _ in drain(queue):
+            pass
+    assert refused and {name: one.token_ids for name, one in queued.items()} == {n: right[n][1] for n in queued}
+    assert queue.stats.disk_tokens == 0, "the rows stayed in host memory meanwhile"
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
+        queue.store.session("ada").rows.leave_host()
+        queue.store.tiers.take(queue.store.session("ada").rows)
+        lost = queue.add("ada", turn("ada", 2), SHORT)
+        with pytest.raises(PoolFullError, match="never"):
+            list(queue.run())
+    session = queue.store.session("ada")
+    assert lost.finish_reason == "cancelled" and not session.busy and queue.idle
+    session.check_integrity()
+    again = queue.add("ada", turn("ada", 2), SHORT)
+    list(queue.run())
+    assert len(again.token_ids) == 12
+    queue.close()
+
+
+def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
+    """A disk that holds two and a half of four sessions, host memory for one and a half, round and round: least
+    recently used is always needed next, and computed again; look-ahead loses less. The answers are the same."""
+    answers, again = {}, {}
+    for policy in ("lookahead", "lru"):
+        queue = make_llm(7).turns(tmp_path / policy, max_batch=1, policy=policy, limit=9 * (CHUNK_BYTES + 4096))
+        queued = [queue.add(name, turn(name, i)[:64], SHORT) for i in range(3) for name in NAMES]
+        for _ in drain(queue):
+            assert queue.store.disk.bytes_used <= 9 * (CHUNK_BYTES + 4096)
+        answers[policy] = [one.token_ids for one in queued]
+        again[policy] = queue.stats.computed_tokens
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that some session is not saved whole
+            queue.close()
+    assert answers["lookahead"] == answers["lru"]
+    assert again["lookahead"] < again["lru"], again
 
 
 def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) -> None:

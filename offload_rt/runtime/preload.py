@@ -66,6 +66,12 @@ class Preload:
             return self._done == self._store.layers and self._damaged is None
 
     @property
+    def damaged(self) -> bool:
+        """Whether a chunk could not be read: `wait` raises from now on."""
+        with self._changed:
+            return self._damaged is not None
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more comes by itself: everything has arrived, or something was damaged."""
         return not self._thread.is_alive()

@@ -49,10 +49,14 @@ class Turn(Generation):
         runner.check_fits(longest)
         tiers.take(rows)
         arrived = rows.sequence is not None and (rows.preload is None or rows.preload.finished)
-        close_gap(rows, longest)
         taken = prompt if runner.approximates else tuple(self.tokens)
-        rows.history.tokens = list(taken)
-        self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
+        try:
+            close_gap(rows, longest)
+            rows.history.tokens = list(taken)
+            self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
+        except BaseException:
+            self._set_back()
+            raise
         sequence.tokens = self.tokens
         self._known = sequence.position, 0 if arrived else rows.loaded_tokens
         if self._trace is not None:
@@ -120,12 +124,27 @@ class Turn(Generation):
         return super().accept(runner, logits)
 
     def drop(self, runner: Runner) -> None:
-        """See `Served.drop`."""
-        if self.sequence is not None:
-            self._trace, self.sequence = self.sequence.trace, None
-            self._give_up_prefill()
+        """See `Served.drop`. The session's rows leave host memory, unless nothing has been computed yet: then they wait
+        with it for room."""
+        if self.sequence is None:
+            return
+        self._trace, self.sequence = self.sequence.trace, None
+        damaged = self.rows.preload is not None and self.rows.preload.damaged
+        untouched = self._prefill is not None and self._prefill.layer == 0 and not damaged
+        self._give_up_prefill()
+        if not untouched:
             self.rows.history.tokens = list(self._before)
             self.rows.drop()
+        self._set_back()
+
+    def _set_back(self) -> None:
+        """The session is as it was before the turn, and may leave host memory."""
+        rows = self.rows
+        rows.history.tokens = list(self._before)
+        if rows.sequence is not None:
+            rows.sequence.tokens = list(self._before)
+            rows.runner.pool.truncate(rows.sequence.lease, rows.sequence.lease.length)
+        rows.store.tiers.park(rows)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
         """See `Served.finish`. Raises StoreError where the history cannot be written; the session is whole then too."""

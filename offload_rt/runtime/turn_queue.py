@@ -90,11 +90,12 @@ class TurnQueue:
     def step(self) -> list[Event]:
         """One step of all that run. Raises as `Engine.step`, for one turn, which has left the queue then; the others go
         on with the next step."""
-        self._feed()
-        self.store.tiers.look_ahead(self._waiting())
         try:
+            self._feed()
+            self.store.tiers.look_ahead(self._waiting())
             return self._engine.step()
         except OffloadError:
+            self._end_lost()
             raise
         except BaseException:  # interrupted within a step: what was being computed is torn, and ends
             self.cancel()
@@ -132,11 +133,23 @@ class TurnQueue:
             if session.busy:
                 continue
             self._backlog.remove(queued)
-            text, added = session.encode(queued.prompt, queued.params)
+            try:
+                text, added = session.encode(queued.prompt, queued.params)
+            except OffloadError:
+                queued.cancel()
+                raise
             queued.turn = Turn(session.rows, queued.number, text, added, queued.params)
             session.busy = True
             self._running.append(queued)
             self._engine.submit(queued.turn)
+
+    def _end_lost(self) -> None:
+        """A turn that could not begin has left the engine's queue: its session is free again."""
+        scheduler = self._engine.scheduler
+        served = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
+        for queued in self._running:
+            if queued.turn not in served and queued.turn is not None:
+                self._engine.cancel(queued.turn)
 
     def _settle(self) -> None:
         """Sessions whose turn has ended may take the next one."""
