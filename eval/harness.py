@@ -222,6 +222,6 @@ COLUMNS = (
 
 NOTES = (
     "Metrics, prompts and standard errors are the harness' own; differences are paired over documents (perplexities:",
-    "relative). Agreement is the share of documents on which the likeliest choice is that of full. A small model is near",
-    "chance on these tasks: there agreement and log-likelihoods tell policies apart, accuracies do not.",
+    "relative). Agreement is the share of documents on which the likeliest choice is that of full. A small model is",
+    "near chance on these tasks: there agreement and log-likelihoods tell policies apart, accuracies do not.",
 )
