@@ -322,12 +322,15 @@ class QuantisedKeys:
         begun, known = start - first * self._fields, self.length(layer)
         self._lengths[layer] = max(known, start + added)
         data = self._packed[layer].reserve(-(-self._lengths[layer] // self._fields))
+        entering = quantise(skew(k, quantiser.basis.key), quantiser.mean, quantiser.step, self._bits)
+        if self._fields == 1:
+            data[:, first:last] = pack(entering, self._bits)
+            return
         codes = torch.zeros(kv_heads, (last - first) * self._fields, d, dtype=torch.uint8, device=self._device)
         if known > first * self._fields:
             there = min(last, -(-known // self._fields)) - first
             codes[:, : there * self._fields] = unpack(data[:, first : first + there], self._bits)
-        skewed = skew(k, quantiser.basis.key)
-        codes[:, begun : begun + added] = quantise(skewed, quantiser.mean, quantiser.step, self._bits)
+        codes[:, begun : begun + added] = entering
         data[:, first:last] = pack(codes, self._bits)
 
     def move(self, layer: int, source: int, target: int) -> None:
