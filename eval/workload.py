@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,12 @@ from ..runtime.runner import Runner
 from .arrivals import Scale, greedy, make, token_lists
 from .report import Column, Report, Row
 
-OWN, ANSWER = 64, 16
-"""Tokens that each request of the workload has for itself, and new ones."""
+OWN = 64
+"""Tokens that each request of the workload has for itself."""
+
+TOGETHER = 8
+"""Steps in which all requests of the workload decode: one joins a step, so each needs as many new tokens as there are
+requests, and these."""
 
 MODEL = "reference, float32"
 
@@ -24,13 +29,14 @@ MODEL = "reference, float32"
 # -------------------------------------------------------------------------------------------------------- a workload
 
 
-def serve(llm: LLM, prompts: Sequence[list[int]]) -> Row:
-    """Serves all prompts together; what was computed, held and moved. Link bytes are those of the steps in which all of
-    them decode."""
+def serve(llm: LLM, prompts: Sequence[list[int]], answer: int) -> Row:
+    """Serves all prompts together, each for `answer` new tokens; what was computed, held and moved. Link
+    bytes are those of the steps in which all of them decode."""
     runner = llm._runner
+    runner.config = replace(runner.config, prefill_tokens=len(prompts[0]))  # one of them a step
     runner.pool.bytes_peak = runner.pool.bytes_used
     engine = Engine(runner, max_batch=len(prompts))
-    served = [engine.add(prompt, greedy(ANSWER)) for prompt in prompts]
+    served = [engine.add(prompt, greedy(answer)) for prompt in prompts]
     began, crossed, steps = time.process_time(), 0, 0
     while not engine.idle:
         whole = len(engine.scheduler.running) == len(prompts)
@@ -39,11 +45,12 @@ def serve(llm: LLM, prompts: Sequence[list[int]]) -> Row:
         engine.step()
         crossed += sum(trace.bytes_to_device for trace in traces) - before
         steps += whole
+    assert steps, "the first has ended before the last begins: more new tokens, or more prefill a step"
     stats = [one.completions()[0].stats for one in served]
     return {
         "prefilled": sum(s.prompt_tokens - s.reused_tokens for s in stats),
         "peak_mib": runner.pool.bytes_peak / 2**20,
-        "step_mib": crossed / max(1, steps) / 2**20,
+        "step_mib": crossed / steps / 2**20,
         "seconds": time.process_time() - began,
     }
 
@@ -51,12 +58,13 @@ def serve(llm: LLM, prompts: Sequence[list[int]]) -> Row:
 def workload_report(scale: Scale) -> Report:
     """Requests that share a prompt, served with and without sharing: prefill tokens, KV bytes, link bytes a step."""
     rows: list[Row] = []
+    answer = scale.requests + TOGETHER
     for policy in ("full", "infinigen"):
         for sharing in (False, True):
             llm = make(sharing=sharing, policy=policy)
-            shared = min(scale.shared, (llm.geometry.max_positions - OWN - ANSWER) // 64 * 64)
+            shared = min(scale.shared, (llm.geometry.max_positions - OWN - answer) // 64 * 64)
             [stem] = token_lists(llm, 1, shared, 0)
-            found = serve(llm, [stem + rest for rest in token_lists(llm, scale.requests, OWN, 1)])
+            found = serve(llm, [stem + rest for rest in token_lists(llm, scale.requests, OWN, 1)], answer)
             rows.append({"policy": policy, "sharing": "yes" if sharing else "no", **found})
         apart, together = rows[-2:]
         kv_mib = llm._runner.pool.chunk_bytes * shared / 64 / 2**20
@@ -80,7 +88,7 @@ def workload_report(scale: Scale) -> Report:
     )
     about = {
         "model": MODEL,
-        "requests": f"{scale.requests}, of {shared} tokens in common, {OWN} of their own and {ANSWER} new ones, random",
+        "requests": f"{scale.requests}, of {shared} tokens in common, {OWN} of their own and {answer} new ones, random",
         "clock": "CPU time, one thread",
     }
     notes = (
