@@ -156,6 +156,7 @@ def _run(command: Sequence[str], limit: float, **variables: str) -> tuple[int, s
                 process.wait(25)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
             code = 124
         log.seek(0)
         return code, log.read()

@@ -325,8 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = args.steps or [step for step in STEPS if step != "tasks" or args.tasks]
     sizes = [QUICK if args.quick else SIBLING if i else Size() for i in range(len(args.models))]
     jobs = [Job(m, step, size, book, args.out) for m, size in zip(args.models, sizes, strict=True) for step in steps]
-    _say(estimate(jobs, max(1, args.processes)))
     try:
+        book.open().close()
+        _say(estimate(jobs, max(1, args.processes)))
         run_jobs(jobs, max(1, args.processes))
     except (OffloadError, OSError) as error:
         print(f"paper: {error}", file=sys.stderr)

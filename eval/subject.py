@@ -228,7 +228,7 @@ class Subject:
             return [self._by_layer(policy, pool, text, observe) for text in texts]
         if observe is not None:
             raise ConfigError("only path='layers' can be observed")
-        return self._by_step(self.llm(variant), texts)
+        return self.score_by_step(variant, texts)
 
     def _by_layer(self, policy: Policy, pool: PoolSettings, text: Text, observe: Observer | None) -> Scored:
         prefix = self._prefix(text.tokens[: text.decode_from])
@@ -262,8 +262,9 @@ class Subject:
             self._prefixes[tokens] = made
         return self._prefixes[tokens]
 
-    def _by_step(self, llm: LLM, texts: Sequence[Text]) -> list[Scored]:
-        """Through `LLM.score`, texts with the same number of prefilled tokens in one call."""
+    def score_by_step(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
+        """Through `LLM.score` whatever the path, texts with the same number of prefilled tokens in one call."""
+        llm = self.llm(variant)
         done: dict[int, Scored] = {}
         for start in sorted({text.decode_from for text in texts}):
             which = [i for i, text in enumerate(texts) if text.decode_from == start]

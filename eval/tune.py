@@ -190,7 +190,7 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
 
 def verify(subject: Subject, trial: Trial, text: Text) -> Row:
     """The setting once more through `LLM.score`, step by step, the missed mass probed at every step."""
-    (scored,) = subject.score(Variant("infinigen", trial.options, {"missed_mass_every": 1}), [text])
+    (scored,) = subject.score_by_step(Variant("infinigen", trial.options, {"missed_mass_every": 1}), [text])
     return {
         "missed_mass": scored.missed,
         "missed_mass_worst_layer": scored.missed_worst,

@@ -111,7 +111,7 @@ def test_analysis_draws_every_picture(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ablation_measures_every_part_once(tmp_path: Path) -> None:
     subject = Subject("reference")
-    assert len({what for what, _ in parts(0.1, torch.float32)}) == len(parts(0.1, torch.float32))
+    assert len({what for what, _ in parts(0.1)}) == len(parts(0.1))
     report = run_ablation(subject, BOOK, "arrow", (0.2,), SMALL, tmp_path)
     rows = {row["part"]: row for row in report.rows}
     assert rows["default"]["caught"] <= rows["true query, full keys (oracle)"]["caught"]

@@ -70,8 +70,9 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(tmp_path: Path) -> None:
-    ignored = "import signal, time; print('begun', flush=True); time.sleep(60)"
-    code, output = gpu._run([sys.executable, "-c", ignored], 2)
+    interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"  # also behind nohup
+    endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"
+    code, output = gpu._run([sys.executable, "-c", endless], 2)
     assert code == 124 and "begun" in output and "KeyboardInterrupt" in output
     test = tmp_path / "test_one.py"
     test.write_text("def test_one():\n    assert False, 'seen'\n\n\ndef test_two():\n    pass\n")

@@ -21,6 +21,7 @@ from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.caches import DecayedCache, OptimalCache, RankedCache
 from offload_rt.eval.reading_page import passages, readings, write_page
 from offload_rt.eval.replay import ReplayConfig, ShrunkPool, replay, run_replay
+from offload_rt.pool.eviction import PRIOR_STEPS
 from offload_rt.runtime import recording as recording_module
 from offload_rt.runtime.recording import Recording, RunInfo, RunWriter
 from offload_rt.select.infinigen import InfiniGenState
@@ -184,9 +185,13 @@ def test_a_shrunk_pool_loses_what_a_plain_one_loses(tmp_path: Path, options: Evi
     used = [{t: t for t in range(20)} for _ in layers]
     counter = [dict.fromkeys(range(20), 0) for _ in layers]
 
+    def share(layer: int, t: int, now: int) -> int:
+        steps = max(0, now - max(t + 4, 20))  # since it could be selected: after the window, in a step that decodes
+        return ((counter[layer][t] + 1) << 16) // (steps + PRIOR_STEPS)
+
     def evict(layer: int, now: int) -> None:
         able = [t for t in used[layer] if sinks <= t < now - 4]
-        rank = {"fifo": lambda t: 0, "lru": used[layer].get, "counter": counter[layer].get}[options.policy]
+        rank = {"fifo": lambda t: 0, "lru": used[layer].get, "counter": lambda t: share(layer, t, now)}[options.policy]
         del used[layer][min(able, key=lambda t: (rank(t), t))]
 
     for layer in layers:

@@ -173,7 +173,7 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
 def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
     group: int, window: int | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(h2o, "_BLOCK", 700)  # several blocks of queries to a slice
+    monkeypatch.setattr(h2o, "WEIGHED_AT_ONCE", 700)  # several blocks of queries to a slice
     shape = geometry(group=group, window=window)
     q, k = tokens(shape, TOTAL)
     state = filled_h2o(shape, budget, q.to(device), k.to(device))
