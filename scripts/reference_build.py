@@ -46,7 +46,8 @@ def blocked_causal_attention(
 
 def grow(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
     """The same function with more layers: copies of layers whose output projections are zero, spread evenly (stacking,
-    Gong et al. 2019, in a form that changes no logit). Raises ValueError where the rest of the shape differs.
+    Gong et al. 2019, in a form that changes no logit). A model of the shape's depth is returned as it is. Raises
+    ValueError where the rest of the shape differs; OPT does not grow.
     """
     config, body = shape.config(), cast(Any, model).model
     same = (
@@ -54,14 +55,17 @@ def grow(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
         "vocab_size",
         "hidden_size",
         "intermediate_size",
+        "ffn_dim",
         "num_attention_heads",
         "num_key_value_heads",
     )
     different = [name for name in same if getattr(model.config, name, None) != getattr(config, name, None)]
     old = model.config.num_hidden_layers
+    if not different and old == shape.layers:
+        return model
     if config.model_type != "llama" or different or shape.layers < old:
         raise ValueError(
-            f"--init-from needs a Llama checkpoint of the preset's shape with at most {shape.layers} layers; "
+            f"--init-from needs a checkpoint of the preset's shape, with {shape.layers} layers (Llama: or fewer); "
             f"this one has {old} layers and differs in {different or 'nothing else'}"
         )
     grown: PreTrainedModel = _auto.from_config(config)
@@ -95,9 +99,12 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
     return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, fused=True)
 
 
-def weighted_loss(model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_loss(
+    model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor, first_position: int = 0
+) -> torch.Tensor:
     """Next-token cross-entropy of ids `[B, N]`, a token's loss times its weight `[B, N]`, over the number of tokens."""
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)[None]
+    hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
     logits = cast(Any, model).lm_head(hidden[:, :-1]).float()
     losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return (losses * weights[:, 1:].flatten()).mean()

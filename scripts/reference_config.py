@@ -1,4 +1,5 @@
-"""Configurations of the reference models: shape, curriculum, schedule; presets `cpu`, `cpu-longer`, `cuda`, `opt`."""
+"""Configurations of the reference models: shape, curriculum, schedule; presets `cpu`, `cpu-longer`, `cuda`, `opt`,
+`opt-longer`."""
 
 from __future__ import annotations
 
@@ -97,6 +98,7 @@ class TrainConfig:
     evaluate_every: int = 200
     evaluate_lengths: tuple[int, ...] = (256, 1024)
     evaluate_passages: int = 24
+    shifted: float = 0.0  # share of steps whose sequences begin at a random position (SHAPE, Kiyono et al. 2021)
 
     def __post_init__(self) -> None:
         if not self.stages or [s.until for s in self.stages] != sorted({s.until for s in self.stages}):
@@ -113,6 +115,8 @@ class TrainConfig:
             raise ValueError(f"sequences of {longest} exceed max_positions {self.shape.max_positions}")
         if not 0 < self.decay_share <= 1 or self.peak_lr <= 0:
             raise ValueError(f"need 0 < decay_share <= 1 and peak_lr > 0, got {self.decay_share} and {self.peak_lr}")
+        if not 0 <= self.shifted <= 1:
+            raise ValueError(f"shifted is a share of steps in [0, 1], got {self.shifted}")
 
     def longest(self) -> int:
         """The longest sequence of any stage, in tokens."""
@@ -132,6 +136,13 @@ class TrainConfig:
         rng = np.random.default_rng([self.seed, step, 1])
         return int(rng.choice(lengths, p=np.array(shares) / sum(shares)))
 
+    def first_position(self, step: int) -> int:
+        """Where the sequences of a step begin: 0, or for a share `shifted` of the steps anywhere that they fit."""
+        rng = np.random.default_rng([self.seed, step, 2])
+        if rng.random() >= self.shifted:
+            return 0
+        return int(rng.integers(self.shape.max_positions - self.length(step) + 1))
+
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, constant, half cosine to `final_lr_share` of the peak."""
         steps = self.steps()
@@ -144,6 +155,8 @@ class TrainConfig:
 def _curriculum(*parts: tuple[float, tuple[tuple[int, float], ...], float, float]) -> tuple[Stage, ...]:
     return tuple(Stage(until, lengths, Mixture(recall=recall, copy=copy)) for until, lengths, recall, copy in parts)
 
+
+_OPT = Shape(architecture="opt", layers=5, mlp=1024, kv_heads=4, max_positions=2048)
 
 PRESETS: dict[str, TrainConfig] = {
     "cpu": TrainConfig(
@@ -191,7 +204,7 @@ PRESETS: dict[str, TrainConfig] = {
         evaluate_lengths=(512, 4096, 16_384),
     ),
     "opt": TrainConfig(
-        shape=Shape(architecture="opt", layers=5, mlp=1024, kv_heads=4, max_positions=2048),
+        shape=_OPT,
         stages=_curriculum(
             (0.40, ((128, 0.4), (256, 0.6)), 0.5, 0.1),
             (0.75, ((256, 0.6), (512, 0.4)), 0.5, 0.05),
@@ -201,5 +214,20 @@ PRESETS: dict[str, TrainConfig] = {
         tokens_per_step=4096,
         peak_lr=1.5e-3,
         decay_share=0.6,
+    ),
+    # Goes on from a checkpoint of `opt`, whose positions beyond 512 are hardly trained: short sequences, shifted, teach
+    # them as well as long ones do.
+    "opt-longer": TrainConfig(
+        shape=_OPT,
+        stages=_curriculum(
+            (0.50, ((256, 0.25), (512, 0.30), (1024, 0.25), (2048, 0.20)), 0.50, 0.03),
+            (1.00, ((512, 0.20), (1024, 0.25), (2048, 0.55)), 0.50, 0.0),
+        ),
+        total_tokens=16_000_000,
+        tokens_per_step=4096,
+        peak_lr=1.2e-3,
+        decay_share=0.7,
+        evaluate_lengths=(512, 2048),
+        shifted=0.5,
     ),
 }

@@ -4,6 +4,7 @@
     python scripts/train_reference.py cpu-longer --data ../shared/data/books --out runs/more --init-from CHECKPOINT
     python scripts/train_reference.py cuda --data ../shared/data/books --out runs/llama-16k
     python scripts/train_reference.py opt  --data ../shared/data/books --out runs/opt --tokenizer FOLDER
+    python scripts/train_reference.py opt-longer --data ../shared/data/books --out runs/opt2 --init-from CHECKPOINT
 
 Started again with the same arguments it goes on from its last checkpoint, bit for bit (on a CPU).
 """
@@ -140,9 +141,8 @@ class Run:
         self.model.train()
         self.model.set_attn_implementation("blocked_causal" if self.device.type == "cpu" else "sdpa")
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss = weighted_loss(
-                self.model, torch.from_numpy(ids).to(self.device), torch.from_numpy(weights).to(self.device)
-            )
+            tensors = torch.from_numpy(ids).to(self.device), torch.from_numpy(weights).to(self.device)
+            loss = weighted_loss(self.model, *tensors, config.first_position(self.step))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()

@@ -286,6 +286,47 @@ def test_grown_model_computes_the_same_logits():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_model_of_the_shape_is_taken_as_it_is(architecture):
+    shape = Shape(architecture, 64, layers=2, hidden=64, mlp=96, heads=1, kv_heads=1)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    assert grow(model, shape) is model
+    with pytest.raises(ValueError, match="hidden_size"):
+        grow(model, replace(shape, hidden=128, heads=2))
+
+
+def test_opt_does_not_grow():
+    shape = Shape("opt", 64, layers=1, hidden=64, mlp=96, heads=1, kv_heads=1)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    with pytest.raises(ValueError, match="1 layers"):
+        grow(model, replace(shape, layers=2))
+
+
+def test_shifted_sequences_read_the_positions_they_begin_at():
+    torch.manual_seed(0)
+    shape = Shape("opt", 64, layers=1, hidden=64, mlp=96, heads=1, kv_heads=1, max_positions=64)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    ids, weights = torch.randint(0, 64, (2, 10)), torch.ones(2, 10)
+    model.train(False)
+    moved = torch.nn.functional.cross_entropy(
+        model(ids, position_ids=torch.arange(54, 64)[None]).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    torch.testing.assert_close(weighted_loss(model, ids, weights, 54), moved)
+    assert weighted_loss(model, ids, weights, 54) != weighted_loss(model, ids, weights)
+
+
+def test_share_of_steps_begins_anywhere_it_fits():
+    config = replace(TINY, shifted=0.5, total_tokens=1024 * 400)
+    begins = [config.first_position(step) for step in range(400)]
+    assert 120 < sum(begin == 0 for begin in begins) < 300  # half at 0, and those of full length, which fit nowhere else
+    assert max(begins) > 200
+    longest = config.shape.max_positions
+    assert all(begin + config.length(step) <= longest for step, begin in enumerate(begins))
+    assert {TINY.first_position(step) for step in range(50)} == {0}
+    with pytest.raises(ValueError, match="shifted"):
+        replace(TINY, shifted=1.5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_blocked_attention_is_causal_attention(architecture):
     torch.manual_seed(0)
     shape = Shape(architecture, 64, layers=2, hidden=256, mlp=64, heads=4, kv_heads=2, max_positions=256)
