@@ -283,7 +283,7 @@ def _quantized(field: Field) -> Competitor:
     backends = {"quanto": "optimum.quanto", "hqq": "hqq"}
     found = [name for name, module in backends.items() if _installed(module)]
     if not found:
-        raise Skipped("needs optimum-quanto or hqq, and neither is installed")
+        raise Skipped("needs optimum-quanto (pip install offload-rt[bench]) or hqq, and neither is installed")
     return field.peer("QuantizedCache", QuantizedCache(found[0], field.model.config))
 
 
