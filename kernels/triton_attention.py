@@ -18,11 +18,59 @@ _STEP_BYTES = 1 << 14
 """Of K (and of V) in one step: what the compiler keeps in flight of them fits the 99 KiB of shared memory of consumer
 cards."""
 
-_PIECE = 256
+PIECE_ROWS = 256
 """Rows of a program."""
 
 _PARTS = 16
 """Parts that the merge reads at once."""
+
+
+@triton.jit
+def attend_rows(
+    query: tl.tensor, k: tl.tensor, v: tl.tensor, k_row: tl.tensor, v_row: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    scale: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Softmax on the fly of queries `[QUERIES, D]` over rows [begin, stop), which begin at k and v and lie `k_row` and
+    `v_row` numbers apart. Returns of each query the largest score and the sum of exp(score - largest) `[QUERIES]` (-inf
+    and 0 where there are no rows), and the values weighted by these exponentials `[QUERIES, D]`."""
+    column = tl.arange(0, D)
+    if WIDEN:
+        query = query.to(tl.float32)
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, D), tl.float32)
+    for first in range(begin, stop, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        there = (row < stop)[:, None] & (column < d)[None, :]
+        keys = tl.load(k + row.to(tl.int64)[:, None] * k_row + column[None, :], mask=there, other=0.0)
+        values = tl.load(v + row.to(tl.int64)[:, None] * v_row + column[None, :], mask=there, other=0.0)
+        if WIDEN:
+            keys, values = keys.to(tl.float32), values.to(tl.float32)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where((row < stop)[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        kept = tl.exp(peak - higher)
+        total = total * kept + tl.sum(weights, 1)
+        acc = acc * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        peak = higher
+    return peak, total, acc
+
+
+@triton.jit
+def store_part(
+    outs: tl.tensor, lses: tl.tensor, first: tl.tensor, peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
+    some: tl.tensor, d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """What `attend_rows` returned for G query heads becomes rows [first, first + G) of a part: lse, and where there are
+    rows (`some`) out."""
+    head, column = tl.arange(0, GROUP), tl.arange(0, D)
+    lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
+    tl.store(lses + first + head, lse, mask=head < G)
+    if some:
+        at = outs + (first + head)[:, None] * d + column[None, :]
+        tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < d)[None, :])
 
 
 @triton.jit
@@ -39,31 +87,10 @@ def _attend(
     stop = tl.minimum(tl.load(counts + p), (piece + 1) * PIECE)
     known = (head < G)[:, None] & (column < d)[None, :]
     query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=known, other=0.0)
-    if WIDEN:
-        query = query.to(tl.float32)
-    peak = tl.full((GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
-    acc = tl.zeros((GROUP, D), tl.float32)
-    for first in range(piece * PIECE, stop, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        mask = (row < stop)[:, None] & (column < d)[None, :]
-        keys = tl.load(k + p * k_list + row.to(tl.int64)[:, None] * k_row + column[None, :], mask=mask, other=0.0)
-        values = tl.load(v + p * v_list + row.to(tl.int64)[:, None] * v_row + column[None, :], mask=mask, other=0.0)
-        if WIDEN:
-            keys, values = keys.to(tl.float32), values.to(tl.float32)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where((row < stop)[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        kept = tl.exp(peak - higher)
-        total = total * kept + tl.sum(weights, 1)
-        acc = acc * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        peak = higher
-    at = (piece * lists + p) * G + head
-    lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lses + at, lse, mask=head < G)
-    if stop > piece * PIECE:
-        tl.store(outs + at[:, None] * d + column[None, :], acc / total[:, None], mask=known)
+    peak, total, acc = attend_rows(
+        query, k + p * k_list, v + p * v_list, k_row, v_row, piece * PIECE, stop, scale, d, D, GROUP, BLOCK, WIDEN
+    )
+    store_part(outs, lses, (piece * lists + p) * G, peak, total, acc, stop > piece * PIECE, d, D, G, GROUP)
 
 
 @triton.jit
@@ -99,19 +126,34 @@ def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lists.attend_counted`; q, k and v of one dtype: float32, float16 or bfloat16."""
-    (lists, group, d), listed = q.shape, k.shape[1]
-    assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
-    assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1
-    pieces = max(1, triton.cdiv(listed, _PIECE))
+    lists, group, d = q.shape
+    pieces = max(1, triton.cdiv(k.shape[1], PIECE_ROWS))
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
-    _attend[(lists, pieces)](
-        q, k, v, counts, outs, lses, scale, lists, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=max(16, triton.next_power_of_2(group)),
-        BLOCK=block_rows(d, k.itemsize), PIECE=_PIECE, WIDEN=not q.is_cuda or q.dtype == torch.float32,
-    )  # fmt: skip
+    attend_pieces(q, k, v, counts, outs, lses, scale)
     out, lse = merge_parts(outs, lses)
     return out.view(lists, group, d), lse.view(lists, group)
+
+
+def attend_pieces(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: torch.Tensor,
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    scale: float,
+) -> None:
+    """`attend_counted` with its parts of PIECE_ROWS rows left apart: outs `[pieces, P * G, d]`, lses `[pieces, P * G]`,
+    float32."""
+    (lists, group, d), listed = q.shape, k.shape[1]
+    assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
+    assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1 and len(outs) * PIECE_ROWS >= listed
+    _attend[(lists, len(outs))](
+        q, k, v, counts, outs, lses, scale, lists, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=max(16, triton.next_power_of_2(group)),
+        BLOCK=block_rows(d, k.itemsize), PIECE=PIECE_ROWS, WIDEN=not q.is_cuda or q.dtype == torch.float32,
+    )  # fmt: skip
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .segments import Run
-from .triton_attention import block_rows, merge_parts
+from .triton_attention import attend_rows, block_rows, merge_parts
 
 _PIECE, _PIECES = 256, 64
 """Rows of a program, and the most pieces of a run: longer runs have longer pieces."""
@@ -57,26 +57,7 @@ def _attend(
         k = tl.load(run).to(tl.pointer_type(q.dtype.element_ty)) + head * k_head
         v = tl.load(run + 1).to(tl.pointer_type(q.dtype.element_ty)) + head * v_head
         k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # forgotten by the cast, were it said before
-        if WIDEN:
-            query = query.to(tl.float32)
-        peak = tl.full((QUERIES,), float("-inf"), tl.float32)
-        total = tl.zeros((QUERIES,), tl.float32)
-        acc = tl.zeros((QUERIES, D), tl.float32)
-        for start in range(begin, end, BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            there = (row < end)[:, None] & (column < d)[None, :]
-            keys = tl.load(k + row[:, None] * k_row + column[None, :], mask=there, other=0.0)
-            values = tl.load(v + row[:, None] * v_row + column[None, :], mask=there, other=0.0)
-            if WIDEN:
-                keys, values = keys.to(tl.float32), values.to(tl.float32)
-            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-            scores = tl.where((row < end)[None, :], scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            weights = tl.exp(scores - higher[:, None])
-            kept = tl.exp(peak - higher)
-            total = total * kept + tl.sum(weights, 1)
-            acc = acc * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-            peak = higher
+        peak, total, acc = attend_rows(query, k, v, k_row, v_row, begin, end, scale, d, D, QUERIES, BLOCK, WIDEN)
         at = (tl.load(run + 9) + piece) * heads * batch + row_of
         tl.store(lses + at, peak + tl.log(total), mask=known)
         tl.store(outs + at[:, None] * d + column[None, :], acc / total[:, None], mask=mask)
