@@ -17,6 +17,7 @@ import torch
 
 from ..core import KVPart, ModelGeometry, Selection, Visible
 from ..models.adapter import ModelAdapter
+from ..models.forwarding import ForwardingAdapter
 from ..select.base import KeyReader, Moment, Policy, PolicyState
 from ..select.passive import PassiveState
 from ..skewing.artifact import SkewArtifact
@@ -46,9 +47,7 @@ class Planted:
     tokens: list[list[torch.Tensor]]
 
     @classmethod
-    def draw(
-        cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0
-    ) -> Planted:
+    def draw(cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0) -> Planted:
         """Draws directions and planted tokens for a context of `length` tokens."""
         generator = torch.Generator().manual_seed(seed)
         layers, kv_heads, d = geometry.layers, geometry.kv_heads, geometry.head_dim
@@ -112,70 +111,25 @@ def _counts(n: int, heads: int, spread: float) -> list[int]:
     return counts
 
 
-class PlantedAdapter:
+class PlantedAdapter(ForwardingAdapter):
     """A model's adapter whose queries have `c` added; everything else is the model's own."""
 
     def __init__(self, inner: ModelAdapter, planted: Planted) -> None:
-        self._inner = inner
+        super().__init__(inner)
         group = inner.geometry.group
         added = planted.directions.repeat_interleave(group, dim=1).unsqueeze(2)
         self._added = list(added.to(inner.device, inner.dtype))  # of each layer `[H, 1, d]`
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """The model's."""
-        return self._inner.geometry
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's."""
-        return self._inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The model's."""
-        return self._inner.device
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
-        return self._inner.embed(tokens, positions)
-
-    def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
-        return self._inner.attention_input(layer, hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The model's k and v `[Hkv, T, d]`; its q `[H, T, d]` with `c` added."""
-        q, k, v = self._inner.qkv(layer, attention_input, positions)
+        q, k, v = super().qkv(layer, attention_input, positions)
         return q.add(self._added[layer]), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's q `[H, T, d]` with `c` added."""
-        return self._inner.query(layer, attention_input, positions).add(self._added[layer])
-
-    def key_value(
-        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's, each `[Hkv, T, d]`."""
-        return self._inner.key_value(layer, attention_input, positions)
-
-    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """As the model's."""
-        return self._inner.turned(k, offset)
-
-    def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
-        return self._inner.after_attention(layer, hidden, attended)
-
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
-        return self._inner.mlp(layer, residual)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, V]`."""
-        return self._inner.logits(hidden)
+        return super().query(layer, attention_input, positions).add(self._added[layer])
 
 
 class GivenState(PassiveState):
@@ -208,6 +162,7 @@ class Given:
     moment: Moment = "attention_input"
     wants_weights = False
     wants_queries = False
+    rule = None
     evictable = False
     lineage = "ideal"
 

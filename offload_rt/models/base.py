@@ -1,6 +1,9 @@
-"""What every adapter has: its geometry, where it lives, and the two reshapes at the edges of a layer."""
+"""What adapters have in common: geometry, where a model lives, and the two reshapes at the edges of a layer."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,3 +45,21 @@ class BaseAdapter:
     def _widen(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[T, V]` in float32; those of a float64 model stay in float64."""
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def table_geometry(config: Any, attentions: Sequence[Any]) -> ModelGeometry:
+    """Of a model with a table of learned positions, a KV head for each query head and no window: what its configuration
+    and its layers' attention modules say."""
+    return ModelGeometry(
+        layers=len(attentions),
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        head_dim=attentions[0].head_dim,
+        vocab=config.vocab_size,
+        scales=tuple(float(attention.scaling) for attention in attentions),
+        windows=(None,) * len(attentions),
+        max_positions=config.max_position_embeddings,
+        absolute_positions=True,
+        default_alpha=4.0,
+    )

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from ..core import ModelGeometry
 from ..errors import ModelError
-from .base import BaseAdapter
+from .base import BaseAdapter, table_geometry
 
 
 class GPT2Adapter(BaseAdapter):
@@ -25,20 +24,7 @@ class GPT2Adapter(BaseAdapter):
         self._attentions = [layer.attn for layer in self._layers]
         self._norm = decoder.ln_f
         self._head = model.lm_head
-        geometry = ModelGeometry(
-            layers=len(self._layers),
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_attention_heads,
-            head_dim=self._attentions[0].head_dim,
-            vocab=config.vocab_size,
-            scales=tuple(float(attention.scaling) for attention in self._attentions),
-            windows=(None,) * len(self._layers),
-            max_positions=config.max_position_embeddings,
-            absolute_positions=True,
-            default_alpha=4.0,
-        )
-        super().__init__(geometry, self._embedding.weight)
+        super().__init__(table_geometry(config, self._attentions), self._embedding.weight)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`[T, D]` of token ids `[T]` at positions `[T]`, each below `geometry.max_positions` (the caller checks)."""

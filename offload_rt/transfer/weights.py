@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from ..core import ModelGeometry
 from ..models.adapter import ModelAdapter
+from ..models.forwarding import ForwardingAdapter
 from ..models.weights import ALIGNMENT, layer_bytes
 from ..pool.arena import page_lock, reserve
 from .lanes import Lane, Mark
@@ -147,74 +147,49 @@ class _Block:
         assert all(w.data_ptr() == view.data_ptr() for w, view in zip(self._weights, views, strict=True))
 
 
-class StreamedAdapter:
+class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model some of whose layers are in a `WeightStream`: before a layer's modules are called, its
-    weights are brought over. `qkv` and `key_value` are only ever called for the layer that computes, `query` and
-    `attention_input` also to speculate about the one after it: so the former say that a layer begins."""
+    weights are brought over (`embed` and `logits` are always on the device, `turned` reads no weight). `qkv` and
+    `key_value` are only ever called for the layer that computes, `query` and `attention_input` also to speculate about
+    the one after it: so the former say that a layer begins."""
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:
-        self._inner, self._stream = inner, stream
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """The model's."""
-        return self._inner.geometry
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's."""
-        return self._inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self._inner.device
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, D]`."""
-        return self._inner.embed(tokens, positions)
+        super().__init__(inner)
+        self._stream = stream
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The model's, `[T, D]`."""
         self._stream.use(layer)
-        return self._inner.attention_input(layer, hidden)
+        return super().attention_input(layer, hidden)
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The model's q `[H, T, d]`, k and v `[Hkv, T, d]`; the layer begins."""
         self._begin(layer)
-        return self._inner.qkv(layer, attention_input, positions)
+        return super().qkv(layer, attention_input, positions)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's, `[H, T, d]`."""
         self._stream.use(layer)
-        return self._inner.query(layer, attention_input, positions)
+        return super().query(layer, attention_input, positions)
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's, each `[Hkv, T, d]`; the layer begins."""
         self._begin(layer)
-        return self._inner.key_value(layer, attention_input, positions)
-
-    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """As the model's; no weight is read."""
-        return self._inner.turned(k, offset)
+        return super().key_value(layer, attention_input, positions)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The model's, `[T, D]`."""
         self._stream.use(layer)
-        return self._inner.after_attention(layer, hidden, attended)
+        return super().after_attention(layer, hidden, attended)
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         """The model's, `[T, D]`."""
         self._stream.use(layer)
-        return self._inner.mlp(layer, residual)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's, `[T, V]`; the head is always on the device."""
-        return self._inner.logits(hidden)
+        return super().mlp(layer, residual)
 
     def _begin(self, layer: int) -> None:
         self._stream.begin(layer)
