@@ -1,8 +1,11 @@
 """Needles: facts hidden in a book and asked for at its end, in sentences that the reference models were trained on.
 
-Every name is made of syllables that no training name is made of: who answers has looked back, not remembered. A kind
-is one way in which selecting tokens can fail: one fact alone, one of many alike, several values of one key, several
-questions in a row, a chain that is followed link by link.
+No name was ever trained on: who answers has looked back, not remembered. Those that are only asked about are made of
+syllables that no training name is made of; those that are answers themselves (`LINKED`) are of names that training held
+out: the reference models cannot write syllables they have never written, and find no chain of such names. A kind is one
+way in which selecting tokens can fail: one fact alone, one of many alike, several values of one key, several questions
+in a row, a chain whose links are told in any order and followed one by one (RULER's variable tracking, Hsieh et al.
+2024).
 """
 
 from __future__ import annotations
@@ -22,6 +25,13 @@ Rng = np.random.Generator
 _FIRST = ("Bran", "Cass", "Dun", "Eld", "Fin", "Gil", "Jor", "Kes", "Lin", "Nev", "Oss", "Pol", "Rav", "Sten", "Thal")
 _LAST = ("amir", "beth", "dane", "ford", "gard", "helm", "ian", "lock", "mere", "nett", "rick", "stan", "wick", "wyn")
 NAMES = tuple(first + last for first, last in product(_FIRST, _LAST))
+LINKED = (
+    "Almon", "Arvin", "Barpa", "Belmi", "Brenka", "Brenta", "Calson", "Cordra", "Cortor", "Dalva", "Dorra", "Elvin",
+    "Falda", "Fenla", "Garia", "Gorba", "Halla", "Halsa", "Ilson", "Jarfa", "Jarna", "Jenden", "Kalel", "Korda",
+    "Korpa", "Lanla", "Lanya", "Lornor", "Malgan", "Malten", "Marus", "Mormi", "Nalkin", "Noran", "Norva", "Pelgo",
+    "Pelvin", "Perya", "Ralya", "Rospa", "Sallo", "Selda", "Talba", "Torel", "Tornor", "Ultor", "Vanlo", "Vantor",
+    "Verna", "Waldra", "Walus", "Wenric", "Yarden", "Yarus", "Zanka", "Zordra",
+)  # fmt: skip
 CITIES = ("Athens", "Berlin", "Cairo", "Dublin", "Florence", "Geneva", "Lisbon", "London", "Moscow", "Paris", "Rome")
 COLOURS = ("black", "white", "red", "green", "blue", "brown", "grey", "yellow", "golden", "silver", "purple")
 THINGS = ("dog", "horse", "coat", "hat", "house", "boat", "door", "ring", "chair", "garden")
@@ -55,8 +65,8 @@ def _attribute(rng: Rng, who: str) -> PROMPT_AND_ANSWER:
 FACTS = (_number, _birthplace, _attribute)
 
 
-def _people(rng: Rng, count: int) -> list[str]:
-    return [NAMES[int(i)] for i in rng.choice(len(NAMES), size=count, replace=False)]
+def _people(rng: Rng, count: int, names: Sequence[str] = NAMES) -> list[str]:
+    return [names[int(i)] for i in rng.choice(len(names), size=count, replace=False)]
 
 
 def _told(pairs: Sequence[PROMPT_AND_ANSWER]) -> tuple[str, ...]:
@@ -92,8 +102,8 @@ def _several_queries(rng: Rng) -> Needle:
 
 
 def _chain(rng: Rng) -> Needle:
-    """Two chains of four names, one followed to its end."""
-    people = _people(rng, 8)
+    """Two chains of four names, one followed from its first name to its end."""
+    people = _people(rng, 8, LINKED)
     chains = [tuple((f" After {a} comes", f" {b}") for a, b in pairwise(names)) for names in (people[:4], people[4:])]
     return Needle(_told([*chains[0], *chains[1]]), (chains[0],))
 

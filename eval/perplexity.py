@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,7 @@ def measure_all(
     rows: list[Row] = []
     for variant in variants:
         key = shared | {"variant": subject.key(variant)}
-        row = store.get(key)
-        if row is None:
-            row = measure(subject, variant, windows, config.tail_from)
-            store.put(key, row)
+        row = store.once(key, partial(measure, subject, variant, windows, config.tail_from))
         row = subject.describe(variant) | {"text": name, "context": config.context} | row
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
         say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -64,6 +64,14 @@ class RowStore:
             return None
         complete = isinstance(found, dict) and found.get("key") == json.loads(json.dumps(key))
         return dict(found["row"]) if complete and "row" in found else None
+
+    def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
+        """The row of `key`, measured and kept where it is not there yet."""
+        row = self.get(key)
+        if row is None:
+            row = measure()
+            self.put(key, row)
+        return row
 
     def put(self, key: Mapping[str, Any], row: Row) -> None:
         """Keeps a row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ class RetrievalConfig:
             raise ConfigError(f"need lengths of at least 64, passages and kinds, got {self}")
 
 
-def make_passages(haystack: Haystack, config: RetrievalConfig, length: int) -> list[Passage]:
-    """The passages of one length: the same for every policy, whatever the other lengths are."""
-    rng = np.random.default_rng([config.seed, length])
-    made = [haystack.hide(rng, kind, length) for kind in config.kinds for _ in range(config.passages)]
+def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind: str) -> list[Passage]:
+    """The passages of one length and kind: the same for every policy, whatever the other lengths and kinds are."""
+    rng = np.random.default_rng([config.seed, length, *kind.encode()])
+    made = [haystack.hide(rng, kind, length) for _ in range(config.passages)]
     if config.prefilled is None:
         return made
     start = int(config.prefilled * length)
@@ -63,7 +64,16 @@ def measure(subject: Subject, variant: Variant, passages: Sequence[Passage]) -> 
         for question in passage.questions:
             right = all(score.is_greedy[position - first] for position in question.answers)
             samples.append((passage.kind, question.distance, right))
-    return {**costs(scored), **accuracies(samples), "samples": [list(sample) for sample in samples]}
+    return {**costs(scored), "samples": [list(sample) for sample in samples]}
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """One row of those that `measure` gave for several kinds, with as many passages of each."""
+    found: Row = {"samples": [sample for row in rows for sample in row["samples"]]}
+    for name in (key for key in rows[0] if key not in found):
+        values = [row[name] for row in rows if row[name] is not None]
+        found[name] = sum(values) / len(values) if values else None
+    return found | accuracies(found["samples"])
 
 
 def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
@@ -115,27 +125,29 @@ def run_retrieval(
     retrieval.json, .csv, .md and two pictures to `out`. Rows that it holds are not measured again."""
     store = RowStore(out)
     haystack = Haystack(subject, book)
-    settings = {k: v for k, v in asdict(config).items() if k != "lengths"}
-    shared = {"suite": "retrieval", **subject.identity, "book": text_digest(book), "path": subject.path, **settings}
     rows: list[Row] = []
     for length in config.lengths:
-        passages = make_passages(haystack, config, length)
+        asked = [make_passages(haystack, config, length, kind) for kind in config.kinds]
         base: Row | None = None
         for variant in variants:
-            key = shared | {"length": length, "variant": subject.key(variant)}
-            row = store.get(key)
-            if row is None:
-                row = measure(subject, variant, passages)
-                store.put(key, row)
-            row = subject.describe(variant) | {"text": name, "length": length} | row
+            by_kind = [_row(store, subject, variant, length, passages) for passages in asked]
+            row = subject.describe(variant) | {"text": name, "length": length} | together(by_kind)
             base = base or row
             rows.append(row | against(row, base))
             say(f"{length} tokens, {variant.label}: {row['right']:.1%} of {row['asked']} right")
-    about = {**subject.identity, "book": name, "book_digest": shared["book"], "path": subject.path, **asdict(config)}
+    about = {**subject.identity, "book": name, "book_digest": text_digest(book), "path": subject.path, **asdict(config)}
     report = Report("retrieval", f"Needles found by {subject.name} in {name}", about, columns(rows), rows, NOTES)
     report.write(out)
     draw(report, config.kinds, out)
     return report
+
+
+def _row(store: RowStore, subject: Subject, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
+    """`measure` of the passages of one kind, once. The key holds a digest of all that they say: passages made in other
+    words are other passages."""
+    said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
+    key = {"suite": "retrieval", **subject.identity, "path": subject.path, **said, "variant": subject.key(variant)}
+    return store.once(key, partial(measure, subject, variant, passages))
 
 
 NOTES = (

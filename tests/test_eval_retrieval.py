@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.needles import KINDS, NAMES, Haystack
-from offload_rt.eval.retrieval import RetrievalConfig, accuracies, against, make_passages, run_retrieval
-from offload_rt.eval.subject import Subject, Variant
+from offload_rt.eval.needles import KINDS, LINKED, NAMES, Haystack
+from offload_rt.eval.retrieval import (
+    RetrievalConfig,
+    accuracies,
+    against,
+    make_passages,
+    measure,
+    run_retrieval,
+    together,
+)
+from offload_rt.eval.subject import Scored, Subject, Text, Variant
 
 ROOT = Path(__file__).parents[1]
 BOOK = (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")
@@ -48,23 +60,49 @@ def test_needles_stand_where_they_are_said_to(subject: Subject, haystack: Haysta
             assert tokenizer.decode(text.tokens[:first]).endswith((" is", " in", " a", " comes"))
             assert first - question.distance >= 0
             started = tokenizer.decode(text.tokens[first - question.distance :][:60])
-            assert any(started.startswith(f" {name}") or name in started[:40] for name in NAMES)
+            names = LINKED if kind == "chain" else NAMES
+            assert any(name in started[:40] for name in names)
             assert answer.startswith(" ")
 
 
 def test_names_are_nobody_s_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     reference_data = pytest.importorskip("reference_data")
-    assert len(NAMES) == len(set(NAMES))
+    assert len(NAMES) + len(LINKED) == len({*NAMES, *LINKED})
     assert not set(NAMES) & {*reference_data.names(True), *reference_data.names(False)}
+    assert set(LINKED) <= {*reference_data.names(True)} - {*reference_data.names(False)}
     sys.modules.pop("reference_data")
 
 
-def test_passages_of_a_length_do_not_depend_on_other_lengths(haystack: Haystack) -> None:
-    one = make_passages(haystack, RetrievalConfig(lengths=(256,), passages=2), 256)
-    both = make_passages(haystack, RetrievalConfig(lengths=(512, 256), passages=2), 256)
-    assert one == both
-    assert [p.kind for p in one] == [kind for kind in KINDS for _ in range(2)]
+def test_passages_do_not_depend_on_other_lengths_and_kinds(haystack: Haystack) -> None:
+    alone = RetrievalConfig(lengths=(256,), passages=2, kinds=("chain",))
+    every = RetrievalConfig(lengths=(512, 256), passages=2)
+    assert make_passages(haystack, alone, 256, "chain") == make_passages(haystack, every, 256, "chain")
+    for kind in KINDS:
+        assert [passage.kind for passage in make_passages(haystack, every, 256, kind)] == [kind, kind]
+
+
+def test_a_kind_told_in_other_words_is_measured_again_and_no_other(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config, variants = RetrievalConfig(lengths=(256,), passages=1, kinds=("single", "chain")), [Variant("full")]
+    asked: list[str] = []
+    score = Subject.score
+
+    def counted(self: Subject, variant: Variant, texts: Sequence[Text], *more: Any) -> list[Scored]:
+        asked.extend(self.loaded.tokenizer.decode(text.tokens[text.scored_from :]) for text in texts)
+        return score(self, variant, texts, *more)
+
+    monkeypatch.setattr(Subject, "score", counted)
+    first = run_retrieval(subject, BOOK, "arrow", variants, config, tmp_path).rows
+    assert run_retrieval(subject, BOOK, "arrow", variants, config, tmp_path).rows == first
+    assert len(asked) == 2
+    monkeypatch.setitem(KINDS, "chain", KINDS["several queries"])
+    (changed,) = run_retrieval(subject, BOOK, "arrow", variants, config, tmp_path).rows
+    assert len(asked) == 3
+    assert asked[2].count(".") == 4
+    assert changed["samples"][0] == first[0]["samples"][0]
+    assert (first[0]["asked"], changed["asked"], changed["asked chain"]) == (2, 5, 4)
 
 
 def test_what_does_not_fit_is_refused(subject: Subject, haystack: Haystack) -> None:
@@ -88,6 +126,28 @@ def test_accuracies_by_kind_and_distance() -> None:
     row = {"samples": [["a", 1, False]] * 50 + [["a", 1, True]] * 50}
     base = {"samples": [["a", 1, True]] * 100}
     assert against(row, base)["against_full_shown"].startswith("-50.0 [-60.0, -4")
+    one = {"attended": 0.1, "missed": None, "samples": [["a", 1, True]]}
+    both = together([one, {"attended": 0.3, "missed": 0.2, "samples": [["b", 1, False]]}])
+    assert (both["attended"], both["missed"], both["right"], both["right a"]) == (0.2, 0.2, 0.5, 1.0)
+
+
+def test_chains_are_told_in_any_order_and_followed_to_their_end(haystack: Haystack, subject: Subject) -> None:
+    """Three links, each found by the answer before; with all of the context the shipped model finds most of them."""
+    tokenizer: Any = subject.loaded.tokenizer
+    passages = [haystack.hide(np.random.default_rng(seed), "chain", 320) for seed in range(6)]
+    orders = set()
+    for passage in passages:
+        told = tokenizer.decode(passage.text.tokens[: passage.text.scored_from])
+        asked = tokenizer.decode(passage.text.tokens[passage.text.scored_from :])
+        links = re.findall(r"After (\w+) comes (\w+)\.", asked)
+        assert [after for _, after in links[:-1]] == [before for before, _ in links[1:]]
+        assert len(links) == 3
+        everywhere = re.findall(r"After (\w+) comes (\w+)\.", told)
+        assert len(everywhere) == 6
+        assert set(links) < set(everywhere)
+        orders.add(tuple(everywhere.index(link) < everywhere.index(after) for link, after in pairwise(links)))
+    assert len(orders) > 1
+    assert measure(subject, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
 
 
 @pytest.mark.slow
