@@ -192,7 +192,9 @@ class Subject:
         return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": lineage}
 
     def describe(self, variant: Variant) -> dict[str, Any]:
-        """What every row says of its model and its variant."""
+        """What every row says of its model and its variant; `lineage` tells the policy's options, defaults and skew
+        artifact from all others."""
+        policy = self.policy(variant)
         return {
             **self.identity,
             "policy": variant.policy,
@@ -200,7 +202,8 @@ class Subject:
             "options": dict(variant.options),
             "engine": dict(variant.engine),
             "budget": variant.options.get("budget"),
-            "dense_layers": sorted(self.policy(variant).dense_layers),
+            "dense_layers": sorted(policy.dense_layers),
+            "lineage": policy.lineage,
         }
 
     def _identity(self, method: SkewMethod) -> SkewArtifact:

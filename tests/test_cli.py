@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_checkpoint
 
 import offload_rt
 from offload_rt import LLM, SamplingParams
@@ -89,15 +88,6 @@ def spawn(*flags: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def checkpoint(folder: Path, architecture: str, **config: Any) -> str:
-    """A tiny random model of `architecture` with the reference model's tokenizer, as a folder."""
-    tokenizer = PACKAGE / "reference" / "llama"
-    tiny_model(architecture, vocab_size=2048, **config).save_pretrained(folder)
-    for file in tokenizer.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return str(folder)
-
-
 # ------------------------------------------------------------------------------------------------------ what it does
 
 
@@ -136,7 +126,7 @@ def test_stats_and_plot_of_infinigen(generate: Cli, tmp_path: Path) -> None:
 
 
 def test_default_prompt_is_the_longest_the_model_takes(cli: Cli, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
+    model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
     stats = tmp_path / "stats.json"
     run = cli(
         "generate", model, "--prompt-file", BOOK, "--policy", "full", "--max-new-tokens", "5", "--ignore-eos",
@@ -148,7 +138,7 @@ def test_default_prompt_is_the_longest_the_model_takes(cli: Cli, tmp_path: Path)
 
 
 def test_more_positions_than_trained_are_a_note_under_rope(cli: Cli, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
+    model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
     run = cli("generate", model, "--prompt-file", BOOK, *SHORT, "--policy", "full", "--ignore-eos")
     assert run.code == 0, run.err
     assert run.err.count("note:") == 1
@@ -167,14 +157,25 @@ def test_stop_string_ends_the_text(generate: Cli) -> None:
     assert generate("--quiet", "--stop", stop).out == whole[: whole.index(stop)]
 
 
-def test_skew_then_generate_with_the_artifact(cli: Cli, generate: Cli, tmp_path: Path) -> None:
+def test_skew_then_generate_with_the_artifact(
+    cli: Cli, generate: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = cli(
         "skew", "reference", "--out", str(tmp_path / "skewed"), "--calibration", BOOK, "--calibration-tokens", "64"
     )
     assert run.code == 0, run.err
     assert "svd" in run.out
+
+    def other(*given: Any) -> None:
+        pytest.fail("calibrated, though an artifact was given")
+
+    monkeypatch.setattr("offload_rt.llm.cached_artifact", other)
+    flags = ("--policy", "infinigen", "--recent", "8", "--budget", "0.2", "--quiet")
     artifact = tmp_path / "skewed" / "skew.safetensors"
-    assert generate("--policy", "infinigen", "--skew", str(artifact)).code == 0
+    made = generate(*flags, "--skew", str(artifact))
+    llm = LLM("reference", policy="infinigen", policy_options={"recent": 8, "budget": 0.2}, skew=artifact)
+    ids = llm.encode(Path(BOOK).read_text(encoding="utf-8"))[:96]
+    assert (made.code, made.out) == (0, llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))[0].text)
 
 
 def test_info(cli: Cli) -> None:
@@ -280,7 +281,7 @@ def test_prompt_file_that_cannot_be_read(cli: Cli, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2"])
 def test_prompt_over_the_positions_of_a_table(cli: Cli, tmp_path: Path, architecture: str) -> None:
-    model = checkpoint(tmp_path / architecture, architecture)
+    model = tiny_checkpoint(tmp_path / architecture, architecture)
     flags = ("--policy", "full", "--prompt-tokens", "1020", "--max-new-tokens", "5")
     cli("generate", model, "--prompt-file", BOOK, *flags).fails_with("1025", "1024", "shorten")
 
@@ -328,7 +329,7 @@ def test_no_cuda_here(generate: Cli) -> None:
 
 
 def test_artifact_of_another_model_names_both_fingerprints(cli: Cli, generate: Cli, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "other", "llama")
+    model = tiny_checkpoint(tmp_path / "other", "llama")
     assert cli("skew", model, "--out", str(tmp_path), "--calibration-tokens", "64").code == 0
     run = generate("--policy", "infinigen", "--skew", str(tmp_path / "skew.safetensors"))
     run.fails_with("fingerprint")
@@ -343,11 +344,11 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     tries(empty).fails_with("empty", "config.json")
-    bare = Path(checkpoint(tmp_path / "bare", "llama"))
+    bare = Path(tiny_checkpoint(tmp_path / "bare", "llama"))
     (bare / "model.safetensors").unlink()
     tries(bare).fails_with("bare", "no weights", "safetensors")
     assert cli("info", str(bare), "--context", "100").code == 0  # the configuration is enough
-    strange = Path(checkpoint(tmp_path / "strange", "llama"))
+    strange = Path(tiny_checkpoint(tmp_path / "strange", "llama"))
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(
         json.dumps(config | {"architectures": ["BertForMaskedLM"], "model_type": "bert"})

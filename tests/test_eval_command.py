@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import tiny_checkpoint
 
+from offload_rt import LLM
 from offload_rt.cli import main
 from offload_rt.errors import ConfigError
 from offload_rt.eval.command import make_variants
 from offload_rt.eval.subject import Variant
+from offload_rt.models.registry import load_model
+from offload_rt.skewing.artifact import SkewArtifact
 
 BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
 
@@ -57,6 +61,41 @@ def test_perplexity_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     rows = json.loads((tmp_path / "o" / "perplexity.json").read_text())["rows"]
     assert [row["budget"] for row in rows] == [None, 0.2, 0.4]
     assert rows[1]["sparse_attended"] < rows[2]["sparse_attended"] <= 0.4
+
+
+def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two artifacts of one model are two measurements; one of another model is refused before anything is measured."""
+    model, text, out = tiny_checkpoint(tmp_path / "tiny", "llama"), tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    flags = ["--perplexity", str(text), "--context", "96", "--windows", "2", "--policies", "infinigen", "--budgets"]
+    flags += ["0.2", "--set", "recent=8", "--quiet"]
+    rows = {}
+    for method in ("svd", "balanced"):
+        folder = tmp_path / method
+        assert main(["skew", model, "--out", str(folder), "--method", method, "--calibration-tokens", "64"]) == 0
+        assert main(["eval", model, *flags, "--skew", str(folder), "--out", str(out)]) == 0
+        rows[method] = full, ours = json.loads((out / "perplexity.json").read_text())["rows"]
+        artifact = SkewArtifact.load(folder / "skew.safetensors", None)
+        assert artifact.method == method
+        assert full["fingerprint"] == ours["fingerprint"] == artifact.fingerprint
+        runtime = LLM(model, policy="infinigen", policy_options=ours["options"], skew=folder)
+        assert ours["lineage"] == runtime._runner.policy.lineage
+    (full, svd), (again, balanced) = rows.values()
+    assert full == again
+    assert svd["lineage"] != balanced["lineage"]
+    assert svd["nats_per_token"] != balanced["nats_per_token"]
+    assert len(list((out / "rows").iterdir())) == 3  # full was measured once
+
+    capsys.readouterr()
+    wrong = tmp_path / "wrong"
+    assert main(["eval", "reference", *flags, "--skew", str(tmp_path / "svd"), "--out", str(wrong)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.strip().count("\n") == 0
+    both = (artifact.fingerprint, load_model("reference").fingerprint)
+    for words in ("calibrated on another model", "offload-rt skew", *both):
+        assert words in output.err
+    assert not wrong.exists()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ Nothing in them is trivial: norm gains are not 1, biases are not 0, Qwen3's QK-n
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
+
+from offload_rt.models.checkpoint import locate
 
 VOCAB = 199
 
@@ -74,6 +78,14 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     fill(model, seed)
     return model.requires_grad_(False).eval()
+
+
+def tiny_checkpoint(folder: Path, architecture: str, **config: Any) -> str:
+    """A tiny random model of `architecture` with the reference model's tokenizer, as a folder."""
+    tiny_model(architecture, vocab_size=2048, **config).save_pretrained(folder)
+    for file in Path(locate("reference")).glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return str(folder)
 
 
 @torch.no_grad()
