@@ -41,8 +41,8 @@ def _lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 
 
 def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """On a CPU the bias object becomes an m x n float mask: 1.5x slower at m = 512 than attending to the past without
-    a mask, to the slice itself causally, and merging the two by their log-sum-exp. The public call gives none, so this
+    """On a CPU the bias object becomes an m x n float mask, which is slower than attending to the past without a mask,
+    to the slice itself causally, and merging the two by their log-sum-exp. The public call gives none, so this
     is the operator that it runs."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]

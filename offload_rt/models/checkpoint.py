@@ -172,10 +172,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype | None:
     """A dtype by name; None stands for the weights' own, where the configuration does not state it.
 
-    "auto" is the checkpoint's dtype on CUDA, and at least float32 on a CPU. There half precision buys little: on one
-    core with AVX512-BF16 (torch 2.13) a token through a square Linear takes 2.2, 1.5, 0.8, 1.0 times float32's time in
-    bfloat16 (256, 512, 2048, 4096 wide), attention over 16k tokens 0.7 in bfloat16 and 3.5 in float16; float32 is also
-    what equals transformers to the last digits. Raises ConfigError for an unknown name.
+    "auto" is the checkpoint's dtype on CUDA, and at least float32 on a CPU. There half precision buys little:
+    products of one token with the matrices of a small model, and attention in float16, are slower; float32 is also what
+    equals transformers to the last digits. Raises ConfigError for an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))

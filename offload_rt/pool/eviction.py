@@ -116,8 +116,8 @@ RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
 """What is compared first, smallest first, for each victim policy; equal slots give way oldest position first.
 
 The counter is compared per step. As published, counts themselves are compared; then a token that leaves the recent
-window starts at none, and is gone before it was ever asked for (reference model, 2,048 tokens of a book in a pool of 80
-%: the attention mass lost with the victims is 2.6 % with counts, 0.76 % with shares, 0.67 % with lru, 3.1 % with fifo).
+window starts at none, and is gone before it was ever asked for. What each policy costs: `make paper`, table
+`perplexity_with_a_bounded_pool.md`.
 """
 
 

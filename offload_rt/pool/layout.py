@@ -6,9 +6,9 @@ The pool is one tensor of equal slabs, each
 
 so that over a run of neighbouring chunk slots of one slab, K of one (layer, head) is a single contiguous matrix
 `[tokens, d]`, and so is V: attention on a CPU reads it in place. DESIGN section 4 first had K and V of a token side by
-side; measured with 8 heads, 32k tokens, d=64, one thread, a decode step then takes 16.9 ms against 7.4 ms for this
-order (the products walk over strided rows). The price: a selected token is two reads of `d` numbers instead of one
-of `2d`, and one layer of one chunk is `2 * Hkv` contiguous pieces of `64 * d` numbers instead of one.
+side; then the products of attention walk over strided rows, which is slower. The price: a selected token is two reads
+of `d` numbers instead of one of `2d`, and one layer of one chunk is `2 * Hkv` contiguous pieces of `64 * d` numbers
+instead of one.
 
 Everything that moves rows addresses them by *row id*: the index of `d` numbers in the flat view `[R, d]` of the pool.
 """

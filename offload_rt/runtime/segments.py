@@ -14,10 +14,9 @@ import torch
 from ..core import CHUNK, Lease, Visible
 
 PAYS_FROM_BYTES = 2 << 20
-"""A segment costs one more product and merge (0.1 ms on one thread of a CPU) and saves reading its rows for all
-sequences but one. Measured there, float32, with 4-32 sequences, 64-1024 tokens and rows in the caches: 1.15 times as
-fast or more from 1.5 MiB of saved rows on. Two or three queries cost 1.7 and 2.3 times one (four cost 1.7 again): what
-so few sequences save counts a quarter (two: 0.9 with 4 MiB, 1.1 with 8)."""
+"""A segment costs one more product and merge, and saves reading its rows for all sequences but one; on one thread of a
+CPU that pays from about so many saved bytes on. Two or three queries at once cost nearly as much as one by one: what so
+few sequences save counts a quarter. `offload-rt bench-sharing` prints the gain by batch, prefix and suffix."""
 
 NEVER_PAYS = 1 << 62
 """For `pays_from`: no segments at all."""
