@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,17 +61,21 @@ def test_weights_are_transformers_attentions() -> None:
 
 
 def test_block_similarities_are_those_of_transformers() -> None:
-    model = tiny_model("llama").double()
+    model: Any = tiny_model("llama").double()
     ids = [5, 9, 100, 33, 7, 80]
+    added: dict[str, list[torch.Tensor]] = {"attention_similarity": [], "mlp_similarity": []}
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda m, a, out: added["attention_similarity"].append(out[0][0]))
+        layer.mlp.register_forward_hook(lambda m, a, out: added["mlp_similarity"].append(out[0]))
     with torch.no_grad():
         hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     found = block_similarities(load_model(model).adapter, ids)
     assert list(found) == [1, 2, 3]
-    for layer in (1, 2, 3):
-        expected = torch.cosine_similarity(hidden[layer][0], hidden[layer - 1][0], dim=-1).mean()
-        if layer < 3:  # the last of transformers' hidden states is normed
-            assert found[layer]["input_similarity"] == pytest.approx(float(expected), abs=1e-6)
-        assert -1 <= found[layer]["mlp_similarity"] <= 1
+    for layer, alike in found.items():
+        before = {"input_similarity": hidden[layer - 1][0]} | {name: outs[layer - 1] for name, outs in added.items()}
+        for name, other in before.items():
+            expected = float(torch.cosine_similarity(hidden[layer][0], other, dim=-1).mean())
+            assert alike[name] == pytest.approx(expected, abs=1e-6), (layer, name)
 
 
 def test_skew_none_is_no_skew() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from offload_rt.errors import OffloadError
-from offload_rt.eval.paper import STEPS, Job, Paper, Size, main, run_jobs
+from offload_rt.eval.paper import CONTEXTS, POLICIES, STEPS, Job, Paper, Size, main, run_jobs
 from offload_rt.eval.subject import Subject
+from offload_rt.models.registry import load_model
 
 BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
 TINY = Size(320, 1, (0.2,), 1, 1, 1, (256,), 1, 1, 3)
@@ -47,7 +49,7 @@ def test_every_table_and_figure_is_made_once(tmp_path: Path, monkeypatch: pytest
     book = BOOK.read_text(encoding="utf-8")
     Paper(Subject("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
-    assert all((tmp_path / name).with_suffix(".json").is_file() for name in PICTURES)
+    assert all(json.loads((tmp_path / name).with_suffix(".json").read_text())["data"] for name in PICTURES)
     assert {path.name for path in tmp_path.glob("*.md")} == TABLES
     assert (tmp_path / "needles_with_a_bounded_pool" / "retrieval.md").is_file()
     monkeypatch.setitem(STEPS, "attention", lambda paper: None)  # pictures are drawn anew each time, from the text
@@ -59,10 +61,15 @@ def test_every_table_and_figure_is_made_once(tmp_path: Path, monkeypatch: pytest
 def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
     book = tmp_path / "arrow.txt"
     book.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    size = Size(128, 1, (0.3,), 1, 1, 1, (64,), 1, 1, 3)
+    size = Size(256, 1, (0.3,), 1, 1, 1, (64,), 1, 1, 3)
     run_jobs([Job(model, "lengths", size, book, tmp_path) for model in ("reference", "reference-opt")], 2)
     for model in ("reference", "reference-opt"):
-        assert (tmp_path / model / "perplexity_by_context.md").is_file()
+        rows = json.loads((tmp_path / model / "perplexity_by_context.json").read_text())["rows"]
+        assert [row["policy"] for row in rows] == ["full", *POLICIES]  # the one context that fits
+        assert {row["fingerprint"] for row in rows} == {load_model(model).fingerprint}
+        assert {row["context"] for row in rows} == {CONTEXTS[0]}
+        data = json.loads((tmp_path / model / "perplexity_by_context_with_64_tokens.json").read_text())["data"]
+        assert data == {row["policy"]: [[row["context"], row["perplexity"]]] for row in rows}
     with pytest.raises(OffloadError):
         run_jobs([Job("no/such/model/at/all", "lengths", size, book, tmp_path)] * 2, 2)
 

@@ -20,9 +20,9 @@ from offload_rt.config import InfiniGenOptions
 from offload_rt.errors import ConfigError, InputError, PoolFullError
 from offload_rt.eval.bootstrap import paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.layerwise import LayerView, score_layerwise
-from offload_rt.eval.perplexity import PerplexityConfig, cut_windows, run_perplexity
+from offload_rt.eval.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
 from offload_rt.eval.report import Column, Report, RowStore
-from offload_rt.eval.subject import Subject, Text, Variant, encode_text, grid, pool_settings
+from offload_rt.eval.subject import Scored, Subject, Text, Variant, encode_text, grid, pool_settings
 from offload_rt.models.registry import load_model
 from offload_rt.select.registry import make_policy
 from offload_rt.skewing.calibrate import cached_artifact
@@ -202,6 +202,22 @@ def test_bootstrap_interval_covers_and_pairs() -> None:
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * 0.01 / math.sqrt(60), rel=0.25)
     again = paired_bootstrap(worse, base, weights, change=perplexity_change)
     assert again == interval
+
+
+def test_decoding_chunks_are_means_of_whole_chunks() -> None:
+    assert _chunks([1.0, 3.0] * (CHUNK // 2) + [5.0] * CHUNK + [9.0] * 10) == [2.0, 5.0]
+    assert _chunks([2.0, 4.0]) == [3.0]
+
+
+def test_costs_are_means_over_texts_of_what_was_measured() -> None:
+    dense = Scored([1.0], [True], 1.0, 0.9, 0.0, 0.0, None, None)
+    sparse = [Scored([1.0], [True], 0.2, 0.1, 0.15, 0.05, m, 2 * m, 3 * m, 4 * m) for m in (0.1, 0.2)]
+    found = costs([dense, *sparse])
+    assert (found["missed"], found["missed_worst"]) == pytest.approx((0.15, 0.3))
+    assert (found["output_error"], found["output_error_worst"]) == pytest.approx((0.45, 0.6))
+    assert (found["attended"], found["link"]) == pytest.approx((1.4 / 3, 1.1 / 3))
+    assert (found["sparse_attended"], found["sparse_link"]) == pytest.approx((0.1, 0.1 / 3))
+    assert costs([dense])["missed"] is None
 
 
 def test_standard_errors() -> None:
