@@ -10,7 +10,7 @@ import torch
 
 from ..config import InfiniGenOptions
 from ..runtime.requirements import scoring_bytes
-from ..select.scoring import kept_columns
+from ..select.bases import kept_columns
 from .figures import picture
 from .perplexity import COST, WHAT, PerplexityConfig, about, measure_all
 from .report import Column, Report, Row

@@ -11,6 +11,7 @@ import torch
 from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
 from ..pool.pool import HostPool
 from ..transfer.link import PrefilledLayer, Spared, Ticket
+from ..transfer.row_lists import RowLists
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,13 @@ class OnDevice:
         """See `Link.fetch_together`."""
         each = zip(leases, visible, selections, strict=True)
         return [self.fetch(lease, layer, seen, selection) for lease, seen, selection in each]
+
+    def row_lists(self, batch: int, tokens: int) -> None:
+        """See `Link.row_lists`: there are none."""
+
+    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+        """Never asked: there are no lists."""
+        raise AssertionError("this link has no lists")
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> _Ticket:
         """See `Link.fetch_more`."""

@@ -10,9 +10,11 @@ from dataclasses import replace
 import torch
 
 from ..llm import LLM
+from ..runtime.apart import Apart
 from ..runtime.decode import DecodeStep
 from ..runtime.engine import Engine
 from ..runtime.runner import Runner
+from ..runtime.step import Fetched, Step
 from .arrivals import Scale, greedy, make, token_lists
 from .report import Column, Report, Row
 
@@ -102,11 +104,19 @@ def workload_report(scale: Scale) -> Report:
 # ------------------------------------------------------------------------------------------------------- decode steps
 
 
-class NoAttention(DecodeStep):
-    """A step whose attention does nothing: what no kernel can be faster than."""
+class Nothing:
+    """Attention that does nothing: what no kernel can be faster than."""
 
-    def _attend(self, layer: int, q: torch.Tensor, fetched: object) -> torch.Tensor:
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        """q `[H, B, d]` as `[B, H * d]`."""
         return q.transpose(0, 1).flatten(1)
+
+
+class NoAttention(DecodeStep):
+    """A step that fetches as ever and attends to nothing."""
+
+    def _fetch_dense(self, layer: int) -> Fetched | None:
+        return None if super()._fetch_dense(layer) is None else Nothing()
 
 
 def step_seconds(runner: Runner, document: list[int], batch: int, step: type[DecodeStep], turns: int) -> float:
@@ -121,7 +131,8 @@ def step_seconds(runner: Runner, document: list[int], batch: int, step: type[Dec
         sharing = runner.prefixes.of([s.lease for s in sequences])
         with torch.inference_mode():
             began = time.process_time()
-            step([sequences[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing).run()
+            ordered = Step([sequences[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing)
+            step(ordered, Apart(ordered)).run()
             best = min(best, time.process_time() - began)
         for sequence in sequences:
             sequence.position += 1

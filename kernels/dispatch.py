@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import lists, segments
+from .addressed import Addressed
 from .lists import Scores
 from .segments import Run
 
@@ -29,29 +30,46 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
     module.gather_rows(rows, ids, counts, out)
 
 
-def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) -> None:
+    """See `lists.scatter_rows`. Memory as in `gather_rows`."""
+    module: Any = lists
+    if _compiled(ids):
+        from . import triton_gather as module
+    module.scatter_rows(rows, ids, source)
+
+
+def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.Tensor) -> None:
+    """See `lists.keep_rows`."""
+    module: Any = lists
+    if _compiled(k):
+        from . import triton_append as module
+    module.keep_rows(k, v, kept, places)
+
+
+def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops: torch.Tensor, tokens: int) -> Scores:
     """See `lists.partial_scores`."""
     module: Any = lists
     if _compiled(q):
         from . import triton_scores as module
-    found: Scores = module.partial_scores(q, keys, starts, stops)
+    found: Scores = module.partial_scores(q, keys, starts, stops, tokens)
     return found
 
 
 def quantised_scores(
     q: torch.Tensor,
-    packed: torch.Tensor,
+    packed: Addressed,
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
     starts: torch.Tensor,
     stops: torch.Tensor,
+    tokens: int,
 ) -> Scores:
     """See `lists.quantised_scores`."""
     module: Any = lists
     if _compiled(q):
         from . import triton_scores as module
-    found: Scores = module.quantised_scores(q, packed, mean, step, bits, starts, stops)
+    found: Scores = module.quantised_scores(q, packed, mean, step, bits, starts, stops, tokens)
     return found
 
 
@@ -83,6 +101,24 @@ def attend_counted(
     return part
 
 
+def attend_kept(
+    q: torch.Tensor,
+    kept: Addressed,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lists.attend_kept`."""
+    module: Any = lists
+    if _compiled(q):
+        from . import triton_resident as module
+    whole: tuple[torch.Tensor, torch.Tensor] = module.attend_kept(q, kept, starts, stops, k, v, counts, scale)
+    return whole
+
+
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lists.merge_parts`."""
     module: Any = lists
@@ -92,7 +128,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
     return whole
 
 
-def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: Addressed, slots: torch.Tensor) -> None:
     """See `lists.append_partial`."""
     module: Any = lists
     if _compiled(k):
@@ -106,7 +142,7 @@ def append_quantised(
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
-    packed: torch.Tensor,
+    packed: Addressed,
     slots: torch.Tensor,
 ) -> None:
     """See `lists.append_quantised`."""

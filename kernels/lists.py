@@ -2,8 +2,8 @@
 
 A list is one KV head of one sequence; P = B * Hkv lists, sequence-major. Lists of a batch differ in length: what counts
 is said by tensors that lie beside the data (`starts`, `stops`, `counts`, int32), so that shapes are static and nothing
-is asked of the host. Scores and LSE are float32 (float64 for float64), LSE is the natural logarithm, and a list without
-tokens has LSE -inf and output 0.
+is asked of the host. What a sequence keeps from step to step is a tensor of its own (`Addressed`). Scores and LSE are
+float32 (float64 for float64), LSE is the natural logarithm, and a list without tokens has LSE -inf and output 0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .addressed import Addressed
 from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
 from .selection import quantised_scores as packed_scores
 
@@ -26,6 +27,9 @@ class Scores:
     lse: torch.Tensor
 
 
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
     """The first `counts[p]` rows of each list, from `rows` `[R, w]` by row ids int64 `[P, n]`, into out `[P, n, w]`;
     what lies behind them, or has a negative id, stays as it was. `rows` may be `out` itself, where no row that is read
@@ -35,25 +39,49 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
         out[p, wanted] = rows.index_select(0, ids[p, wanted].to(rows.device)).to(out.device)
 
 
-def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
-    """Skewed and scaled queries q `[P, G, r]` with keys `[P, r, N]` of any dtype; tokens [start, stop) of each list
-    count."""
-    return _within(torch.bmm(q, keys.to(q.dtype)), starts, stops)
+def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) -> None:
+    """Rows source `[M, w]` take the places ids int64 `[M]`, no place twice, of `rows` `[R, w]`."""
+    rows[ids.to(rows.device)] = source.to(rows.device)
+
+
+def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.Tensor) -> None:
+    """The rows k, v `[P, d]` of each sequence's newest token take place `places[b]` (int64 `[B]`) of its kept rows
+    `[2 * Hkv, room, d]`: K of all heads, then V."""
+    batch = len(kept.tensors)
+    newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
+    for rows, own, place in zip(kept.tensors, newest, places, strict=True):
+        rows.index_copy_(1, place.view(1), own.unsqueeze(1))
+
+
+# ---------------------------------------------------------------------------------------------------------- scores
+
+
+def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops: torch.Tensor, tokens: int) -> Scores:
+    """Skewed and scaled queries q `[P, G, r]` with keys `[Hkv, r, N_b]` of any dtype; tokens [start, stop) of each list
+    count. Scores of `tokens` tokens, at least as many as any list has."""
+    scores = q.new_full((*q.shape[:2], tokens), -math.inf)
+    for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
+        n = min(tokens, own.shape[2])
+        there[:, :, :n] = torch.bmm(query, own[:, :, :n].to(q.dtype))
+    return _within(scores, starts, stops)
 
 
 def quantised_scores(
     q: torch.Tensor,
-    packed: torch.Tensor,
+    packed: Addressed,
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
     starts: torch.Tensor,
     stops: torch.Tensor,
+    tokens: int,
 ) -> Scores:
-    """As `partial_scores` with packed keys int8 `[P, m, d]` (`selection.pack`), N = m * 8 / bits; mean and step
+    """As `partial_scores` with packed keys int8 `[Hkv, m_b, d]` (`selection.pack`), N_b = m_b * 8 / bits; mean and step
     `[Hkv, d]`, the same for every sequence."""
-    sequences = len(q) // len(mean)
-    scores = packed_scores(q, packed, mean.repeat(sequences, 1), step.repeat(sequences, 1), bits)
+    scores = q.new_full((*q.shape[:2], tokens), -math.inf)
+    for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
+        n = min(tokens, own.shape[1] * (8 // bits))
+        there[:, :, :n] = packed_scores(query, own, mean, step, bits)[:, :, :n]
     return _within(scores, starts, stops)
 
 
@@ -104,13 +132,43 @@ def selection_limit(candidates: int, max_fraction: float) -> int:
     return max(min(1, candidates), floor_share(max_fraction, candidates))
 
 
+# ------------------------------------------------------------------------------------------------------- attention
+
+
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention of q `[P, G, d]` over the first `counts[p]` rows of k, v `[P, n, d]`: out `[P, G, d]` and lse
     `[P, G]`, float32 (float64 for float64)."""
+    return _attend(q, k, v, torch.arange(k.shape[1], device=k.device) >= counts[:, None], scale)
+
+
+def attend_kept(
+    q: torch.Tensor,
+    kept: Addressed,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attend_counted`, over the places [start, stop) of each list's kept rows `[2 * Hkv, room, d]` (`keep_rows`;
+    one room for all) and the first `counts[p]` rows of k, v `[P, n, d]` together."""
+    keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
+    place = torch.arange(keys.shape[1], device=q.device)
+    hidden = (place < starts[:, None]) | (place >= stops[:, None])
+    parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]
+    outs, lses = (torch.stack(each).flatten(1, 2) for each in zip(*parts, strict=True))
+    out, lse = merge_parts(outs, lses)
+    return out.view_as(parts[0][0]), lse.view_as(parts[0][1])
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the rows that are not `hidden` (bool `[P, n]`)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    hidden = torch.arange(k.shape[1], device=k.device) >= counts[:, None]
     scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
     lse = torch.logsumexp(scores, -1)
@@ -131,11 +189,16 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
-def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
-    """The key k `[P, d]` of each list's newest token, skewed by basis `[Hkv, d, r]`, becomes column `slots[p]` of keys
-    `[P, r, N]`. slots: int64 `[P]`."""
-    skewed = skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)
-    keys[torch.arange(len(k), device=k.device), :, slots] = skewed.to(keys.dtype)
+# ---------------------------------------------------------------------------------------------------- scoring keys
+
+
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: Addressed, slots: torch.Tensor) -> None:
+    """The key k `[P, d]` of each list's newest token, skewed by basis `[Hkv, d, r]` (or `[P, d, r]`, each list's own),
+    becomes column `slots[p]` of keys `[Hkv, r, N_b]`. slots: int64 `[P]`."""
+    skewed = _skewed(k, basis).to(keys.dtype)
+    every = torch.arange(keys.heads, device=k.device)
+    for own, columns, slot in zip(keys.tensors, skewed.split(keys.heads), slots.split(keys.heads), strict=True):
+        own[every, :, slot] = columns
 
 
 def append_quantised(
@@ -144,14 +207,20 @@ def append_quantised(
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
-    packed: torch.Tensor,
+    packed: Addressed,
     slots: torch.Tensor,
 ) -> None:
-    """As `append_partial`, quantised by mean and step `[Hkv, r]` into packed `[P, m, r]`; the other tokens of its
+    """As `append_partial`, quantised by mean and step `[Hkv, r]` into packed `[Hkv, m_b, r]`; the other tokens of its
     bytes keep their codes."""
-    skewed = skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis)
-    codes = quantise(skewed, mean, step, bits).transpose(0, 1).flatten(0, 1)
-    lists, fields = torch.arange(len(k), device=k.device), 8 // bits
-    there = unpack(packed[lists, slots // fields].unsqueeze(1), bits)
-    there[lists, slots % fields] = codes
-    packed[lists, slots // fields] = pack(there, bits).squeeze(1)
+    fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
+    entering = _skewed(k, basis).unsqueeze(1)
+    codes = zip(entering.split(packed.heads), slots.split(packed.heads), packed.tensors, strict=True)
+    for skewed, slot, own in codes:
+        there = unpack(own[every, slot // fields].unsqueeze(1), bits)
+        there[every, slot % fields] = quantise(skewed, mean, step, bits).squeeze(1)
+        own[every, slot // fields] = pack(there, bits).squeeze(1)
+
+
+def _skewed(k: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """`[P, r]` of k `[P, d]`, list p by basis p modulo their number."""
+    return skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)

@@ -1,9 +1,9 @@
-"""The newest key of every list enters the scoring keys, in Triton: rotated by its basis, then stored as a column, or
-quantised and put into its byte.
+"""What a newest token leaves on the device, in Triton: its rows among those that stay, and its key among the scoring
+keys, rotated by its basis, then stored as a column, or quantised and put into its byte.
 
 Bytes a KV head: d * r numbers of the basis (4 bytes each), d of the key, r of the result. Definitions:
-`lists.append_partial`, `lists.append_quantised`. Sums over d are float32 in another order than torch's, so a number
-within rounding of the border of two codes may take either; both are as near to it.
+`lists.keep_rows`, `lists.append_partial`, `lists.append_quantised`. Sums over d are float32 in another order than
+torch's, so a number within rounding of the border of two codes may take either; both are as near to it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .addressed import FIELDS, Addressed
+
 _COLUMNS = 16
 """Columns of a program."""
+
+_FIELDS = tl.constexpr(FIELDS)
 
 
 @triton.jit
@@ -37,23 +41,24 @@ def _skewed(
 
 @triton.jit
 def _partial(
-    k: tl.tensor, basis: tl.tensor, keys: tl.tensor, slots: tl.tensor, heads: tl.tensor, r: tl.tensor,
-    list_step: tl.tensor, column_step: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    k: tl.tensor, basis: tl.tensor, table: tl.tensor, slots: tl.tensor, bases: tl.tensor, heads: tl.tensor,
+    r: tl.tensor, KEYS: tl.constexpr, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, c): columns [c * COLUMNS, ...) of list p."""
     p = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    skewed = _skewed(k, basis, p, heads, column, r, d, D)
-    at = keys + p * list_step + column.to(tl.int64) * column_step + tl.load(slots + p)
-    tl.store(at, skewed.to(keys.dtype.element_ty), mask=column < r)
+    skewed = _skewed(k, basis, p, bases, column, r, d, D)
+    own = table + p // heads * _FIELDS
+    keys = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
+    at = keys + column.to(tl.int64) * tl.load(own + 2) + tl.load(slots + p)
+    tl.store(at, skewed.to(KEYS), mask=column < r)
 
 
 @triton.jit
 def _quantised(
-    k: tl.tensor, basis: tl.tensor, mean: tl.tensor, step: tl.tensor, packed: tl.tensor, slots: tl.tensor,
-    heads: tl.tensor, r: tl.tensor, list_step: tl.tensor,
-    row_step: tl.tensor, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
+    k: tl.tensor, basis: tl.tensor, mean: tl.tensor, step: tl.tensor, table: tl.tensor, slots: tl.tensor,
+    heads: tl.tensor, r: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """As `_partial`; the other tokens of the byte keep their codes."""
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
@@ -64,21 +69,38 @@ def _quantised(
     code = tl.floor(tl.div_rn(away, tl.load(step + scale, mask=known, other=1.0))) + (1 << (BITS - 1))
     code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
     F: tl.constexpr = 8 // BITS
-    at = packed + p * list_step + (slot // F) * row_step + column
+    own = table + p // heads * _FIELDS
+    packed = tl.load(own).to(tl.pointer_type(tl.int8)) + p % heads * tl.load(own + 1)
+    at = packed + (slot // F) * tl.load(own + 2) + column
     shift = ((slot % F) * BITS).to(tl.int32)
     old = tl.load(at, mask=known, other=0).to(tl.int32) ^ 128
     new = (old & ~(((1 << BITS) - 1) << shift)) | (code << shift)
     tl.store(at, (new ^ 128).to(tl.int8), mask=known)
 
 
-def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+@triton.jit
+def _keep(
+    k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program p: the row of K and the row of V of list p."""
+    p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    own = table + p // heads * _FIELDS
+    step = tl.load(own + 1)
+    rows = tl.load(own).to(tl.pointer_type(k.dtype.element_ty)) + p % heads * step
+    at = rows + tl.load(places + p // heads) * tl.load(own + 2) + column
+    tl.store(at, tl.load(k + p * d + column, mask=column < d), mask=column < d)
+    tl.store(at + heads * step, tl.load(v + p * d + column, mask=column < d), mask=column < d)
+
+
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: Addressed, slots: torch.Tensor) -> None:
     """See `lists.append_partial`."""
-    (lists, d), (heads, _, r) = k.shape, basis.shape
-    assert basis.shape[1] == d and keys.shape[:2] == (lists, r) and keys.stride(2) == 1 and slots.shape == (lists,)
-    assert k.is_contiguous() and basis.is_contiguous() and basis.dtype == torch.float32
+    (lists, d), (bases, _, r) = k.shape, basis.shape
+    assert basis.shape[1] == d and lists == keys.lists and keys.tensors[0].shape[1] == r and slots.shape == (lists,)
+    assert k.is_contiguous() and basis.is_contiguous() and basis.dtype == torch.float32 and lists % bases == 0
     _partial[(lists, triton.cdiv(r, _COLUMNS))](
-        k, basis, keys, slots, heads, r, keys.stride(0), keys.stride(1),
-        d=d, D=triton.next_power_of_2(d), COLUMNS=_COLUMNS,
+        k, basis, keys.table, slots, bases, keys.heads, r,
+        KEYS=triton_dtype(keys.dtype), d=d, D=triton.next_power_of_2(d), COLUMNS=_COLUMNS,
     )  # fmt: skip
 
 
@@ -88,15 +110,29 @@ def append_quantised(
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
-    packed: torch.Tensor,
+    packed: Addressed,
     slots: torch.Tensor,
 ) -> None:
     """See `lists.append_quantised`."""
     (lists, d), (heads, _, r) = k.shape, basis.shape
-    assert packed.shape[::2] == (lists, r) and packed.stride(2) == 1 and mean.shape == step.shape == (heads, r)
+    assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] == r
     assert k.is_contiguous() and basis.is_contiguous() and mean.is_contiguous() and step.is_contiguous()
     assert basis.dtype == mean.dtype == step.dtype == torch.float32 and slots.shape == (lists,)
+    assert mean.shape == step.shape == (heads, r) and packed.dtype == torch.int8
     _quantised[(lists, triton.cdiv(r, _COLUMNS))](
-        k, basis, mean, step, packed, slots, heads, r, packed.stride(0), packed.stride(1),
+        k, basis, mean, step, packed.table, slots, heads, r,
         d=d, D=triton.next_power_of_2(d), COLUMNS=_COLUMNS, BITS=bits,
     )  # fmt: skip
+
+
+def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.Tensor) -> None:
+    """See `lists.keep_rows`; k, v and the kept rows of one dtype."""
+    lists, d = k.shape
+    assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
+    assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)
+    _keep[(lists,)](k, v, kept.table, places, kept.heads // 2, d=d, D=triton.next_power_of_2(d))
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name of a floating-point dtype."""
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -11,13 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
+from .addressed import ALIGNED, FIELDS, Addressed
 from .lists import Scores
+from .triton_append import triton_dtype
 
 _BLOCK = 256
 """Tokens of a program."""
 
 _COLUMNS = 16
 """Columns of a step of the product: the least it takes, since 30 % of a head dimension leaves a remainder."""
+
+_FIELDS = tl.constexpr(FIELDS)
 
 
 @triton.jit
@@ -46,10 +50,21 @@ def _finish(
 
 
 @triton.jit
+def _own(
+    table: tl.tensor, p: tl.tensor, heads: tl.tensor, KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where list p begins, and how far its rows are apart, numbers of type KEYS: multiples of BYTES bytes, of ALIGN
+    numbers."""
+    own = table + p // heads * _FIELDS
+    begin = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
+    return tl.multiple_of(begin, BYTES), tl.multiple_of(tl.load(own + 2), ALIGN)
+
+
+@triton.jit
 def _partial(
-    q: tl.tensor, keys: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor,
-    sums: tl.tensor,
-    r: tl.tensor, tokens: tl.tensor, list_step: tl.tensor, column_step: tl.tensor, blocks: tl.tensor,
+    q: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor,
+    sums: tl.tensor, r: tl.tensor, tokens: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
+    KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, b): tokens [b * BLOCK, ...) of list p. Blocks outside the range read no keys."""
@@ -60,11 +75,12 @@ def _partial(
     head, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
     acc = tl.zeros((GROUP, BLOCK), tl.float32)
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
+        keys, column_step = _own(table, p, heads, KEYS, BYTES, ALIGN)
         for first in range(0, r, COLUMNS):
             c = first + column
             weight = tl.load(q + (p * G + head)[:, None] * r + c[None, :],
                              mask=(head < G)[:, None] & (c < r)[None, :], other=0.0)  # fmt: skip
-            key = tl.load(keys + p * list_step + c.to(tl.int64)[:, None] * column_step + token[None, :],
+            key = tl.load(keys + c.to(tl.int64)[:, None] * column_step + token[None, :],
                           mask=(c < r)[:, None] & inside[None, :], other=0.0)  # fmt: skip
             acc += tl.dot(weight.to(tl.float32), key.to(tl.float32), input_precision="ieee")
     _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
@@ -87,9 +103,9 @@ def _field_sums(
 
 @triton.jit
 def _packed(
-    q: tl.tensor, keys: tl.tensor, mean: tl.tensor, step: tl.tensor, starts: tl.tensor, stops: tl.tensor,
+    q: tl.tensor, table: tl.tensor, mean: tl.tensor, step: tl.tensor, starts: tl.tensor, stops: tl.tensor,
     scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor,
-    tokens: tl.tensor, list_step: tl.tensor, row_step: tl.tensor, blocks: tl.tensor, heads: tl.tensor,
+    tokens: tl.tensor, blocks: tl.tensor, heads: tl.tensor, ALIGN: tl.constexpr,
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """As `_partial`; the query is quantised as `selection.quantise_query` does, in every program anew: G * d numbers
@@ -101,6 +117,7 @@ def _packed(
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     acc = tl.zeros((GROUP, BLOCK), tl.float32)
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
+        keys, row_step = _own(table, p, heads, tl.int8, ALIGN, ALIGN)
         of_head, known = (p % heads) * d + column, column < d
         query = tl.load(q + (p * G + head)[:, None] * d + column[None, :],
                         mask=(head < G)[:, None] & known[None, :], other=0.0)  # fmt: skip
@@ -110,7 +127,7 @@ def _packed(
         total = tl.sum(codes.to(tl.int32), 1)
         centre = tl.sum(query * tl.load(mean + of_head, mask=known, other=0.0)[None, :], 1)
         row = block * (BLOCK // F) + tl.arange(0, BLOCK // F)
-        raw = tl.load(keys + p * list_step + row.to(tl.int64)[:, None] * row_step + column[None, :],
+        raw = tl.load(keys + row.to(tl.int64)[:, None] * row_step + column[None, :],
                       mask=(row * F < stop)[:, None] & known[None, :], other=0)  # fmt: skip
         if F == 1:
             whole = _field_sums(codes, raw, total, 0, BITS)
@@ -125,15 +142,16 @@ def _packed(
     _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
-def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops: torch.Tensor, tokens: int) -> Scores:
     """See `lists.partial_scores`. Float32 whatever the keys' dtype."""
-    (lists, group, r), tokens = q.shape, keys.shape[2]
-    assert keys.shape[:2] == (lists, r) and keys.stride(2) == 1 and q.is_contiguous()
+    lists, group, r = q.shape
+    assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
     assert starts.shape == stops.shape == (lists,)
-    blocks = triton.cdiv(tokens, _BLOCK)
+    blocks, wide = triton.cdiv(tokens, _BLOCK), ALIGNED if keys.aligned else 1
     out, maxima, sums = _outputs(q, tokens, blocks)
     _partial[(lists, blocks)](
-        q, keys, starts, stops, out, maxima, sums, r, tokens, keys.stride(0), keys.stride(1), blocks,
+        q, keys.table, starts, stops, out, maxima, sums, r, tokens, keys.heads, blocks,
+        KEYS=triton_dtype(keys.dtype), BYTES=wide, ALIGN=max(1, wide // keys.dtype.itemsize),
         G=group, GROUP=_padded(group), BLOCK=_BLOCK, COLUMNS=_COLUMNS,
     )  # fmt: skip
     return _gathered(out, maxima, sums)
@@ -141,23 +159,26 @@ def partial_scores(q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, st
 
 def quantised_scores(
     q: torch.Tensor,
-    packed: torch.Tensor,
+    packed: Addressed,
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
     starts: torch.Tensor,
     stops: torch.Tensor,
+    tokens: int,
 ) -> Scores:
     """See `lists.quantised_scores`."""
-    (lists, group, d), tokens = q.shape, packed.shape[1] * (8 // bits)
-    assert packed.shape[::2] == (lists, d) and packed.stride(2) == 1 and q.is_contiguous()
-    assert q.dtype == mean.dtype == step.dtype == torch.float32 and mean.shape == step.shape and lists % len(mean) == 0
+    lists, group, d = q.shape
+    assert packed.lists == lists and packed.tensors[0].shape[2] == d and packed.dtype == torch.int8
+    assert q.is_contiguous() and mean.shape == step.shape == (packed.heads, d)
+    assert q.dtype == mean.dtype == step.dtype == torch.float32
     assert mean.is_contiguous() and step.is_contiguous() and starts.shape == stops.shape == (lists,)
     blocks = triton.cdiv(tokens, _BLOCK)
     out, maxima, sums = _outputs(q, tokens, blocks)
     _packed[(lists, blocks)](
-        q, packed, mean, step, starts, stops, out, maxima, sums, tokens, packed.stride(0), packed.stride(1), blocks,
-        len(mean), d=d, D=max(32, triton.next_power_of_2(d)), G=group, GROUP=_padded(group), BLOCK=_BLOCK, BITS=bits,
+        q, packed.table, mean, step, starts, stops, out, maxima, sums, tokens, blocks, packed.heads,
+        ALIGN=ALIGNED if packed.aligned else 1, d=d, D=max(32, triton.next_power_of_2(d)),
+        G=group, GROUP=_padded(group), BLOCK=_BLOCK, BITS=bits,
     )  # fmt: skip
     return _gathered(out, maxima, sums)
 

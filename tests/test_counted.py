@@ -16,6 +16,7 @@ from offload_rt.kernels import dispatch
 from offload_rt.runtime.generation import Completion
 from offload_rt.runtime.runner import Runner
 from offload_rt.select.infinigen import InfiniGen
+from offload_rt.select.key_lists import Rule
 
 OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8}
 
@@ -29,7 +30,7 @@ def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set
     llm = llm if working_set or settings else staged(llm)
     policy = llm._runner.policy
     assert isinstance(policy, InfiniGen)
-    policy.counted = counted
+    policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
     return llm
 
 

@@ -14,8 +14,9 @@ from offload_rt.config import InfiniGenOptions
 from offload_rt.core import ModelGeometry, Visible
 from offload_rt.errors import ArtifactError, ConfigError
 from offload_rt.kernels.selection import dequantise, pack, quantise, unpack
+from offload_rt.select.bases import Basis
 from offload_rt.select.infinigen import InfiniGen, InfiniGenState
-from offload_rt.select.scoring import Basis, Quantiser
+from offload_rt.select.scoring import Quantiser
 
 PROMPT = 90
 TOTAL = 110

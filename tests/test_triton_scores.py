@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offload_rt.kernels import lists
+from offload_rt.kernels.addressed import Addressed
 from offload_rt.kernels.selection import GAUSSIAN_STEP, dequantise, pack, quantise, quantise_query, unpack
 
 PARTIAL = [(38, 4, torch.float16), (19, 1, torch.float32), (38, 16, torch.bfloat16), (76, 3, torch.bfloat16)]
@@ -20,6 +21,12 @@ def ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
     stored = 131_072 if device.type == "cuda" else 520
     stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
+
+
+def apart(lists_: torch.Tensor) -> Addressed:
+    """`[P, a, c]` as two sequences have it, each in memory of its own, the second with more room than the first."""
+    wider = torch.nn.functional.pad(lists_[HEADS:], (0, 0, 0, 3))
+    return Addressed.of([lists_[:HEADS], wider[:, : lists_.shape[1]]])
 
 
 def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor) -> None:
@@ -41,8 +48,9 @@ def test_partial_scores_are_float64s(kernel_device: torch.device, r: int, group:
     q = torch.randn(4, group, r, device=kernel_device)
     keys = torch.randn(4, r, stored + 9, device=kernel_device).to(dtype)[:, :, :stored]
     keys[:, :, stored - 13 :] = math.nan  # reserved, never written
-    got = partial_scores(q, keys, starts, stops)
-    want = lists.partial_scores(q.double(), keys, starts, stops)
+    own = apart(keys)
+    got = partial_scores(q, own, starts, stops, stored + 250)
+    want = lists.partial_scores(q.double(), own, starts, stops, stored + 250)
     # r products and sums, each rounded to 2^-24 of the sum of |q k|, itself at most |q|_1 * max |k|
     bound = r * 2.0**-24 * q.double().abs().sum(-1, keepdim=True) * keys[:, :, : stored - 13].double().abs().max()
     check_scores(got, want, bound)
@@ -58,7 +66,7 @@ def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, 
     step = torch.rand(HEADS, d, device=kernel_device) + 0.01
     codes = torch.randint(0, 1 << bits, (4, stored, d), dtype=torch.uint8, device=kernel_device)
     packed, q = pack(codes, bits), torch.randn(4, group, d, device=kernel_device)
-    got = quantised_scores(q, packed, mean, step, bits, starts, stops)
+    got = quantised_scores(q, apart(packed), mean, step, bits, starts, stops, stored)
     # the definition in float64, from the int8 query that float32 gives: what is left is the rounding of the last steps
     weights, scale = quantise_query(q * step.repeat(2, 1).unsqueeze(1))
     centred = codes.double() - ((1 << bits) - 1) / 2
@@ -78,8 +86,9 @@ def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.devic
     mean, step = torch.zeros(HEADS, 64, device=kernel_device), torch.rand(HEADS, 64, device=kernel_device)
     packed = torch.randint(-128, 128, (4, stored // 2, 64), dtype=torch.int8, device=kernel_device)
     q = torch.randn(4, 5, 64, device=kernel_device)
-    got = quantised_scores(q, packed, mean, step, 4, starts, stops)
-    want = lists.quantised_scores(q, packed, mean, step, 4, starts, stops)
+    own = apart(packed)
+    got = quantised_scores(q, own, mean, step, 4, starts, stops, stored)
+    want = lists.quantised_scores(q, own, mean, step, 4, starts, stops, stored)
     torch.testing.assert_close(got.scores, want.scores, rtol=3e-7, atol=3e-6)
 
 
@@ -93,9 +102,10 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
     k = torch.randn(4, d, device=kernel_device).to(dtype)
     basis = torch.linalg.qr(torch.randn(HEADS, d, d, device=kernel_device)).Q[:, :, :r].contiguous()
     keys = torch.randn(4, r, 33, device=kernel_device).to(dtype)
-    slots, want = torch.tensor([0, 32, 7, 7], device=kernel_device), keys.double()
-    append_partial(k, basis, keys, slots)
-    lists.append_partial(k.double(), basis.double(), want, slots)
+    slots, want, own = torch.tensor([0, 32, 7, 7], device=kernel_device), keys.double(), apart(keys)
+    append_partial(k, basis, own, slots)
+    keys = torch.cat(own.tensors)
+    lists.append_partial(k.double(), basis.double(), Addressed.of(want.split(HEADS)), slots)
     unit = torch.finfo(dtype).eps
     if kernel_device.type == "cuda" or dtype != torch.bfloat16:
         unit /= 2  # to nearest; the interpreter cuts bf16 off
@@ -120,8 +130,9 @@ def test_a_new_code_is_the_quantised_key(
     step = torch.full((HEADS, r), GAUSSIAN_STEP[bits], device=kernel_device)
     packed = torch.randint(-128, 128, (4, 9, r), dtype=torch.int8, device=kernel_device)
     slots, before = torch.tensor([0, 8, 3, 5], device=kernel_device), unpack(packed, bits)
-    append_quantised(k, basis, mean, step, bits, packed, slots)
-    after = unpack(packed, bits)
+    own = apart(packed)
+    append_quantised(k, basis, mean, step, bits, own, slots)
+    after = unpack(torch.cat(own.tensors), bits)
     skewed = torch.einsum("bhd,hdr->hbr", k.double().view(2, HEADS, d), basis.double())
     want = quantise(skewed, mean.double(), step.double(), bits)
     which = torch.arange(4, device=kernel_device)

@@ -9,6 +9,7 @@ import torch
 from select_models import as_sets
 
 from offload_rt.kernels import lists
+from offload_rt.kernels.addressed import Addressed
 from offload_rt.kernels.selection import floor_share, select_tokens_reference
 
 KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny"]
@@ -86,12 +87,13 @@ def test_nothing_waits_for_the_device() -> None:
     device = torch.device("cuda")
     q, keys = torch.randn(8, 4, 38, device=device), torch.randn(8, 38, 8192, device=device).half()
     rows = torch.randn(8, 2048, 128, device=device).half()
+    own = Addressed.of([keys])
     starts, stops = (torch.full((8,), at, dtype=torch.int32, device=device) for at in (4, 8000))
     limit = torch.full((1,), 1024, dtype=torch.int32, device=device)
     query = torch.randn(8, 4, 128, device=device).half()
 
     def step() -> torch.Tensor:
-        found = dispatch.partial_scores(q, keys, starts, stops)
+        found = dispatch.partial_scores(q, own, starts, stops, 8192)
         _, counts = dispatch.select_tokens(found, starts, stops, 8, 4.0, limit, 1024)
         return dispatch.attend_counted(query, rows, rows, counts, 0.09)[0]
 

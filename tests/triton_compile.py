@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -14,6 +15,7 @@ from offload_rt.kernels import (
     triton_append,
     triton_attention,
     triton_gather,
+    triton_resident,
     triton_scores,
     triton_segments,
     triton_select,
@@ -38,22 +40,27 @@ def main(capability: int) -> None:
         compiled(capability, kernel, types, **constants)
 
     build(triton_gather._gather, "*i32 *i64 *i32 *i32 i32", WORDS=64, COLS=64, BLOCK=8)
-    build(triton_append._partial, "*bf16 *fp32 *bf16 *i64 i32 i32 i32 i32", d=256, D=256, COLUMNS=16)
-    packed = "*bf16 *fp32 *fp32 *fp32 *i8 *i64 i32 i32 i32 i32"
+    build(triton_gather._scatter, "*i32 *i64 *i32 i32", WORDS=64, COLS=64, BLOCK=8)
+    build(triton_append._partial, "*bf16 *fp32 *i64 *i64 i32 i32 i32", KEYS=tl.bfloat16, d=256, D=256, COLUMNS=16)
+    build(triton_append._keep, "*bf16 *bf16 *i64 *i64 i32", d=128, D=128)
+    packed = "*bf16 *fp32 *fp32 *fp32 *i64 *i64 i32 i32"
     build(triton_append._quantised, packed, d=128, D=128, COLUMNS=16, BITS=4)
     build(triton_attention._merge, "*fp32 *fp32 *fp32 *fp32 i32 i32", d=80, D=128, PARTS=16, ALL=32)
     for kind, size, d in (("bf16", 2, 128), ("bf16", 2, 256), ("fp32", 4, 256)):
         shape = {"d": d, "D": d, "G": 4, "BLOCK": triton_attention.block_rows(d, size), "WIDEN": size == 4}
         types = f"*{kind} *{kind} *{kind} *i32 *fp32 *fp32 fp32 i32 I32 I32 I32 I32"
         build(triton_attention._attend, types, **shape, GROUP=16, PIECE=256)
+        types = f"*{kind} *i64 *i32 *i32 *fp32 *fp32 fp32 i32 i32"
+        build(triton_resident._attend, types, **shape, GROUP=16, PIECE=256)
         types = f"*{kind} *i64 *fp32 *fp32 fp32 i32 i32 i32"
         for queries in sorted({16, triton_segments.most_queries(d, size)}):
             build(triton_segments._attend, types, **shape, ALIGN=8, QUERIES=queries)
-    partial = "*fp32 *fp16 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32"
-    build(triton_scores._partial, partial, G=4, GROUP=16, BLOCK=256, COLUMNS=16)
+    partial = "*fp32 *i64 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i32"
+    wide = {"KEYS": tl.float16, "BYTES": 16, "ALIGN": 8}
+    build(triton_scores._partial, partial, **wide, G=4, GROUP=16, BLOCK=256, COLUMNS=16)
     for bits, d, D in ((8, 38, 64), (4, 128, 128), (2, 256, 256)):
-        types = "*fp32 *i8 *fp32 *fp32 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32"
-        build(triton_scores._packed, types, d=d, D=D, G=4, GROUP=16, BLOCK=256, BITS=bits)
+        types = "*fp32 *i64 *fp32 *fp32 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32"
+        build(triton_scores._packed, types, ALIGN=1 if d == 38 else 16, d=d, D=D, G=4, GROUP=16, BLOCK=256, BITS=bits)
     for group in (1, 4):
         types = "*fp32 *fp32 *fp32 *i32 *i32 *i32 *i32 i32 i32 fp32"
         build(triton_select._mark, types, G=group, GROUP=group, BLOCK=1024)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,14 +14,28 @@ COUNTED_AT_ONCE = 4096
 """Counts left on the device before they are read: a wait in more than a hundred steps of a large model."""
 
 
-class _Counted(NamedTuple):
-    """Rows that a layer attended to in a step, `counts` as in `Selection`; `resident` more, of `context`."""
+@dataclass(frozen=True)
+class Crossing:
+    """What of a selection crosses the link: its rows of each of `heads` KV heads, K and V of one `pair_bytes` bytes.
+    Where some of it does not, `tally` int64 `[2]` on the device says how many rows do, and how many the working set
+    had."""
+
+    heads: int
+    pair_bytes: int
+    tally: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Rows of a KV head that a layer attended to in a step, `count` (an integer without axes) on the device; `resident`
+    more, of `context`."""
 
     step: int
     layer: int
     resident: int
     context: int
-    counts: torch.Tensor
+    count: torch.Tensor
+    crossing: Crossing | None = None
 
 
 @dataclass
@@ -54,18 +68,21 @@ class Trace:
 
     @property
     def bytes_to_device(self) -> int:
-        """Bytes of rows that crossed the link. Waits for the device where some did not have to."""
+        """Bytes of rows that crossed the link. Waits for the device where only it knows."""
+        self.settle()
         return self.bytes_asked - (0 if self.spared is None else int(self.spared[0].sum()))
 
     @property
     def hit_rate(self) -> float:
         """Share of the rows looked for that the working set had."""
+        self.settle()
         if self.spared is None:
             return 0.0
         return float(self.spared[1].sum()) / max(1.0, float(self.spared[3].sum()))
 
     def hit_shares(self) -> list[float]:
         """`[layers]`: rows that the working set had over rows in context, mean over steps."""
+        self.settle()
         if self.spared is None or not self.fetched:
             return [0.0] * self.layers
         shares: list[float] = (self.spared[2] / len(self.fetched)).tolist()
@@ -80,10 +97,28 @@ class Trace:
         """Enters what only the device knew, and waits for it."""
         if not self.counted_later:
             return
-        counts = torch.stack([one.counts[0] for one in self.counted_later]).tolist()
+        counts = torch.stack([one.count for one in self.counted_later]).tolist()
         for one, count in zip(self.counted_later, counts, strict=True):
             self._enter(one.step, one.layer, one.resident, one.context, count)
+            if one.crossing is not None and one.crossing.tally is None:
+                self.bytes_asked += count * one.crossing.heads * one.crossing.pair_bytes
+        self._settle_crossings(counts)
         self.counted_later.clear()
+
+    def _settle_crossings(self, counts: list[int]) -> None:
+        """Of selections that do not cross the link as a whole."""
+        told = [(one, c, n) for one, n in zip(self.counted_later, counts, strict=True) if (c := one.crossing)]
+        known = [(one, c, n) for one, c, n in told if c.tally is not None]
+        if not known:
+            return
+        tallies = torch.stack([c.tally for _, c, _ in known if c.tally is not None])
+        sums = torch.zeros(4, self.layers, dtype=torch.float64)
+        for (one, crossing, count), (rows, had) in zip(known, tallies.tolist(), strict=True):
+            self.bytes_asked += rows * crossing.pair_bytes
+            shares = [had, had / crossing.heads / one.context, count * crossing.heads]
+            sums[1:, one.layer] += torch.tensor(shares, dtype=torch.float64)
+        sums = sums.to(tallies.device)
+        self.spared = sums if self.spared is None else self.spared + sums
 
     def copy(self) -> Trace:
         """An independent copy."""
@@ -110,9 +145,14 @@ class Trace:
         tensor is the counts of a `Selection`, which are read when they are needed."""
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
-            self.counted_later.append(_Counted(step, layer, resident, context, fetched))
+            self.counted_later.append(_Counted(step, layer, resident, context, fetched[0]))
         else:
             self._enter(step, layer, resident, context, fetched)
+
+    def crossing(self, layer: int, visible: Visible, count: torch.Tensor, crossing: Crossing) -> None:
+        """As `rows` of a selection of `count` tokens, and the bytes of it on the link; read when they are needed."""
+        step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
+        self.counted_later.append(_Counted(step, layer, resident, context, count, crossing))
 
     def _enter(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
         self.fetched[step][layer] += fetched / context
@@ -128,7 +168,7 @@ class Trace:
         asked = ticket.spared.asked
         self.spared[0, layer] += rows_of_all * (ticket.bytes // asked)
         self.spared[1, layer] += hits
-        self.spared[2, layer] += hits * (rows / asked / len(visible.all))
+        self.spared[2, layer] += hits.double() * (rows / asked / len(visible.all))
         self.spared[3, layer] += ticket.spared.sought
 
     def miss(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
@@ -230,6 +270,7 @@ class Fractions:
     @classmethod
     def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
         """Of all steps of a trace."""
+        trace.settle()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
         fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
         hits = sum(trace.hit_shares())

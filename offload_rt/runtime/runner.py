@@ -27,6 +27,8 @@ from .recording import Recorder
 from .segments import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from .sequence import Sequence, key_reader
 from .slots import AppendOnly, Overwriting, Slots
+from .step import Step
+from .together import Ways
 
 EXACT = "exact"
 """Lineage of rows that exact attention made, by prefill or under policy "full"."""
@@ -52,6 +54,7 @@ class Runner:
         self.adapter = model.adapter
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
+        self.ways = Ways()
         geometry = self.adapter.geometry
         # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
         pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
@@ -216,6 +219,7 @@ class Runner:
     def free(self, sequence: Sequence) -> None:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
+        self.ways.forget()
         self.link.close(sequence.lease)
         self._publish(sequence)
         self.pool.release(sequence.lease)
@@ -294,7 +298,8 @@ class Runner:
             sequence.torn = True
         sharing = self.prefixes.of([sequence.lease for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
-        logits = sharing.restore(DecodeStep(ordered, self.adapter, self.policy, self.link, sharing, recorder).run())
+        step = Step(ordered, self.adapter, self.policy, self.link, sharing, recorder)
+        logits = sharing.restore(DecodeStep(step, self.ways.of(step)).run())
         for sequence in batch:
             sequence.position += 1
             sequence.torn = False

@@ -20,6 +20,8 @@ from typing import Literal, Protocol
 import torch
 
 from ..core import Selection, Visible
+from .key_lists import Rule
+from .scoring import ScoringKeys
 
 Moment = Literal["attention_input", "normed_input", "residual", "query"]
 """What the query given to `select` for layer l is made from: speculated one layer ahead (the first three), or layer
@@ -42,6 +44,11 @@ class PolicyState(Protocol):
     @property
     def host_bytes(self) -> int:
         """Bytes of scoring keys held in host memory, where the device is short."""
+        ...
+
+    @property
+    def scoring_keys(self) -> ScoringKeys | None:
+        """What `KeyLists` of a batch are made of, where the policy has a `rule`."""
         ...
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
@@ -118,6 +125,12 @@ class Policy(Protocol):
     @property
     def wants_queries(self) -> bool:
         """Whether the state has to see every query of the prompt (`on_queries`): then no prefix of it can be reused."""
+        ...
+
+    @property
+    def rule(self) -> Rule | None:
+        """How the sequences of a batch select together, their counts left on the device (`KeyLists`, which then takes
+        the place of `on_keys` and `select` while decoding); None where each has to select for itself."""
         ...
 
     @property

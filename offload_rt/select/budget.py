@@ -32,6 +32,7 @@ class BudgetPolicy:
     wants_weights = False
     evictable = False
     wants_queries = False
+    rule = None
 
     def __init__(self, options: BudgetOptions, geometry: ModelGeometry) -> None:
         """Raises ConfigError where an option does not fit the model."""

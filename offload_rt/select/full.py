@@ -36,6 +36,7 @@ class Full:
     evictable: bool = True
     wants_queries: bool = False
     lineage: str = "exact"
+    rule: None = None
 
     @property
     def dense_layers(self) -> frozenset[int]:

@@ -12,22 +12,15 @@ import torch
 from ..config import InfiniGenOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
+from ..kernels.handover import put, sent
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
 from ..skewing.artifact import SkewArtifact
 from .base import KeyReader, Moment
+from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .budget import budget_tokens, check_dense_layers
-from .counted import select_counted
+from .key_lists import KeyLists, Rule, Spans
 from .passive import PassiveState
-from .scoring import (
-    Basis,
-    CalibratedColumns,
-    PartialKeys,
-    PromptColumns,
-    QuantisedKeys,
-    Quantiser,
-    ScoringKeys,
-    kept_columns,
-)
+from .scoring import PartialKeys, QuantisedKeys, Quantiser, ScoringKeys
 
 
 class InfiniGenState(PassiveState):
@@ -36,6 +29,11 @@ class InfiniGenState(PassiveState):
     def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
         self._policy = policy
         self._keys = keys
+
+    @property
+    def scoring_keys(self) -> ScoringKeys:
+        """For `KeyLists`."""
+        return self._keys
 
     @property
     def device_bytes(self) -> int:
@@ -70,15 +68,26 @@ class InfiniGenState(PassiveState):
             kv_heads = self._policy.geometry.kv_heads
             return Selection(torch.empty(kv_heads, 0, dtype=torch.int64, device=q.device))
         query = q.to(self._policy.keys_device)
-        if self._policy.counted:
-            found = self._keys.found(layer, query, candidates)
-            return select_counted(found, candidates, self._policy.alpha, options.max_fraction)
+        if self._policy.rule is not None:
+            return self._counted(self._policy.rule, layer, query, visible)
         if options.budget is None:
             tokens = self._keys.select(layer, query, candidates, self._policy.alpha, options.max_fraction)
         else:
             scores = self._keys.scores(layer, query, candidates)
             tokens = top_tokens(group_scores(scores, group_lse(scores)), budget_tokens(options.budget, visible))
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
+
+    def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        """`select` as of a batch of one."""
+        kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
+        lists = KeyLists(rule, [layer], 1, q.device)
+        moved = lists.hold([self._keys], [slots - 1])
+        assert moved is not None
+        put(moved, lists.tables)
+        numbers = Spans.numbers([visible], kv_heads, rule)
+        starts, stops, limits = (sent(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers)
+        spans = Spans(starts, stops, limits, slots, numbers[2][0])
+        return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
         """With `max_missed_mass`: the candidates that bring the attention mass outside resident and selected tokens,
@@ -137,8 +146,8 @@ class InfiniGen:
         self.geometry = geometry
         self.keys_device, self.keys_on_host = device, keys_on_host
         asks = keys_on_host or options.budget is not None or options.max_missed_mass is not None
-        self.counted = device.type == "cuda" and not asks
-        """Whether selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
+        self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
+        """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
         self.moment: Moment = options.source
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = frozenset(options.dense_layers)

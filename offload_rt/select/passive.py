@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import Selection, Visible
+from .scoring import ScoringKeys
 
 
 class PassiveState:
@@ -19,6 +20,11 @@ class PassiveState:
     def host_bytes(self) -> int:
         """Nothing is held."""
         return 0
+
+    @property
+    def scoring_keys(self) -> ScoringKeys | None:
+        """None that lists could be made of."""
+        return None
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         """Nothing to learn from prompt queries `[H, m, d]`."""

@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 
 from ..kernels import dispatch
+from ..kernels.addressed import Addressed
 from ..kernels.lists import Scores
 from ..kernels.selection import (
     GAUSSIAN_STEP,
     dot_scores,
-    floor_share,
     pack,
     quantise,
     quantised_scores,
@@ -27,122 +27,11 @@ from ..kernels.selection import (
     skew,
     unpack,
 )
-from .counted import bounds
+from .bases import Basis, Columns
 from .growing import GrowingTensor
 
 LEARNED_AT_ONCE = 4096
 """Keys that are skewed and rounded together: a prompt's would take several times the room of the layer's own."""
-
-
-@dataclass(frozen=True, eq=False)
-class Basis:
-    """What one layer's queries and keys are multiplied with before they are compared: query and key `[Hkv, d, r]`,
-    and the model's own `scale` of q·k."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    scale: float
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both matrices."""
-        return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
-
-    def columns(self, kept: torch.Tensor) -> Basis:
-        """The columns `kept` (int64 `[Hkv, r]`) of each KV head."""
-        index = kept.unsqueeze(1).expand(-1, self.query.shape[1], -1)
-        return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
-
-    def skew_query(self, q: torch.Tensor) -> torch.Tensor:
-        """q `[H, d]` as `[Hkv, G, r]`: skewed and scaled."""
-        return skew(q.view(self.query.shape[0], -1, self.query.shape[1]), self.query).mul_(self.scale)
-
-
-class Columns(Protocol):
-    """Which basis a sequence's partial keys of each layer are in."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of matrices that belong to this sequence alone."""
-        ...
-
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Queries `[H, m, d]` of the prompt went by."""
-        ...
-
-    def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """The basis for keys k `[Hkv, m, d]` that enter now; the same ever after its first call for a layer."""
-        ...
-
-    def fork(self) -> Columns:
-        """An independent copy."""
-        ...
-
-
-class CalibratedColumns:
-    """Columns fixed at calibration: the same for every sequence, so prefixes may be shared."""
-
-    nbytes = 0
-    """The bases belong to the policy, not to a sequence."""
-
-    def __init__(self, bases: dict[int, Basis]) -> None:
-        """bases: of every sparse layer, cut to the kept columns."""
-        self._bases = bases
-
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Nothing left to choose."""
-
-    def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """As calibrated."""
-        return self._bases[layer]
-
-    def fork(self) -> CalibratedColumns:
-        """Immutable, so the same."""
-        return self
-
-
-class PromptColumns:
-    """The paper's rule (§4.3): of each layer and KV head the columns with the largest sum of |Q~| + |K~| over the
-    prompt, Q~ of all the group's query heads. Chosen at the layer's first keys, then fixed for the sequence."""
-
-    def __init__(self, bases: dict[int, Basis], kept: int) -> None:
-        """bases: of every sparse layer, with all d columns; `kept` of them are chosen."""
-        self._bases = bases
-        self._kept = kept
-        self._sums: dict[int, torch.Tensor] = {}
-        self._chosen: dict[int, Basis] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the chosen columns' matrices, this sequence's own."""
-        return sum(basis.nbytes for basis in self._chosen.values())
-
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Adds |Q~| per column; a later prompt of the same sequence changes nothing."""
-        if layer not in self._chosen:
-            basis = self._bases[layer].query
-            grouped = q.reshape(basis.shape[0], -1, q.shape[-1])
-            self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
-
-    def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """The chosen columns, by falling sum; of equal sums the column of larger importance in calibration."""
-        if layer not in self._chosen:
-            full = self._bases[layer]
-            sums = self._sums.pop(layer, 0) + skew(k, full.key).abs().sum(1)
-            order = sums.sort(dim=1, descending=True, stable=True).indices
-            self._chosen[layer] = full.columns(order[:, : self._kept])
-        return self._chosen[layer]
-
-    def fork(self) -> PromptColumns:
-        """Shares the chosen matrices, which never change."""
-        twin = PromptColumns(self._bases, self._kept)
-        twin._sums, twin._chosen = dict(self._sums), dict(self._chosen)
-        return twin
-
-
-def kept_columns(partial_ratio: float, head_dim: int) -> int:
-    """r: the share `partial_ratio` of the head dimension, rounded down, at least 1."""
-    return max(1, floor_share(partial_ratio, head_dim))
 
 
 class ScoringKeys(Protocol):
@@ -178,9 +67,31 @@ class ScoringKeys(Protocol):
         """`select_tokens` of those scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
         ...
 
-    def found(self, layer: int, q: torch.Tensor, tokens: range) -> Scores:
-        """Those scores of all slots that there are, -inf outside `tokens`, with maximum and lse, by the kernels of the
-        decode step."""
+    def basis(self, layer: int) -> Basis:
+        """What the keys that the layer has, of which there is at least one, and its queries are multiplied with."""
+        ...
+
+    def storage(self, layer: int, slots: int) -> torch.Tensor:
+        """Where the keys lie, with room for those of `slots` slots, which count as written from now on. It is this
+        sequence's alone until the next `fork`, and stays where it is until it has to grow."""
+        ...
+
+    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: Addressed, slots: torch.Tensor) -> None:
+        """As `write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
+        slot `slots[p]` (int64) of its storage."""
+        ...
+
+    def found(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        storages: Addressed,
+        starts: torch.Tensor,
+        stops: torch.Tensor,
+        tokens: int,
+    ) -> Scores:
+        """As `scores` for such a batch, from queries q `[P, G, r]` in the basis: of `tokens` slots, -inf outside
+        [start, stop) of each list."""
         ...
 
     def fork(self) -> ScoringKeys:
@@ -222,9 +133,7 @@ class PartialKeys:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
             self._keys[layer] = GrowingTensor((kv_heads, r, 0), 2, self._dtype, self._device)
-        basis = self._bases[layer].key
-        self._lengths[layer] = max(self.length(layer), start + k.shape[1])
-        data = self._keys[layer].reserve(self._lengths[layer])
+        basis, data = self._bases[layer].key, self.storage(layer, start + k.shape[1])
         for rows in k.split(LEARNED_AT_ONCE, dim=1):
             stop = start + rows.shape[1]
             data[:, :, start:stop] = torch.bmm(basis.transpose(1, 2), rows.to(basis.dtype).transpose(1, 2))
@@ -243,10 +152,30 @@ class PartialKeys:
         """As `ScoringKeys.select`."""
         return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
 
-    def found(self, layer: int, q: torch.Tensor, tokens: range) -> Scores:
+    def basis(self, layer: int) -> Basis:
+        """As `ScoringKeys.basis`."""
+        return self._bases[layer]
+
+    def storage(self, layer: int, slots: int) -> torch.Tensor:
+        """As `ScoringKeys.storage`: `[Hkv, r, capacity]`."""
+        self._lengths[layer] = max(self.length(layer), slots)
+        return self._keys[layer].reserve(self._lengths[layer])
+
+    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: Addressed, slots: torch.Tensor) -> None:
+        """As `ScoringKeys.enter`."""
+        dispatch.append_partial(k, basis.key, storages, slots)
+
+    def found(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        storages: Addressed,
+        starts: torch.Tensor,
+        stops: torch.Tensor,
+        tokens: int,
+    ) -> Scores:
         """As `ScoringKeys.found`."""
-        skewed = self._bases[layer].skew_query(q)
-        return dispatch.partial_scores(skewed, self._keys[layer].data, *bounds(len(skewed), tokens, q.device))
+        return dispatch.partial_scores(q, storages, starts, stops, tokens)
 
     def fork(self) -> PartialKeys:
         """Copies on the first write of either side."""
@@ -320,8 +249,7 @@ class QuantisedKeys:
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
         begun, known = start - first * self._fields, self.length(layer)
-        self._lengths[layer] = max(known, start + added)
-        data = self._packed[layer].reserve(-(-self._lengths[layer] // self._fields))
+        data = self.storage(layer, start + added)
         entering = quantise(skew(k, quantiser.basis.key), quantiser.mean, quantiser.step, self._bits)
         if self._fields == 1:
             data[:, first:last] = pack(entering, self._bits)
@@ -355,11 +283,32 @@ class QuantisedKeys:
         skewed = quantiser.basis.skew_query(q)
         return select_quantised(skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction)
 
-    def found(self, layer: int, q: torch.Tensor, tokens: range) -> Scores:
+    def basis(self, layer: int) -> Basis:
+        """As `ScoringKeys.basis`."""
+        return self._quantisers[layer].basis
+
+    def storage(self, layer: int, slots: int) -> torch.Tensor:
+        """As `ScoringKeys.storage`: `[Hkv, capacity / f, d]`."""
+        self._lengths[layer] = max(self.length(layer), slots)
+        return self._packed[layer].reserve(-(-self._lengths[layer] // self._fields))
+
+    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: Addressed, slots: torch.Tensor) -> None:
+        """As `ScoringKeys.enter`."""
+        own = self._quantisers[layer]
+        dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
+
+    def found(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        storages: Addressed,
+        starts: torch.Tensor,
+        stops: torch.Tensor,
+        tokens: int,
+    ) -> Scores:
         """As `ScoringKeys.found`."""
-        quantiser, packed = self._quantisers[layer], self._packed[layer].data
-        skewed, ends = quantiser.basis.skew_query(q), bounds(len(packed), tokens, q.device)
-        return dispatch.quantised_scores(skewed, packed, quantiser.mean, quantiser.step, self._bits, *ends)
+        own = self._quantisers[layer]
+        return dispatch.quantised_scores(q, storages, own.mean, own.step, self._bits, starts, stops, tokens)
 
     def _bytes_of(self, layer: int, tokens: range) -> tuple[torch.Tensor, slice]:
         """The packed keys `[Hkv, m, d]` that hold `tokens`, and where these are among the codes."""

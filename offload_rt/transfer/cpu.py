@@ -1,9 +1,8 @@
 """The link of a machine whose compute device is the host itself: rows are attended where they lie.
 
-Bytes to move per sparse layer and step: Hkv * (resident + n) * d numbers of K into a scratch buffer (a gather of
-scattered rows is 3x faster to attend to than `torch.gather` over the cache), and of V too where query heads share a KV
-head; a dense layer moves nothing. Counted is what would cross a link: the candidates fetched, and every new row written
-back.
+Bytes to move per sparse layer and step: Hkv * (resident + n) * d numbers of K into a scratch buffer (`index_select`
+of whole rows: `torch.gather` over the cache is slower), and of V too where query heads share a KV head; a dense layer
+moves nothing. Counted is what would cross a link: the candidates fetched, and every new row written back.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import torch.nn.functional as F
 from ..core import KVPart, Lease, Selection, Visible
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Spared, Ticket
-from .plan import attended_tokens, first_askers, row_ids
+from .plan import attended_tokens, first_askers, key_rows
+from .row_lists import RowLists
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class _SparseTicket:
 
     def wait(self) -> list[KVPart]:
         pool = self.pages.pool
-        ids = row_ids(pool.layout, self.pages.of(self.lease), self.layer, self.tokens)
-        return [_ScatteredPart(self.scratch, ids)]
+        return [_ScatteredPart(self.scratch, key_rows(pool.layout, self.pages.of(self.lease), self.layer, self.tokens))]
 
 
 class _Pages:
@@ -79,33 +78,34 @@ class _Pages:
 
 class _Scratch:
     """A buffer for K and one for V, each as large as the largest gather it has seen; each gather overwrites the
-    last."""
+    last. `planes`: the pool's rows `[R, d]`, and those `plane_rows` behind, so that V of a token has K's row id."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-        self._buffers = [rows.new_empty(0), rows.new_empty(0)]
+    def __init__(self, pool: HostPool) -> None:
+        self.planes = pool.rows, pool.rows[pool.layout.plane_rows :]
+        self._buffers = [pool.rows.new_empty(0), pool.rows.new_empty(0)]
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `[Hkv, n, d]` of ids int64 `[Hkv, n]`; plane 0 for K, 1 for V."""
-        needed = ids.numel() * self.rows.shape[1]
+        """Rows `[Hkv, n, d]` of K's row ids int64 `[Hkv, n]`; plane 0 for K, 1 for V."""
+        rows = self.planes[plane]
+        needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
-            self._buffers[plane] = self.rows.new_empty(needed + needed // 4)
-        out = self._buffers[plane][:needed].view(-1, self.rows.shape[1])
-        torch.index_select(self.rows, 0, ids.view(-1), out=out)
-        return out.view(*ids.shape, self.rows.shape[1])
+            self._buffers[plane] = rows.new_empty(needed + needed // 4)
+        out = self._buffers[plane][:needed].view(-1, rows.shape[1])
+        torch.index_select(rows, 0, ids.view(-1), out=out)
+        return out.view(*ids.shape, rows.shape[1])
 
 
 class _ScatteredPart(KVPart):
     """Selected rows: K is gathered, V stays where it lies. For query groups of one the weighted sum reads V there, each
-    row once (8 heads, 1,635 rows, d=64: 0.35 ms against 0.65 for a gather and a product)."""
+    row once; a gather and a product would read it, write it and read it again."""
 
     def __init__(self, scratch: _Scratch, ids: torch.Tensor) -> None:
-        """ids: int64 `[2, Hkv, n]` as `row_ids` gives them."""
-        self._scratch, self._ids, self._k = scratch, ids[1], scratch.gather(0, ids[0])
+        """ids: int64 `[Hkv, n]` as `key_rows` gives them."""
+        self._scratch, self._ids, self._k = scratch, ids, scratch.gather(0, ids)
 
     @property
     def k(self) -> torch.Tensor:
@@ -119,7 +119,7 @@ class _ScatteredPart(KVPart):
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         """See `KVPart.mix`; a bag of an embedding is a weighted sum of rows."""
-        rows, (kv_heads, n) = self._scratch.rows, self._ids.shape
+        rows, (kv_heads, n) = self._scratch.planes[1], self._ids.shape
         if weights.shape[1] > 1:
             return super().mix(weights)
         bags, each = torch.arange(0, kv_heads * n, n), weights.to(rows.dtype).view(-1)
@@ -137,7 +137,7 @@ class CpuLink:
         self._token_bytes = pool.layout.kv_heads * self._pair_bytes
         self._resident: dict[int, int] = {}
         self._pages = _Pages(pool)
-        self._fetched, self._repaired = _Scratch(pool.rows), _Scratch(pool.rows)
+        self._fetched, self._repaired = _Scratch(pool), _Scratch(pool)
 
     @property
     def device_bytes(self) -> int:
@@ -194,13 +194,20 @@ class CpuLink:
         """See `Link.fetch_together`: each gathers its own rows from the pool, only the count is of the union."""
         layout = self._pool.layout
         rows = [
-            row_ids(layout, self._pages.of(lease), layer, selection.tokens)[0].flatten()
+            key_rows(layout, self._pages.of(lease), layer, selection.tokens).flatten()
             for lease, selection in zip(leases, selections, strict=True)
         ]
         again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
         spared = [Spared(len(one), torch.tensor(len(one)), one.sum(), torch.tensor(0)) for one in again]
         each = zip(leases, visible, selections, spared, strict=True)
         return [self._sparse(lease, layer, seen, selection, one) for lease, seen, selection, one in each]
+
+    def row_lists(self, batch: int, tokens: int) -> None:
+        """See `Link.row_lists`: there are none."""
+
+    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+        """Never asked: there are no lists."""
+        raise AssertionError("this link has no lists")
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""

@@ -8,20 +8,21 @@ link; which rows these are is never known to the host. (Without Triton, and on a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
-from ..kernels.dispatch import gather_rows
+from ..kernels.handover import sent
 from ..pool.kv_format import KVFormat
-from ..pool.layout import ArenaLayout
 from ..pool.pool import HostPool
-from .lanes import CudaLane, Lane, Mark, sent
+from .lanes import CudaLane, Lane, Mark
 from .link import PrefilledLayer, Spared, Ticket
-from .plan import first_askers, row_ids
+from .plan import row_ids
 from .residency import Residency
-from .working_set import LookUp, WorkingSet
+from .row_lists import Open, RowLists
+from .working_set import WorkingSet
 
 
 @dataclass(frozen=True)
@@ -62,69 +63,6 @@ class _Fetched:
     counts: torch.Tensor | None = None
 
 
-@dataclass
-class _Open:
-    """What the device has of one sequence. `written` is behind its last write-back; `base` is `HostPool.row_base` of
-    the chunks `chunks` on the device."""
-
-    lease: Lease
-    residency: Residency
-    working: WorkingSet | None
-    written: Mark | None = None
-    chunks: list[int] = field(default_factory=list)
-    base: torch.Tensor | None = None
-
-
-@dataclass
-class _Wanted:
-    """What one sequence wants in one layer: tokens `[Hkv, n]`, of which `counts` are meant, `base` as in `_Open`. All
-    methods belong to the prefetch lane: `look_up`, then the gather of `missing_ids`, then `exchange`."""
-
-    tokens: torch.Tensor
-    counts: torch.Tensor | None
-    base: torch.Tensor
-    working: WorkingSet | None
-    found: LookUp | None = None
-    meant: torch.Tensor | None = None
-
-    @property
-    def borrowed(self) -> list[torch.Tensor]:
-        """What comes from the compute stream."""
-        return [self.tokens, self.base, *(() if self.counts is None else (self.counts,))]
-
-    def look_up(self, layer: int) -> None:
-        """Asks the working set."""
-        if self.counts is not None:
-            self.meant = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.counts[:, None]
-        if self.working is not None and self.tokens.numel():
-            self.found = self.working.look_up(layer, self.tokens, self.meant)
-
-    def missing_ids(self, layout: ArenaLayout, layer: int) -> torch.Tensor:
-        """Row ids `[2, Hkv, n]`, negative where no row is meant or the working set has it."""
-        ids = row_ids(layout, self.base, layer, self.tokens)
-        if self.meant is not None:
-            ids = ids.masked_fill(~self.meant, -1)
-        return ids if self.found is None else ids.masked_fill(self.found.slots >= 0, -1)
-
-    def exchange(self, layer: int, rows: torch.Tensor) -> None:
-        """Takes what the working set has into rows `[2, Hkv, n, width]`, and gives it the others."""
-        if self.working is not None and self.found is not None:
-            self.working.read(layer, self.found, rows)
-            self.working.write(layer, self.found, rows)
-
-    def spared(self, again: torch.Tensor | None) -> Spared | None:
-        """What does not cross; flat `again` (K's half, then V's) says which rows others asked for before."""
-        if self.counts is None and self.found is None and again is None:
-            return None
-        asked = torch.full((), self.tokens.numel(), device=self.tokens.device)
-        sought = asked if self.counts is None else self.counts.sum()
-        hits = torch.zeros_like(asked) if self.found is None else self.found.hits
-        rows = asked - sought + hits
-        if again is not None:
-            rows = rows + (again[: self.tokens.numel()] >= 0).sum()
-        return Spared(self.tokens.numel(), sought, rows, hits)
-
-
 class CudaLink:
     """`Link` for a device with memory of its own, and for any KV format: rows cross as they are stored and are decoded
     on the device. (On a CPU, with `InlineLane`, it serves the formats that cannot be attended to in place, and working
@@ -153,7 +91,8 @@ class CudaLink:
         self._pair_bytes = 2 * pool.layout.row_bytes
         self._token_bytes = pool.layout.kv_heads * self._pair_bytes
         self._working_set = working_set
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Open] = {}
+        self._lists: dict[tuple[int, ...], RowLists] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -171,10 +110,10 @@ class CudaLink:
             like = self._open[id(origin)]
             with self._prefetch.behind_compute():
                 copied = None if like.working is None else like.working.clone()
-            self._open[id(lease)] = _Open(lease, like.residency.clone(), copied)
+            self._open[id(lease)] = Open(lease, like.residency.clone(), copied)
             return
         residency = Residency(self._geometry, self._format.dtype, self._device, sinks, recent)
-        self._open[id(lease)] = _Open(lease, residency, self._new_working_set())
+        self._open[id(lease)] = Open(lease, residency, self._new_working_set())
         for layer in range(self._geometry.layers if lease.length else 0):
             for tokens in (range(min(sinks, lease.length)), range(max(0, lease.length - recent), lease.length)):
                 at = tokens.start
@@ -193,10 +132,12 @@ class CudaLink:
         self._prefetch.mark().synchronize()
         self._write_back.mark().synchronize()
         del self._open[id(lease)]
+        self._lists = {leases: lists for leases, lists in self._lists.items() if id(lease) not in leases}
 
     def settle(self, lease: Lease) -> None:
-        """See `Link.settle`."""
-        if (written := self._open[id(lease)].written) is not None:
+        """See `Link.settle`; from any thread: a lease that is being closed or opened anew has nothing on its way."""
+        one = self._open.get(id(lease))
+        if one is not None and (written := one.written) is not None:
             written.synchronize()
 
     def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -242,8 +183,7 @@ class CudaLink:
         self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
     ) -> list[Ticket]:
         """See `Link.fetch_together`: a row that a sequence before asks for too is copied on the device."""
-        fetched = self._fetch_rows(leases, layer, selections)
-        each = zip(fetched, leases, visible, strict=True)
+        each = zip(self._fetch_rows(leases, layer, selections), leases, visible, strict=True)
         return [self._ticket(rows, lease, layer, seen) for rows, lease, seen in each]
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
@@ -290,45 +230,62 @@ class CudaLink:
                 at = piece.stop
             return _Fetched(staged, self._prefetch.mark())
 
+    def row_lists(self, batch: int, tokens: int) -> RowLists:
+        """See `Link.row_lists`."""
+        return RowLists(self._pool, (self._prefetch, self._write_back), self._device, batch, tokens)
+
+    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+        """See `Link.hold`."""
+        lists.hold([self._open[id(lease)] for lease in leases])
+
     def _fetch_rows(self, leases: Sequence[Lease], layer: int, selections: Sequence[Selection]) -> list[_Fetched]:
         """The selected rows of each lease, as stored: those of its working set from there, of those that several leases
-        have in common all but the first one's from the first one's, the others from the pool.
-
-        Tokens and counts are borrowed from the compute stream; all else is made, used and freed in the prefetch
-        lane."""
-        wanted = [self._wanted(lease, selection) for lease, selection in zip(leases, selections, strict=True)]
+        have in common all but the first one's from the first one's, the others from the pool."""
+        tokens, counts = self._listed(selections)
+        arriving = self._lists_of(leases).fetch(layer, tokens, counts, overlapping=len(leases) > 1)
         with self._prefetch.behind_compute():
-            for lease, one in zip(leases, wanted, strict=True):
-                self._behind_write_back(lease)
-                self._prefetch.borrow(*one.borrowed)
-                one.look_up(layer)
-            ids = torch.cat([one.missing_ids(self._pool.layout, layer).flatten() for one in wanted])
-            staged = torch.empty(len(ids), self._format.width, dtype=self._format.storage, device=self._device)
-            again = first_askers(ids) if len(wanted) > 1 else None
-            _gather(self._pool.rows, ids if again is None else ids.masked_fill(again >= 0, -1), staged)
-            if again is not None:
-                _gather(staged, again, staged)
-            sizes = [2 * one.tokens.numel() for one in wanted]
-            shared = [None] * len(wanted) if again is None else again.split(sizes)
-            fetched = []
-            for one, rows, asked in zip(wanted, staged.split(sizes), shared, strict=True):
-                block = rows.view(2, *one.tokens.shape, self._format.width)
-                one.exchange(layer, block)
-                fetched.append((block, one.spared(asked), one.counts))
+            spared = [self._spared(arriving.tally, b, selection) for b, selection in enumerate(selections)]
             mark = self._prefetch.mark()
-        return [_Fetched(block, mark, spared, counts) for block, spared, counts in fetched]
+        heads, fetched = self._geometry.kv_heads, []
+        for b, (selection, less) in enumerate(zip(selections, spared, strict=True)):
+            staged = arriving.staged[:, b * heads : (b + 1) * heads, : selection.count]
+            fetched.append(_Fetched(staged, mark, less, selection.counts))
+        return fetched
 
-    def _wanted(self, lease: Lease, selection: Selection) -> _Wanted:
-        counts = None if selection.counts is None else selection.counts.to(self._device)
-        working = self._open[id(lease)].working
-        return _Wanted(selection.tokens.to(self._device), counts, self._device_base(lease), working)
+    def _lists_of(self, leases: Sequence[Lease]) -> RowLists:
+        """Lists of these sequences, kept until one of them closes or outgrows them."""
+        key, room = tuple(id(lease) for lease in leases), max(lease.capacity for lease in leases)
+        if key not in self._lists or self._lists[key].tokens < room:
+            self._lists[key] = self.row_lists(len(leases), room + room // 8)
+        self.hold(self._lists[key], leases)
+        return self._lists[key]
 
-    def _device_base(self, lease: Lease) -> torch.Tensor:
-        """`HostPool.row_base` on the device, copied anew when the lease's chunks have changed."""
-        one = self._open[id(lease)]
-        if one.base is None or one.chunks != lease.chunks:
-            one.chunks, one.base = list(lease.chunks), sent(self._pool.row_base(lease), self._device)
-        return one.base
+    def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """tokens `[P, n]` for the largest n, and counts `[P]` where not all are meant."""
+        counts = [one.counts for one in selections if one.counts is not None]
+        assert len(counts) in (0, len(selections)), "the device knows all counts of a batch or none"
+        if not counts and len({one.count for one in selections}) == 1:
+            return torch.cat([one.tokens.to(self._device) for one in selections]), None
+        if not counts:
+            known = [len(one.tokens) * [one.count] for one in selections]
+            counts = [sent(torch.tensor(known, dtype=torch.int32).flatten(), self._device)]
+        most = max(one.count for one in selections)
+        padded = [F.pad(one.tokens.to(self._device), (0, most - one.count)) for one in selections]
+        return torch.cat(padded), torch.cat([each.to(self._device) for each in counts])
+
+    def _spared(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Spared | None:
+        """What of sequence b's selection does not cross; in the prefetch lane."""
+        asked = selection.tokens.numel()
+        if selection.counts is not None:
+            self._prefetch.borrow(selection.counts)
+            sought = selection.counts.to(self._device).sum()
+        elif tally is not None:
+            sought = torch.full_like(tally[b, 0], asked)
+        else:
+            return None
+        if tally is None:
+            return Spared(asked, sought, asked - sought, torch.zeros_like(sought))
+        return Spared(asked, sought, asked - tally[b, 0], tally[b, 1])
 
     def _behind_write_back(self, lease: Lease) -> None:
         if (written := self._open[id(lease)].written) is not None:
@@ -346,12 +303,6 @@ class CudaLink:
         """Reads rows `[2, Hkv, n, width]` of tokens `[Hkv, n]` from the pool."""
         base = self._pool.row_base(lease)
         return lambda layer, tokens: self._pool.rows[row_ids(self._pool.layout, base, layer, tokens.cpu())]
-
-
-def _gather(rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows of ids int64 `[M]` into out `[M, width]`, but for negative ones."""
-    counts = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
-    gather_rows(rows, ids.unsqueeze(0), counts, out.unsqueeze(0))
 
 
 def _copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:

@@ -9,14 +9,6 @@ from typing import Any, Protocol
 import torch
 
 
-def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values`, which are on the host, on the device, without waiting: on CUDA through page-locked memory, which is not
-    used again before it has been read."""
-    if device.type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
-
-
 class Mark(Protocol):
     """A point in a lane's order."""
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from ..core import KVPart, Lease, Selection, Visible
+from .row_lists import RowLists
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,15 @@ class Link(Protocol):
     ) -> list[Ticket]:
         """Like `fetch` of each, but rows of shared chunks that several selected cross once: to all but the first one's
         ticket they are spared. Each ticket still gives its own sequence's rows and no others."""
+        ...
+
+    def row_lists(self, batch: int, tokens: int) -> RowLists | None:
+        """Lists of `batch` sequences of up to `tokens` tokens each, for selections whose counts stay on the device;
+        None where rows are attended to where they lie."""
+        ...
+
+    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+        """Before a step: the lists are of these open sequences, as they are now."""
         ...
 
     def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:

@@ -10,52 +10,76 @@ from ..core import KVPart, ModelGeometry, Visible
 class Residency:
     """Resident rows of one sequence in all layers, on `device`.
 
-    sinks: `[L, 2, Hkv, s, d]`, token t in place t. ring: `[L, 2, Hkv, w, d]`, token t in place t mod w, so that a new
-    row overwrites the one that leaves the window. `store` and `part` are called on the compute stream; a row that is
-    overwritten has been written back before it could become a candidate (the link orders that).
+    rows: `[L, 2, Hkv, s + w, d]`. A sink t has place t; every other token t has place s + (t - s) mod w, so that a new
+    row overwrites the one that leaves the window, and what there is always fills the first places. `store` and `part`
+    are called on the compute stream; a row that is overwritten has been written back before it could become a candidate
+    (the link orders that).
     """
 
     def __init__(
         self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, sinks: int, recent: int
     ) -> None:
-        shape = (geometry.layers, 2, geometry.kv_heads)
-        self._sinks = torch.empty(*shape, sinks, geometry.head_dim, dtype=dtype, device=device)
-        self._ring = torch.empty(*shape, recent, geometry.head_dim, dtype=dtype, device=device)
+        shape = (geometry.layers, 2, geometry.kv_heads, sinks + recent, geometry.head_dim)
+        self._rows = torch.empty(shape, dtype=dtype, device=device)
+        self._sinks, self._recent = sinks, recent
 
     def clone(self) -> Residency:
         """An independent copy."""
         twin = object.__new__(Residency)
-        twin._sinks, twin._ring = self._sinks.clone(), self._ring.clone()
+        twin._rows, twin._sinks, twin._recent = self._rows.clone(), self._sinks, self._recent
         return twin
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return self._sinks.nbytes + self._ring.nbytes
+        return self._rows.nbytes
+
+    def lists(self, layer: int) -> torch.Tensor:
+        """The rows of a layer `[2 * Hkv, s + w, d]`, K of all heads, then V (`kernels.lists.keep_rows`)."""
+        return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps what is resident of tokens [start, start + m), k and v `[Hkv, m, d]`."""
-        stop = start + k.shape[1]
-        sinks, recent = self._sinks.shape[3], self._ring.shape[3]
+        stop, sinks = start + k.shape[1], self._sinks
         if start < sinks:
             head = min(sinks, stop)
-            self._sinks[layer, 0, :, start:head] = k[:, : head - start]
-            self._sinks[layer, 1, :, start:head] = v[:, : head - start]
-        first = max(start, stop - recent)
-        places = torch.arange(first, stop, device=k.device) % recent
-        self._ring[layer, 0].index_copy_(1, places, k[:, first - start :])
-        self._ring[layer, 1].index_copy_(1, places, v[:, first - start :])
+            self._rows[layer, 0, :, start:head] = k[:, : head - start]
+            self._rows[layer, 1, :, start:head] = v[:, : head - start]
+        first = max(start, stop - self._recent, sinks)
+        if first < stop:
+            places = (torch.arange(first - sinks, stop - sinks, device=k.device) % self._recent).add_(sinks)
+            self._rows[layer, 0].index_copy_(1, places, k[:, first - start :])
+            self._rows[layer, 1].index_copy_(1, places, v[:, first - start :])
 
     def move(self, layer: int, source: int, target: int) -> None:
         """The recent row in slot `source` also takes slot `target`, if that is a sink's."""
-        if target < self._sinks.shape[3]:
-            self._sinks[layer, :, :, target] = self._ring[layer, :, :, source % self._ring.shape[3]]
+        if target < self._sinks:
+            self._rows[layer, :, :, target] = self._rows[layer, :, :, place(source, self._sinks, self._recent)]
 
     def part(self, layer: int, visible: Visible) -> list[KVPart]:
         """The resident rows of `visible` in token order, as views."""
-        recent = self._ring.shape[3]
-        cut = min(visible.recent.stop, -(-visible.recent.start // recent) * recent)
-        ranges = [range(visible.recent.start, cut), range(cut, visible.recent.stop)]
-        pieces = [self._sinks[layer, :, :, visible.sinks.start : visible.sinks.stop]]
-        pieces += [self._ring[layer, :, :, r.start % recent : r.start % recent + len(r)] for r in ranges if r]
-        return [KVPart(piece[0], piece[1]) for piece in pieces if piece.shape[2]]
+        pieces = [self._rows[layer, :, :, run.start : run.stop] for run in self._runs(visible) if run]
+        return [KVPart(piece[0], piece[1]) for piece in pieces]
+
+    def _runs(self, visible: Visible) -> list[range]:
+        """Neighbouring places of the resident tokens of `visible`, in token order."""
+        sinks, recent = self._sinks, visible.recent
+        first = max(recent.start, sinks)
+        turns = -(-(first - sinks) // self._recent)
+        cut = min(recent.stop, sinks + turns * self._recent)
+        ring = [run for run in (range(first, cut), range(cut, recent.stop)) if run]
+        starts = [place(run.start, sinks, self._recent) for run in ring]
+        placed = [range(start, start + len(run)) for start, run in zip(starts, ring, strict=True)]
+        return [visible.sinks, range(recent.start, min(recent.stop, sinks)), *placed]
+
+
+def place(token: int, sinks: int, recent: int) -> int:
+    """Where the row of a resident token is."""
+    return token if token < sinks else sinks + (token - sinks) % recent
+
+
+def places(visible: Visible, sinks: int, recent: int) -> range:
+    """Where the resident rows of `visible` are, in the order of places; a sliding window that hides more than sinks is
+    no shorter than `recent`."""
+    assert visible.all.start <= sinks or len(visible.recent) == recent
+    return range(min(visible.all.start, sinks), min(visible.recent.stop, sinks + recent))

@@ -151,13 +151,14 @@ class WorkingSet:
         return self._layers[layer].table.look_up(tokens, meant)
 
     def read(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """The rows that were found, into their places of out `[2, Hkv, n, width]`; the others stay as they are."""
+        """The rows that were found, into their places of out `[2, Hkv, n, width]`, whose planes are contiguous; the
+        others stay as they are."""
         rows = self._layers[layer].rows
-        lists = out.flatten(0, 1)
-        first = torch.arange(0, rows[..., 0].numel(), rows.shape[2], device=rows.device).view(2, -1, 1)
-        ids = (first + found.slots).where(found.slots >= 0, _EMPTY).flatten(0, 1)
+        first = torch.arange(0, rows.shape[1] * rows.shape[2], rows.shape[2], device=rows.device).view(-1, 1)
+        ids = (first + found.slots).where(found.slots >= 0, _EMPTY)
         counts = torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device=rows.device)
-        gather_rows(rows.flatten(0, 2), ids, counts, lists)
+        for kept, plane in zip(rows, out, strict=True):
+            gather_rows(kept.flatten(0, 1), ids, counts, plane)
 
     def write(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
         """Of rows `[2, Hkv, n, width]` those that were missing take the slots they got."""

@@ -1,0 +1,202 @@
+"""Layers that select, the whole batch at once: each layer is one chain of launches whatever the number of sequences,
+and nothing is asked of the device (DESIGN section 10).
+
+    append     newest rows -> resident rows, newest rows -> pool, newest keys -> scoring keys
+    fetch      scores of all sequences -> tokens and counts -> rows (prefetch lane)
+    attend     resident and fetched rows -> out
+
+What the launches read of a step, lengths, slots and tables of addresses, lies in `Lists`: tensors of fixed addresses
+that are written before the step. Shapes depend on the number of sequences and on the bucket of the longest context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from ..core import CHUNK, ModelGeometry, Selection
+from ..kernels.dispatch import attend_kept
+from ..kernels.handover import put
+from ..select.base import Policy
+from ..select.key_lists import KeyLists, Rule, Spans
+from ..transfer.residency import place, places
+from ..transfer.row_lists import Arriving, RowLists
+from .apart import Apart
+from .attention import scores_lse
+from .metrics import Crossing
+from .step import Selecting, Step
+
+
+def bucket(context: int) -> int:
+    """`context` tokens rounded up: chunks, and eight sizes between a power of two and the next."""
+    step = max(CHUNK, 1 << max(0, (context - 1).bit_length() - 4))
+    return -(-context // step) * step
+
+
+def suits(step: Step) -> bool:
+    """Whether the policy selects for a batch at once and every sequence has keys to score; and no sliding window ends
+    among the resident rows, which would then not lie together."""
+    windows = [step.geometry.windows[layer] for layer in range(step.geometry.layers) if step.selects(layer)]
+    fits = all(window is None or window >= step.policy.recent for window in windows)
+    return step.policy.rule is not None and bool(windows) and fits and all(s.position > 0 for s in step.batch)
+
+
+class Lists:
+    """What the launches of a step read, for `batch` sequences of up to `tokens` tokens; `hold` writes it before."""
+
+    def __init__(
+        self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, batch: int, tokens: int
+    ) -> None:
+        device = rows.device
+        self.rows, self.batch, self.room, self._rule, self._policy = rows, batch, tokens, rule, policy
+        self._heads = geometry.kv_heads
+        selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
+        self._layer_of = {geometry.windows[layer]: layer for layer in selecting}
+        self.keys = KeyLists(rule, selecting, batch, device)
+        lists = batch * geometry.kv_heads
+        self._newest = torch.zeros(4 * batch + lists, dtype=torch.int64, device=device)
+        self._spans = torch.zeros(len(self._layer_of), 4 * lists + batch, dtype=torch.int32, device=device)
+        sizes = [batch, batch, batch, batch, lists]
+        self.tokens, self.positions, self.slots, self.places, self.every_slot = self._newest.split(sizes)
+        """int64 `[B]` and `[P]`. Of the newest token: id, position, slot, place among resident rows, slot again."""
+        cut = [row.split([lists, lists, batch, lists, lists]) for row in self._spans]
+        self._cut = dict(zip(self._layer_of, cut, strict=True))
+        """Of each sliding window: starts and stops `[P]`, limits `[B]`, kept starts and stops `[P]`."""
+
+    def hold(self, step: Step) -> None:
+        """What this step's sequences are, where their rows and keys lie, and what each may see."""
+        keys = [s.state.scoring_keys for s in step.batch]
+        slots = [s.slots.newest for s in step.batch]
+        step.link.hold(self.rows, [s.lease for s in step.batch])
+        moved = self.keys.hold([own for own in keys if own is not None], slots)
+        if moved is not None:
+            put(moved, self.keys.tables)
+        sinks, recent, heads = self._policy.sinks, self._policy.recent, self._heads
+        every = [slot for slot in slots for _ in range(heads)]
+        kept_at = [place(slot, sinks, recent) for slot in slots]
+        put(torch.tensor([*step.tokens, *step.positions, *slots, *kept_at, *every]), self._newest)
+        spans = []
+        for layer in self._layer_of.values():
+            seen = step.see(layer)
+            kept = [span for visible in seen for span in [places(visible, sinks, recent)] * heads]
+            numbers = Spans.numbers(seen, heads, self._rule)
+            spans.append([*chain.from_iterable(numbers), *(span.start for span in kept), *(span.stop for span in kept)])
+        put(torch.tensor(spans, dtype=torch.int32), self._spans)
+
+    def spans(self, window: int | None) -> Spans:
+        """What the layers of a sliding window select from."""
+        starts, stops, limits, _, _ = self._cut[window]
+        return Spans(starts, stops, limits, self.room, self._rule.most(self.room))
+
+    def kept(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and behind the last place of the resident rows that they see, int32 `[P]`."""
+        _, _, _, starts, stops = self._cut[window]
+        return starts, stops
+
+
+class Together:
+    """See `Selecting`: one step, with `lists` that `hold` it."""
+
+    def __init__(self, step: Step, lists: Lists) -> None:
+        self._step, self._lists = step, lists
+        self._newest = lists.rows.rows_of(lists.slots)
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Selecting.inputs`."""
+        return self._lists.tokens, self._lists.positions
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See `Selecting.append`."""
+        step, lists = self._step, self._lists
+        k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
+        lists.rows.append(layer, k, v, lists.places, self._newest)
+        for sequence in step.batch:
+            sequence.trace.bytes_to_host += lists.rows.token_bytes
+        if step.selects(layer):
+            lists.keys.append(layer, k, lists.every_slot)
+
+    def fetch(self, layer: int, q: torch.Tensor) -> Side:
+        """See `Selecting.fetch`."""
+        step, lists = self._step, self._lists
+        tokens, counts = lists.keys.select(layer, q, lists.spans(step.geometry.windows[layer]))
+        arriving = lists.rows.fetch(layer, tokens, counts, overlapping=step.sharing.overlapping)
+        side = Side(step, lists, layer, tokens, counts, arriving)
+        self._tell(layer, side)
+        return side
+
+    def _tell(self, layer: int, side: Side) -> None:
+        """Enters what was selected in traces and slots, without asking the device but for those who have to know."""
+        tally, rows = side.arriving.tally, self._lists.rows
+        each = zip(self._step.batch, self._step.see(layer), side.counts[:: rows.heads].unbind(), strict=True)
+        tallies = None if tally is None else tally.unbind()
+        for b, (sequence, visible, count) in enumerate(each):
+            crossing = Crossing(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
+            sequence.trace.crossing(layer, visible, count, crossing)
+            if sequence.slots.listens:
+                sequence.slots.selected(layer, side.selection(b).known().tokens)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tokens `[P, n]` that a layer selected, `counts` `[P]` of them meant, their rows on the way."""
+
+    step: Step
+    lists: Lists
+    layer: int
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    arriving: Arriving
+
+    def selection(self, b: int) -> Selection:
+        """Sequence b's."""
+        heads = self.lists.rows.heads
+        own = slice(b * heads, (b + 1) * heads)
+        return Selection(self.tokens[own], self.counts[own])
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        """See `Fetched.attend`."""
+        step, layer, lists = self.step, self.layer, self.lists
+        k, v = self.arriving.wait()
+        grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
+        spans, scale = lists.kept(step.geometry.windows[layer]), step.geometry.scales[layer]
+        out, lse = attend_kept(grouped, lists.rows.kept(layer), *spans, k, v, self.counts, scale)
+        lses = lse.view(len(step.batch), -1)
+        for b, sequence in enumerate(step.batch):
+            if step.recorder is not None:
+                selected = self.selection(b).known().tokens
+                step.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selected))
+            if sequence.trace.probing:
+                keys = sequence.keys(layer, step.see(layer)[b].all)
+                sequence.trace.miss(layer, lses[b], scores_lse(q[:, b], keys, scale))
+        return out.to(q.dtype).view(len(step.batch), -1)
+
+
+class Ways:
+    """Which way the layers of a step select. Keeps the lists of the latest batch."""
+
+    def __init__(self) -> None:
+        self._lists: Lists | None = None
+
+    def of(self, step: Step) -> Selecting:
+        """Together where policy and link can, else apart."""
+        lists = self._fitting(step) if suits(step) else None
+        if lists is None:
+            return Apart(step)
+        lists.hold(step)
+        return Together(step, lists)
+
+    def forget(self) -> None:
+        """Lets go of the rows of sequences that may have ended."""
+        self._lists = None
+
+    def _fitting(self, step: Step) -> Lists | None:
+        """Lists for as many sequences and tokens."""
+        batch, tokens = len(step.batch), bucket(max(s.slots.context for s in step.batch))
+        if self._lists is None or (self._lists.batch, self._lists.room) != (batch, tokens):
+            rows, rule = step.link.row_lists(batch, tokens), step.policy.rule
+            if rows is None or rule is None:
+                return None
+            self._lists = Lists(step.policy, rows, rule, step.geometry, batch, tokens)
+        return self._lists

@@ -1,0 +1,196 @@
+"""The rows of a batch's sequences as lists (`kernels.lists`): whatever the batch, a layer's fetch is one gather, and
+its newest rows are kept and written back by one launch each.
+
+Which sequences these are, and where their chunks lie, is data in tensors of fixed addresses; shapes depend on the
+number of sequences and on how many tokens there is room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..core import CHUNK, Lease
+from ..kernels.addressed import FIELDS, Addressed, entry
+from ..kernels.dispatch import gather_rows, keep_rows, scatter_rows
+from ..kernels.handover import put
+from ..pool.pool import HostPool
+from .lanes import Lane, Mark
+from .plan import CHUNK_BITS, first_askers
+from .residency import Residency
+from .working_set import LookUp, WorkingSet
+
+
+@dataclass
+class Open:
+    """What the device has of one sequence. `written` is behind its last write-back."""
+
+    lease: Lease
+    residency: Residency
+    working: WorkingSet | None
+    written: Mark | None = None
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Rows on their way: `staged` `[2, P, n, width]`, as the pool stores them, of which `counts` (int32 `[P]`; None:
+    all) are meant, valid on the device behind `mark`. `tally` int64 `[B, 2]`, valid as they are,
+    says how many rows, K and V of a KV head together, crossed for each sequence, and how many its working set had (what
+    is left came with another sequence's); None where all that is meant crosses."""
+
+    pool: HostPool
+    lane: Lane
+    mark: Mark
+    staged: torch.Tensor
+    counts: torch.Tensor | None
+    tally: torch.Tensor | None
+
+    def wait(self) -> torch.Tensor:
+        """K and V `[2, P, n, d]`; the compute stream is ordered behind the copies, the host does not wait."""
+        counted = () if self.tally is None else (self.tally,)
+        self.lane.hold_compute(self.mark, self.staged, *counted)
+        return self.pool.format.decode(self.staged)
+
+
+class RowLists:
+    """Lists of `batch` sequences with room for `tokens` tokens each. `hold` says which sequences; it and `append`
+    belong to the compute stream, fetches to the prefetch lane, and every fetch has been waited for before the next
+    `hold`."""
+
+    def __init__(self, pool: HostPool, lanes: tuple[Lane, Lane], device: torch.device, batch: int, tokens: int) -> None:
+        """lanes: prefetch and write-back."""
+        layout = pool.layout
+        self._pool, self.heads, self._batch, self.device = pool, layout.kv_heads, batch, device
+        self.pair_bytes = 2 * layout.row_bytes
+        self.token_bytes = layout.kv_heads * self.pair_bytes
+        self._prefetch, self._write_back = lanes
+        self._bases = torch.zeros(batch, -(-tokens // CHUNK), dtype=torch.int64, device=device)
+        self._tables = torch.zeros(layout.layers, batch, FIELDS, dtype=torch.int64, device=device)
+        firsts = [
+            [[layout.row(layer, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)]
+            for layer in range(layout.layers)
+        ]
+        self._planes = torch.tensor(firsts, device=device).unsqueeze(2)
+        """int64 `[L, 2, 1, Hkv]`: the row of a slab's first token."""
+        self._chunks: list[list[int]] = []
+        self._open: list[Open] = []
+        self._kept: list[Addressed] = []
+
+    @property
+    def tokens(self) -> int:
+        """Room of a sequence."""
+        return self._bases.shape[1] * CHUNK
+
+    def hold(self, sequences: Sequence[Open]) -> None:
+        """From now on the lists are these sequences'; what has changed since the last call goes to the device."""
+        assert len(sequences) == self._batch
+        chunks = [one.lease.chunks for one in sequences]
+        if chunks != self._chunks:
+            bases = torch.zeros(self._bases.shape, dtype=torch.int64)
+            for row, one in zip(bases, sequences, strict=True):
+                own = self._pool.row_base(one.lease)[: len(row)]
+                row[: len(own)] = own
+            put(bases, self._bases)
+            self._chunks = [list(ids) for ids in chunks]
+        if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
+            kept = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
+            put(torch.tensor([[entry(rows) for rows in layer] for layer in kept]), self._tables)
+            self._kept = [Addressed(tuple(rows), table) for rows, table in zip(kept, self._tables, strict=True)]
+            self._open = list(sequences)
+
+    def kept(self, layer: int) -> Addressed:
+        """The resident rows of a layer, `[2 * Hkv, s + w, d]` of each sequence."""
+        return self._kept[layer]
+
+    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row ids int64 `[B]` of the tokens in slots int64 `[B]`, to which `append` adds those of layer and head."""
+        return self._bases.gather(1, (slots >> CHUNK_BITS).unsqueeze(1)).squeeze(1) + (slots & (CHUNK - 1))
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """The newest rows k, v `[P, d]` become resident at `places` int64 `[B]` (`residency.place`) and are written
+        back to `rows` (`rows_of`)."""
+        keep_rows(k, v, self._kept[layer], places)
+        with self._write_back.behind_compute():
+            stored = self._pool.format.encode(torch.stack((k, v)))
+            ids = rows.unsqueeze(1) + self._planes[layer]
+            scatter_rows(self._pool.rows, ids.flatten(), stored.flatten(0, 1))
+            self._write_back.borrow(k, v, rows)
+            mark = self._write_back.mark()
+        for one in self._open:
+            one.written = mark
+
+    def fetch(self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool) -> Arriving:
+        """Starts moving the first `counts[p]` (None: all) of tokens int64 `[P, n]`: what is in a sequence's working set
+        comes from there, of what several of them have in common (`overlapping`) all but the first one's from the first
+        one's, the others from the pool.
+
+        Tokens and counts are borrowed from the compute stream; all else is made, used and freed in the prefetch lane.
+        """
+        with self._prefetch.behind_compute():
+            for mark in {id(one.written): one.written for one in self._open}.values():
+                if mark is not None:
+                    self._prefetch.wait_for(mark)
+            self._prefetch.borrow(tokens, *(() if counts is None else (counts,)))
+            ids = self._ids(layer, tokens)
+            meant = None
+            if counts is not None:
+                meant = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
+                ids = ids.masked_fill(~meant, -1)
+            found = self._look_up(layer, tokens, meant)
+            if found:
+                ids = ids.masked_fill(torch.cat([one.slots for one in found]) >= 0, -1)
+            staged = self._pool.rows.new_empty(*ids.shape, self._pool.rows.shape[1], device=tokens.device)
+            again = first_askers(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
+            self._gather(ids, again, staged)
+            for b, one in enumerate(found):
+                rows, working = staged[:, self._own(b)], self._open[b].working
+                assert working is not None
+                working.read(layer, one, rows)
+                working.write(layer, one, rows)
+            tally = self._tally(tokens, counts, found, again)
+            return Arriving(self._pool, self._prefetch, self._prefetch.mark(), staged, counts, tally)
+
+    def _own(self, b: int) -> slice:
+        return slice(b * self.heads, (b + 1) * self.heads)
+
+    def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Row ids int64 `[2, P, n]` of K and V."""
+        at = tokens.view(self._batch, -1)
+        rows = self._bases.gather(1, at >> CHUNK_BITS).add_(at & (CHUNK - 1)).view(self._batch, self.heads, -1)
+        return (rows + self._planes[layer].unsqueeze(-1)).flatten(1, 2)
+
+    def _look_up(self, layer: int, tokens: torch.Tensor, meant: torch.Tensor | None) -> list[LookUp]:
+        """What each working set says; nothing without them."""
+        found = []
+        for b, one in enumerate(self._open):
+            if one.working is not None and tokens.numel():
+                own = self._own(b)
+                found.append(one.working.look_up(layer, tokens[own], None if meant is None else meant[own]))
+        return found
+
+    def _gather(self, ids: torch.Tensor, again: torch.Tensor | None, staged: torch.Tensor) -> None:
+        """Rows by ids `[2, P, n]` from the pool, but those that somebody before asked for (`again`) from there."""
+        lists = staged.flatten(0, 1)
+        wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
+        counts = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
+        gather_rows(self._pool.rows, wanted, counts, lists)
+        if again is not None:
+            gather_rows(lists.flatten(0, 1), again.flatten(0, 1), counts, lists)
+
+    def _tally(
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """See `Arriving`."""
+        if not found and again is None:
+            return None
+        if counts is None:
+            sought = torch.full((self._batch,), self.heads * tokens.shape[1], device=tokens.device)
+        else:
+            sought = counts.view(self._batch, -1).sum(1)
+        hits = torch.stack([one.hits for one in found]) if found else torch.zeros_like(sought)
+        crossed = sought - hits
+        if again is not None:
+            crossed = crossed - (again[0].view(self._batch, -1) >= 0).sum(1)
+        return torch.stack((crossed, hits), dim=1)

@@ -1,0 +1,96 @@
+"""Rows that stay on the device, found by address: kept and attended to, and rows written back by id, against torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from offload_rt.kernels import lists
+from offload_rt.kernels.addressed import Addressed
+
+HEADS, ROOM = 2, 300
+
+
+def kept_rows(device: torch.device, d: int, dtype: torch.dtype) -> Addressed:
+    """Of three sequences, each in memory of its own, one of them a layer in the middle of others; NaN at the first and
+    the last place, which nobody sees."""
+    rows = torch.randn(3, 2 * HEADS, ROOM, d, device=device).to(dtype)
+    rows[:, :, 0] = rows[:, :, -1] = math.nan
+    layers = torch.zeros(3, 2 * HEADS, ROOM, d, device=device, dtype=dtype)
+    layers[1] = rows[1]
+    return Addressed.of([rows[0], layers[1], rows[2].clone()])
+
+
+@pytest.mark.parametrize(
+    ("d", "group", "dtype"), [(64, 1, torch.float32), (80, 3, torch.float16), (128, 4, torch.bfloat16)]
+)
+def test_kept_and_fetched_rows_are_attended_to(
+    kernel_device: torch.device, d: int, group: int, dtype: torch.dtype
+) -> None:
+    """Ragged places and counts; a sequence without fetched rows, one whose places are in two pieces."""
+    from offload_rt.kernels.triton_resident import attend_kept
+
+    torch.manual_seed(d)
+    kept = kept_rows(kernel_device, d, dtype)
+    q = torch.randn(3 * HEADS, group, d, device=kernel_device).to(dtype)
+    k, v = torch.randn(2, 3 * HEADS, 270, d, device=kernel_device).to(dtype)
+    starts, stops, counts = (
+        torch.tensor(each, dtype=torch.int32, device=kernel_device).repeat_interleave(HEADS)
+        for each in ([1, 3, 200], [2, 299, 290], [270, 0, 33])
+    )
+    out, lse = attend_kept(q, kept, starts, stops, k, v, counts, d**-0.5)
+    wide = Addressed.of([rows.double() for rows in kept.tensors])
+    want, want_lse = lists.attend_kept(q.double(), wide, starts, stops, k.double(), v.double(), counts, d**-0.5)
+    largest = max(float(x.double().nan_to_num(0).abs().max()) for x in (v, *kept.tensors))
+    rounding = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}.get(dtype, 0.0) if q.is_cuda else 0.0
+    assert want.isfinite().all() and ((out - want).abs() <= (rounding + 4e-6) * largest).all()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+
+
+def test_attending_to_both_is_attending_to_their_union() -> None:
+    torch.manual_seed(2)
+    kept = kept_rows(torch.device("cpu"), 16, torch.float64)
+    q, (k, v) = torch.randn(6, 2, 16, dtype=torch.float64), torch.randn(2, 6, 9, 16, dtype=torch.float64)
+    starts, stops, counts = (torch.full((6,), at, dtype=torch.int32) for at in (1, 299, 9))
+    out, lse = lists.attend_kept(q, kept, starts, stops, k, v, counts, 0.25)
+    for b, rows in enumerate(kept.tensors):
+        own = slice(b * HEADS, (b + 1) * HEADS)
+        keys, values = (
+            torch.cat((part[:, 1:299], more[own]), 1) for part, more in zip(rows.split(HEADS), (k, v), strict=True)
+        )
+        scores = 0.25 * q[own] @ keys.transpose(1, 2)
+        torch.testing.assert_close(out[own], torch.softmax(scores, -1) @ values, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lse[own], torch.logsumexp(scores, -1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    from offload_rt.kernels.triton_append import keep_rows
+
+    kept = kept_rows(kernel_device, 24, dtype)
+    want = Addressed.of([rows.clone() for rows in kept.tensors])
+    k, v = torch.randn(2, 3 * HEADS, 24, device=kernel_device).to(dtype)
+    places = torch.tensor([0, 299, 17], device=kernel_device)
+    keep_rows(k, v, kept, places)
+    lists.keep_rows(k, v, want, places)
+    for b, (rows, expected) in enumerate(zip(kept.tensors, want.tensors, strict=True)):
+        assert torch.equal(rows.nan_to_num(9.0), expected.nan_to_num(9.0))
+        assert torch.equal(rows[HEADS:, int(places[b])], v[b * HEADS : (b + 1) * HEADS])
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (20, torch.bfloat16), (13, torch.uint8)])
+def test_rows_are_written_back_where_their_ids_say(kernel_device: torch.device, width: int, dtype: torch.dtype) -> None:
+    from offload_rt.kernels.triton_gather import scatter_rows
+
+    rows = torch.zeros(50, width, dtype=dtype)
+    rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
+    source = torch.randint(1, 100, (11, width), device=kernel_device).to(dtype)
+    ids = torch.randperm(50)[:11].to(kernel_device)
+    scatter_rows(rows, ids, source)
+    if kernel_device.type == "cuda":
+        torch.cuda.synchronize()
+    want = torch.zeros(50, width, dtype=dtype)
+    lists.scatter_rows(want, ids, source)
+    assert torch.equal(rows, want) and torch.equal(rows[ids.cpu()], source.cpu())
