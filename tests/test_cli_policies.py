@@ -148,3 +148,16 @@ def test_info_prints_the_plan_under_a_limit(capsys: pytest.CaptureFixture[str]) 
         assert words in text
     assert main((*arguments, "5MiB")) == 2
     assert "are missing" in capsys.readouterr().err
+
+
+def test_info_counts_a_working_set(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("info", "reference", "--context", "1024", "--device", "cpu", "--dtype", "float32")
+    assert main(arguments) == 0
+    assert "working set" not in capsys.readouterr().out
+    assert main((*arguments, "--working-set", "64")) == 0
+    assert "device: working set" in (text := capsys.readouterr().out)
+    assert "462 KiB" in text  # 7 layers * 2 heads * 65 rows * (2 * 64 * 4 + 8) bytes
+    assert main((*arguments, "--working-set", "100000", "--device-memory", "20MiB")) == 2
+    assert "are missing" in capsys.readouterr().err
+    assert main((*arguments, "--working-set", "-1")) == 2
+    assert "working_set=-1" in capsys.readouterr().err

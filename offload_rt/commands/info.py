@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig, parse_size
 from ..errors import ConfigError
-from .common import add_command
+from .common import add_command, given
 from .policy_flags import add_device_flags, add_policy_flags, policy_options
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--context {args.context} must be at least 1 token")
     options = parse_options(args.policy, policy_options(args))
     host_memory = None if args.host_memory is None else parse_size(args.host_memory, "host_memory")
+    config = EngineConfig(**given(args, ("working_set",)))
     shape = load_shape(args.model, device=args.device, dtype=args.dtype)
     machine, geometry = Machine.here(host_memory, shape.device), shape.geometry
-    costs = DeviceCosts(shape, Demand.of(args.policy, options, geometry, shape.dtype), EngineConfig().prefill_slice)
+    demand = Demand.of(args.policy, options, geometry, shape.dtype)
+    costs = DeviceCosts(shape, demand, config.prefill_slice, working_set=config.working_set)
     plan = _plan(args.device_memory, costs, args.context)
     if plan is not None:
         costs = plan.costs

@@ -30,7 +30,6 @@ def pool_options(args: argparse.Namespace) -> dict[str, Any]:
     """Settings of `LLM` about the pool, checked. Raises ConfigError."""
     check_choice("kv_format", args.kv_format, get_args(KVFormatName))
     settings: dict[str, Any] = {"host_memory": args.host_memory, "kv_format": args.kv_format}
-    settings |= given(args, ("working_set",))
     settings["prefix_sharing"] = not args.no_prefix_sharing
     if args.eviction is None:
         if args.protect is not None:
@@ -43,7 +42,8 @@ def pool_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def device_options(args: argparse.Namespace) -> dict[str, Any]:
     """Settings of `LLM` about the device."""
-    return {"device": args.device, "device_memory": args.device_memory, "max_context": args.max_context}
+    settings = {"device": args.device, "device_memory": args.device_memory, "max_context": args.max_context}
+    return settings | given(args, ("working_set",))
 
 
 def add_device_flags(parser: argparse.ArgumentParser, *, max_context: bool = True) -> None:
@@ -52,6 +52,9 @@ def add_device_flags(parser: argparse.ArgumentParser, *, max_context: bool = Tru
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
     parser.add_argument(
         "--device-memory", metavar="SIZE", help="limit of all that is on the device: weights beyond it stream"
+    )
+    parser.add_argument(
+        "--working-set", type=int, metavar="ROWS", help="fetched rows per layer and KV head that stay on the device"
     )
     if max_context:
         parser.add_argument(
@@ -65,9 +68,6 @@ def add_pool_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eviction", metavar="fifo|lru|counter", help="what gives way when the pool is full")
     group.add_argument("--protect", metavar="window|none", help="what eviction spares (window: sinks and recent)")
     group.add_argument("--kv-format", default="auto", metavar="auto|int8|int4|int2", help="rows in host memory")
-    group.add_argument(
-        "--working-set", type=int, metavar="ROWS", help="fetched rows per layer and KV head that stay on the device"
-    )
     group.add_argument("--no-prefix-sharing", action="store_true", help="compute and keep every prompt by itself")
 
 

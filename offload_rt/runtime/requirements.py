@@ -13,9 +13,8 @@ from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, format_size
 from ..core import CHUNK, ModelGeometry
 from ..models.registry import ModelShape
 from ..pool.machine import available_memory
-from ..select.bases import kept_columns
 from ..select.h2o import WEIGHED_AT_ONCE
-from ..select.scoring import LEARNED_AT_ONCE
+from ..select.scoring import LEARNED_AT_ONCE, kept_columns
 
 _BITS = {"int4": 4, "int2": 2}
 
@@ -108,15 +107,18 @@ class DeviceCosts:
         return int(layers * self.demand.key_bytes * slots)
 
     @property
-    def resident(self) -> int:
-        """Sinks, recent window and working set of a sequence; for each of its rows a token and a score."""
+    def kept(self) -> int:
+        """The working set of a sequence; for each of its rows a token and a score."""
+        if not self.working_set:
+            return 0
         geometry = self.shape.geometry
-        token = geometry.kv_bytes(1, self.shape.dtype)
-        kept = 0
-        if self.working_set:
-            selecting = geometry.layers - len(self.demand.dense)
-            kept = selecting * (self.working_set + 1) * (token // geometry.layers + 8 * geometry.kv_heads)
-        return self.demand.resident * token + kept
+        rows = (geometry.layers - len(self.demand.dense)) * (self.working_set + 1)
+        return rows * (geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * geometry.kv_heads)
+
+    @property
+    def resident(self) -> int:
+        """Sinks, recent window and working set of a sequence."""
+        return self.demand.resident * self.shape.geometry.kv_bytes(1, self.shape.dtype) + self.kept
 
     def fetched(self, context: int, layer: int) -> int:
         """The most tokens that a layer of a sequence fetches; past the last layer none."""
@@ -200,9 +202,9 @@ class Requirements:
     """Bytes for one sequence of `context` tokens.
 
     kv_per_token, kv_host: K and V in the host pool, of one token and of the whole chunks of the context.
-    weights, scoring, resident, staging: on the device while decoding: weights, scoring keys and their bases, sinks and
-        recent window, and the rows that a layer attends to, fetched and joined with the resident ones, while the next
-        layer's arrive.
+    weights, scoring, resident, kept, staging: on the device while decoding: weights, scoring keys and their bases,
+        sinks and recent window, the working set, and the rows that a layer attends to, fetched and joined with the
+        resident ones, while the next layer's arrive.
     decode: hidden states, scores, attention weights and logits while decoding.
     prefill: all of that while prefilling, in place of `staging` and `decode`.
     """
@@ -213,6 +215,7 @@ class Requirements:
     weights: int
     scoring: int
     resident: int
+    kept: int
     staging: int
     decode: int
     prefill: int
@@ -220,7 +223,7 @@ class Requirements:
     @property
     def device(self) -> int:
         """The larger of what prefill and decoding need on the device."""
-        return self.weights + self.scoring + self.resident + max(self.prefill, self.staging + self.decode)
+        return self.weights + self.scoring + self.resident + self.kept + max(self.prefill, self.staging + self.decode)
 
 
 def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements:
@@ -233,7 +236,8 @@ def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements
         kv_host=geometry.kv_bytes(-(-context // CHUNK) * CHUNK, dtype),
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),
-        resident=costs.resident,
+        resident=costs.resident - costs.kept,
+        kept=costs.kept,
         staging=costs.staging([context]),
         decode=costs.decode([context]),
         prefill=costs.prefill(context),
