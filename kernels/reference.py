@@ -34,10 +34,8 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> tuple[t
     """
     scores = dot_products(q * scale, k)
     scores = scores if scores.dtype == torch.float64 else scores.float()
-    peak = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    return weights.div_(total), (peak + total.log()).squeeze(-1)
+    weights = torch.softmax(scores, -1)
+    return weights, scores.amax(-1) - weights.amax(-1).log()
 
 
 def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,15 +29,22 @@ def first_askers(ids: torch.Tensor) -> torch.Tensor:
     return torch.full_like(ids, -1).scatter_(0, order, order[heads].where(again, -1))
 
 
-def row_ids(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows of the flat arena `[R, d]` that hold K and V of `tokens`.
+def key_rows(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Rows of the flat arena `[R, d]` that hold K of `tokens`; V of each lies `layout.plane_rows` behind.
 
     base: int64 `[chunks]`, the arena row of each chunk's first token (layer 0, head 0, K), on the device of `tokens`.
-    tokens: int64 `[Hkv, n]` token indices. Returns int64 `[2, Hkv, n]`: rows of K, rows of V.
+    tokens: int64 `[Hkv, n]` token indices. Returns int64 `[Hkv, n]`.
 
-    Shifts and masks instead of divisions, and one addition for both planes: this runs for every layer and step.
+    A token's row is the token and what its chunk is off by: this runs for every layer and step.
     """
-    kv_heads, first, plane = tokens.shape[0], layout.row(layer, 0, 0), layout.plane_rows
-    planes = torch.arange(first, first + 2 * kv_heads * plane, plane, device=tokens.device).view(kv_heads, 2, 1)
-    slots = torch.take(base, tokens >> CHUNK_BITS).add_(tokens & (CHUNK - 1))
-    return slots + planes.transpose(0, 1).contiguous()
+    first, (kv_heads, n) = layout.row(layer, 0, 0), tokens.shape
+    heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
+    off = base - torch.arange(0, len(base) * CHUNK, CHUNK, device=base.device)
+    rows = off.index_select(0, (tokens >> CHUNK_BITS).view(-1)).view(kv_heads, n)
+    return rows.add_(tokens).add_(heads.unsqueeze(1))
+
+
+def row_ids(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+    """`key_rows` and the rows of V: int64 `[2, Hkv, n]`."""
+    keys = key_rows(layout, base, layer, tokens)
+    return torch.stack((keys, keys + layout.plane_rows))
