@@ -13,8 +13,9 @@ from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, format_size
 from ..core import CHUNK, ModelGeometry
 from ..models.registry import ModelShape
 from ..pool.machine import available_memory
+from ..select.bases import kept_columns
 from ..select.h2o import WEIGHED_AT_ONCE
-from ..select.scoring import LEARNED_AT_ONCE, kept_columns
+from ..select.scoring import LEARNED_AT_ONCE
 
 _BITS = {"int4": 4, "int2": 2}
 
