@@ -1,7 +1,8 @@
 # Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
-#   make soak    the long ones: 200 kills while saving, every cell of the composition matrix
+#   make soak    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written), sessions (50
+#                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
@@ -37,8 +38,15 @@ demo: $(READY)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
+SOAK_PARTS := disk sessions composition
+SOAK_disk := tests/test_disk.py
+SOAK_sessions := tests/test_reliability.py
+SOAK_composition := tests/test_composition.py
+SOAK := $(or $(PART),$(SOAK_PARTS))
+
 soak: $(READY)
-	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 $(BIN)/pytest tests/test_disk.py tests/test_reliability.py tests/test_composition.py
+	$(foreach part,$(filter-out $(SOAK_PARTS),$(SOAK)),$(error PART=$(part) is unknown: one of $(SOAK_PARTS)))
+	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 $(BIN)/pytest --timeout 1800 $(foreach part,$(SOAK),$(SOAK_$(part)))
 
 GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
 

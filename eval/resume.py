@@ -4,11 +4,13 @@ throttled to a stated bandwidth, with and without the read buffer (CachedAttenti
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from ..config import SamplingParams
 from ..core import CHUNK
 from ..llm import LLM
 from ..pool.disk import DiskStore, StoredChunk
-from ..runtime.sessions import Session
+from ..runtime.generation import Event
 from .report import Column, Report, Row
 
 TURN = 64
@@ -62,9 +64,11 @@ def shape_model(layers: int = 12, hidden: int = 512, heads: int = 8, kv_heads: i
 
 
 def fresh(subject: Subject, history: int) -> LLM:
-    """A runtime that knows nothing, with memory for `history` tokens and a turn that has been touched before, as pinned
-    memory is: on a busy machine the first touch of a page can take longer than reading it from disk."""
+    """A runtime that knows nothing of the history. What is not asked about has happened: its weights have been used,
+    and memory for `history` tokens and a turn has been touched, as pinned memory is (on a busy machine the first touch
+    of a page can take longer than reading it from disk)."""
     llm = subject.make()
+    list(llm.stream(tokens(TURN, "warm up"), SHORT))
     pool = llm._runner.pool
     count = history + LONG_TURN + CHUNK
     lease = pool.new_lease(count)
@@ -76,20 +80,33 @@ def fresh(subject: Subject, history: int) -> LLM:
     return llm
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    """Uniform token ids."""
-    found: list[int] = torch.randint(1, 2048, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+def tokens(count: int, name: str) -> list[int]:
+    """Uniform token ids. Other names, other tokens: a turn that was taken before would be found, not computed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    found: list[int] = torch.randint(1, 2048, (count,), generator=generator).tolist()
     return found
 
 
-def first_token(session: Session, turn: list[int]) -> float:
-    """Seconds from `send` to the first event."""
+def first_token(ask: Callable[[], Iterator[Event]]) -> float:
+    """Seconds from asking to the first event."""
+    gc.collect()  # what was closed gives its memory back before, not meanwhile
     began = time.perf_counter()
-    events = session.send(turn, SHORT)
+    events = ask()
     next(events)
     seconds = time.perf_counter() - began
     list(events)
     return seconds
+
+
+def begin(subject: Subject, history: int, store: Path, turn: int) -> tuple[LLM, float]:
+    """Stores a session "s" of `history` tokens. Returns a runtime that has its rows in host memory, and the seconds
+    that history and turn take as a plain prompt, with nothing to reuse or to save."""
+    llm, prompt = fresh(subject, history), tokens(history, "history")
+    seconds = first_token(lambda: llm.stream([*prompt, *tokens(turn, "recomputed")], SHORT))
+    session = llm.session("s", store)
+    list(session.send(prompt, SHORT))
+    session.close()
+    return llm, seconds
 
 
 def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
@@ -97,24 +114,23 @@ def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
     would find each other's chunks: each history has a store of its own."""
     rows = []
     for history in subject.histories:
-        prompt, store = tokens(history, 1), folder / f"{history}"
-        llm = fresh(subject, history)
-        session = llm.session("s", store)
-        recomputed = [first_token(session, prompt)]
-        session.close()
-        times: dict[str, list[float]] = {"recomputed": recomputed, "host": [], "disk warm": [], "disk cold": []}
+        store = folder / f"{history}"
+        llm, recomputed = begin(subject, history, store, TURN)
+        times: dict[str, list[float]] = {"recomputed": [recomputed], "host": [], "disk warm": [], "disk cold": []}
         stalls: dict[str, list[float]] = {}
         for i in range(repeats):
             for source in ("host", "disk warm", "disk cold"):
                 if source != "host":
                     llm = fresh(subject, history)
+                if source == "disk warm":
+                    fill_cache(store)
                 if source == "disk cold":
                     drop_cache(store)
                 seconds, stalled = timed_fork(llm, store, f"{source} {i}")
                 times[source].append(seconds)
                 stalls.setdefault(source, []).append(stalled)
         for source, found in times.items():
-            rows.append(row(subject, history, source, found, statistics.median(recomputed), stalls.get(source, [0.0])))
+            rows.append(row(subject, history, source, found, recomputed, stalls.get(source, [0.0])))
     return rows
 
 
@@ -132,7 +148,7 @@ def timed_fork(
         fork.prefetch()
         time.sleep(EARLY)
     before = fork.store.tiers.stats.stall_seconds
-    seconds = first_token(fork, tokens(turn, 2))
+    seconds = first_token(lambda: fork.send(tokens(turn, name), SHORT))
     stalled = fork.store.tiers.stats.stall_seconds - before
     session.close()
     fork.discard()
@@ -156,10 +172,7 @@ def buffers(subject: Subject, history: int, folder: Path, bandwidths: Sequence[f
     """Stall of pre-loading at stated bandwidths, `EARLY` seconds before the turn and while it is computed: no buffer (a
     layer is read when it is needed), one layer, half of all layers, all of them."""
     store, found = folder / "buffers", []
-    llm = fresh(subject, history)
-    session = llm.session("s", store)
-    whole = first_token(session, tokens(history, 1))
-    session.close()
+    llm, whole = begin(subject, history, store, LONG_TURN)
     for bandwidth in bandwidths:
         for ahead in (0, 1, llm.geometry.layers // 2, llm.geometry.layers):
             runs = [
@@ -179,6 +192,12 @@ def row(subject: Subject, history: int, source: str, found: list[float], whole: 
         "model": subject.name, "history": history, "source": source, "seconds": seconds, "samples": found,
         "spread": max(found) - min(found), "speedup": whole / seconds, "stall": statistics.median(stalls),
     }  # fmt: skip
+
+
+def fill_cache(folder: Path) -> None:
+    """Reads the files, so that the kernel has their pages."""
+    for path in folder.rglob("*.kv"):
+        path.read_bytes()
 
 
 def drop_cache(folder: Path) -> None:
@@ -243,7 +262,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += measure(shape, args.repeats, Path(folder) / "shape")
         told = about | {
             "turn": f"{TURN} new tokens",
-            "recomputed": "the history alone, once, without the turn",
+            "recomputed": "history and turn as a plain prompt, once; nothing is saved meanwhile",
+            "host": "whole chunks in host memory; what fills none comes from disk",
+            "disk warm": "the files were read just before",
             "disk cold": "the files' pages were given back to the kernel (posix_fadvise)",
         }
         title = "Time to first token of a resumed session"

@@ -18,7 +18,8 @@ from ..config import SamplingParams
 from ..errors import InputError
 from ..llm import LLM
 from ..runtime.sequence import Sequence as RunningSequence
-from ..runtime.sessions import SINKS, Session
+from ..runtime.sessions import Session
+from ..runtime.truncation import SINKS
 from .bootstrap import paired_bootstrap, perplexity_change, share_error
 from .needles import Haystack
 from .report import Column, Report, Row
@@ -67,7 +68,7 @@ class Followed:
 
 def sessions_after(llm: LLM, folder: Path, name: str, cut: Cut) -> dict[str, Session]:
     """A session for each of `VARIANTS`. The text is computed once: the variants that keep rows are its forks."""
-    whole = llm.session(f"{name} not truncated", folder, limit=STORE)
+    whole = llm.session(f"{name} not truncated", folder, limit=STORE, overflow="error")
     list(whole.send(list(cut.text), ONE))
     kept = whole.fork(f"{name} kept positions")
     kept.truncate(keep_last=cut.keep)

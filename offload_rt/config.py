@@ -17,6 +17,7 @@ Columns = Literal["calibration", "prompt"]
 SkewMethod = Literal["svd", "balanced"]
 EarlyStopping = bool | Literal["never"]
 KVFormatName = Literal["auto", "int8", "int4", "int2"]
+Overflow = Literal["truncate", "error"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 _UNITS = {"": 1, "B": 1} | {
@@ -24,6 +25,8 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
 }
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 T = TypeVar("T")
 
@@ -42,6 +45,29 @@ def parse_size(size: int | str, name: str = "size") -> int:
     if size <= 0:
         raise ConfigError(f"{name}={size} must be positive")
     return size
+
+
+def parse_duration(duration: float | str, name: str = "duration") -> float:
+    """Seconds from a number or from a string such as "90s", "30m", "12h", "7d", "2w".
+
+    Raises ConfigError where it is no duration or not positive.
+    """
+    if isinstance(duration, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)\s*", duration, re.IGNORECASE)
+        if match is None:
+            raise ConfigError(f"{name}={duration!r} is no duration; write seconds, or a number with a unit as in '7d'")
+        duration = float(match[1]) * _SECONDS[match[2].lower()]
+    if not 0 < duration < math.inf:
+        raise ConfigError(f"{name}={duration} must be positive and finite")
+    return float(duration)
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` in the largest unit of which there are two or more: "45 s", "90 min", "36 h", "12 d"."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def format_size(size: float) -> str:
@@ -157,6 +183,7 @@ class InfiniGenOptions:
     max_fraction: the count of a layer never exceeds this share of its candidates.
     source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
         input, or of layer i-1's residual after its attention.
+    corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
     scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
     columns: kept columns fixed at calibration, or chosen from each prompt (paper).
     skew: rotation fitted to queries alone (paper) or to queries and keys.
@@ -173,6 +200,7 @@ class InfiniGenOptions:
     partial_ratio: float = 0.3
     max_fraction: float = 0.1
     source: Source = "residual"
+    corrected: bool = True
     scorer: Scorer = "int8"
     columns: Columns = "calibration"
     skew: SkewMethod = "balanced"
@@ -218,6 +246,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "partial_ratio": 0.3,
         "max_fraction": 0.2,
         "source": "attention_input",
+        "corrected": False,
         "scorer": "partial",
         "columns": "prompt",
         "skew": "svd",
@@ -344,15 +373,20 @@ class StoreOptions:
     ttl: seconds after the last use from which stored chunks are given up, and parked sessions leave host memory; None
         is for ever.
     free_host: share of the host pool that parked sessions leave free, for fetching without waiting for an eviction.
+    overflow: "truncate" forgets the oldest half of a conversation (all but its first tokens, with nothing computed
+        again) before a turn that would outgrow the model's positions; "error" refuses the turn. Models whose stored
+        keys do not allow it (absolute positions, sliding windows) are never truncated.
     """
 
     limit: int | None = None
     policy: Literal["lookahead", "lru", "fifo"] = "lookahead"
     ttl: float | None = None
     free_host: float = 0.1
+    overflow: Overflow = "truncate"
 
     def __post_init__(self) -> None:
         check_choice("store policy", self.policy, LIVE_POLICIES)
         _check(self.limit is None or self.limit > 0, f"limit={self.limit} must be positive")
         _check(self.ttl is None or self.ttl > 0, f"ttl={self.ttl} must be positive (seconds), or None")
+        check_choice("overflow", self.overflow, get_args(Overflow))
         _check(0 <= self.free_host < 1, f"free_host={self.free_host} must be a share in [0, 1)")

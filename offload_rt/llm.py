@@ -19,6 +19,7 @@ from .config import (
     StoreOptions,
     eviction_options,
     from_mapping,
+    parse_duration,
     parse_size,
 )
 from .core import CHUNK, ModelGeometry
@@ -269,8 +270,9 @@ class LLM:
     def session(self, name: str, store: str | Path, *, limit: int | str | None = None, **options: Any) -> Session:
         """The conversation `name`: new, or with all its history where the folder `store` has it. Its KV cache comes
         back from host memory or disk. One process at a time may have sessions of a folder open; `limit` is the most
-        bytes of all of the folder's files; it and the other `StoreOptions` (policy, ttl, free_host) are in force until
-        the last session closes.
+        bytes of all of the folder's files; it and the other `StoreOptions` (policy; ttl, in seconds or as "7d";
+        free_host; overflow) are in force until the last session closes. Between turns a session's rows stay in host
+        memory until something else, a turn or a prompt, needs the room.
 
         Raises InputError, ConfigError (a policy that cannot be restored, eviction, a wrong option), StoreError.
         """
@@ -293,6 +295,8 @@ class LLM:
         known = self._stores.get(folder)
         if known is None or known.closed:
             size = None if limit is None else parse_size(limit, "limit")
+            if options.get("ttl") is not None:
+                options = {**options, "ttl": parse_duration(options["ttl"], "ttl")}
             chosen = from_mapping(StoreOptions, {"limit": size, **options})
             known = self._stores[folder] = SessionStore(self._runner, folder, chosen)
         return known

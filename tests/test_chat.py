@@ -28,11 +28,11 @@ from offload_rt.runtime.generation import Event
 from offload_rt.runtime.history import History
 
 
-def talk(store: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *, name: str = "book", code: int = 0) -> None:
+def talk(store: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    arguments = ["chat", "reference", "--session", name, "--store", str(store), "--policy", "full"]
+    arguments = ["chat", "reference", "--session", "book", "--store", str(store), "--policy", "full"]
     arguments += ["--max-new-tokens", "8", "--temperature", "0", "--host-memory", "64MiB"]
-    assert main(arguments) == code
+    assert main([*arguments, *more]) == 0
 
 
 def test_a_chat_comes_back_with_all_that_was_said(
@@ -65,6 +65,35 @@ def test_a_chat_comes_back_with_all_that_was_said(
     assert "3 turns" in capsys.readouterr().err
 
 
+def test_what_is_not_used_for_its_time_to_live_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`sessions list` says beforehand what a time to live would give up; the words stay."""
+    text = "Once upon a time there was a king, and his name was Richard. " * 8
+    talk(tmp_path, f"{text}\n", monkeypatch, "--store-policy", "lru", "--store-ttl", "2w")
+    for path in tmp_path.rglob("*.*"):
+        if path.is_file():
+            os.utime(path, (time.time() - 3 * 86400,) * 2)
+
+    def listed(ttl: str) -> list[str]:
+        capsys.readouterr()
+        assert main(["sessions", "list", "--store", str(tmp_path), "--store-ttl", ttl]) == 0
+        head, line = capsys.readouterr().out.splitlines()
+        assert head.endswith("expires") and line.startswith("book") and "3 d ago" in line
+        return line.split()
+
+    kept, gone = listed("7d"), listed("48h")
+    assert kept[-2:] == ["0", "B"] and gone[-2] != "0" and gone[-2:] == gone[4:6]
+    files = len(list(tmp_path.rglob("*.kv")))
+    talk(tmp_path, "", monkeypatch, "--store-ttl", "7d")
+    assert files > 1 and len(list(tmp_path.rglob("*.kv"))) == files
+    for path in tmp_path.rglob("*.kv"):
+        os.utime(path, (time.time() - 3 * 86400,) * 2)
+    talk(tmp_path, "/history\n", monkeypatch, "--store-ttl", "48h")
+    assert "1 turns" in (err := capsys.readouterr().err) and "Richard" in err
+    assert not list(tmp_path.rglob("*.kv"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -76,6 +105,12 @@ def test_a_chat_comes_back_with_all_that_was_said(
         (["simulate-store", "--trace", "/none", "--host", "much"], "--host='much' is no size"),
         (["chat", "reference", "--session", "s", "--store", "/dev/null/x"], "cannot use the store"),
         (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-limit", "-1"], "is no size"),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "soon"], "'soon' is no duration"),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "0d"], "must be positive"),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-policy", "lur"], "did you mean 'lru'"),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--overflow", "trunc"], "overflow='trunc' is"),
+        (["sessions", "list", "--store", "/tmp", "--store-ttl", "1y"], "--store-ttl='1y' is no duration"),
+        (["sessions", "delete", "s", "--store", "/tmp", "--store-ttl", "1d"], "leave it out of sessions delete"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,19 +157,12 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
         def close(self) -> None:
             self.closed += 1
 
-    class Roomy:
-        geometry = types.SimpleNamespace(max_positions=10**6)
-        name = "m"
-
-        def encode(self, text: str) -> list[int]:
-            return [1]
-
     dropped: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
     session, before = Endless(), signal.getsignal(signal.SIGINT)
     console = Console(stderr=True)
-    Chat(Roomy(), session, SamplingParams(), str, console).run()  # type: ignore[arg-type]
+    Chat(types.SimpleNamespace(name="m"), session, SamplingParams(), str, console).run()  # type: ignore[arg-type]
     out, err = capsys.readouterr()
     assert len(dropped) == 1, "the interrupt was really lost"
     assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2

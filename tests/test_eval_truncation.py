@@ -20,7 +20,7 @@ from offload_rt.eval.truncation import (
     recall_rows,
     windows_of,
 )
-from offload_rt.runtime.sessions import SINKS
+from offload_rt.runtime.truncation import SINKS
 
 
 def make_llm() -> LLM:

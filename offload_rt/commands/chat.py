@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..config import SamplingParams, parse_size
+from ..config import SamplingParams
 from .common import add_command, given, read_text, stderr_console
 from .policy_flags import (
     add_device_flags,
@@ -15,6 +15,7 @@ from .policy_flags import (
     policy_options,
     pool_options,
 )
+from .store_flags import add_store_flags, store_options
 
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
 
@@ -24,8 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from .chat_loop import Chat
 
     params = SamplingParams(**given(args, SAMPLING))
-    options, pool = policy_options(args), pool_options(args)
-    limit = None if args.store_limit is None else parse_size(args.store_limit, "--store-limit")
+    options, pool, store = policy_options(args), pool_options(args), store_options(args)
     console = stderr_console(quiet=False)
 
     from ..llm import LLM
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         progress=console.is_terminal,
         **pool,
     )
-    Chat(llm, llm.session(args.session, args.store, limit=limit), params, read_text, console).run()
+    Chat(llm, llm.session(args.session, args.store, **store), params, read_text, console).run()
     return 0
 
 
@@ -47,8 +47,7 @@ def add(commands: Any) -> None:
     """Enters the subcommand."""
     parser = add_command(commands, "chat", run)
     parser.add_argument("--session", required=True, metavar="NAME", help="a new name, or one to go on with")
-    parser.add_argument("--store", required=True, metavar="DIR", help="folder of stored sessions")
-    parser.add_argument("--store-limit", metavar="SIZE", help="most bytes of its files, such as 50GiB (default: none)")
+    add_store_flags(parser)
     add_device_flags(parser)
     add_policy_flags(parser)
     add_pool_flags(parser)

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from ..config import SamplingParams, format_size
-from ..errors import InputError, ModelError, OffloadError
+from ..errors import InputError, OffloadError
 from .interrupts import watched
 
 if TYPE_CHECKING:
@@ -91,30 +91,14 @@ class Chat:
             raise InputError(f"there is no command {name!r}; /help lists them")
 
     def _answer(self, text: str) -> None:
-        with watched() as interrupts:
-            self._make_room(text)
-            with closing(self._session.send(text, self._params)) as events:  # type: ignore[type-var]
-                for event in events:
-                    sys.stdout.write(event.text)
-                    sys.stdout.flush()
-                    interrupts.check()
+        events = self._session.send(text, self._params)
+        with watched() as interrupts, closing(events):  # type: ignore[type-var]
+            for event in events:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+                interrupts.check()
         sys.stdout.write("\n")
         sys.stdout.flush()
-
-    def _make_room(self, text: str) -> None:
-        """Cuts the conversation down to half the model's positions where it would outgrow them."""
-        most, held = self._llm.geometry.max_positions, len(self._session.tokens)
-        needed = held + len(self._llm.encode(text)) + self._params.max_new_tokens
-        if needed <= most or not held:
-            return
-        try:
-            gone = self._session.truncate(keep_last=most // 2)
-        except ModelError as error:
-            self._say(
-                f"note: the conversation outgrows the model's {most:,} positions, and nothing can give way: {error}"
-            )
-            return
-        self._say(f"note: the model has {most:,} positions; the oldest {gone:,} tokens were forgotten")
 
     def _greet(self) -> None:
         session, turns = self._session, self._session.turns

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from ..config import check_choice, format_size
+from ..config import check_choice, format_duration, format_size, parse_duration
 from ..errors import InputError
 from .common import add_command, check_writable
+
+PIPED = 500
+"""Columns of a table that no terminal shows: lines are not to be broken."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Lists the sessions of a store, shows or exports one as text, or deletes one."""
     check_choice("action", args.action, ACTIONS)
+    if args.store_ttl is not None and args.action != "list":
+        raise InputError(f"--store-ttl says what `sessions list` shows: leave it out of sessions {args.action}")
     if args.action != "list" and args.name is None:
         raise InputError(f"sessions {args.action} needs the NAME of a session")
     ACTIONS[args.action](Path(args.store).expanduser(), args)
@@ -27,6 +33,9 @@ def add(commands: Any) -> None:
     parser.add_argument("action", metavar="list|show|export|delete")
     parser.add_argument("name", nargs="?", metavar="NAME", help="NAME, or NAME@MODEL where several models have it")
     parser.add_argument("--store", required=True, metavar="DIR", help="the folder that `chat --store` was given")
+    parser.add_argument(
+        "--store-ttl", metavar="TIME", help="list: what this time to live would give up, such as 7d or 12h"
+    )
     parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
 
 
@@ -36,14 +45,20 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
 
     from ..runtime.stored import stored_sessions
 
-    table = Table(box=None, header_style="bold")
-    for heading in ("session", "model", "turns", "tokens", "on disk", "its own"):
+    ttl = None if args.store_ttl is None else parse_duration(args.store_ttl, "--store-ttl")
+    table, now = Table(box=None, header_style="bold"), time.time()
+    headings = ["session", "model", "turns", "tokens", "on disk", "its own", "last used"]
+    for heading in headings if ttl is None else [*headings, "expires"]:
         table.add_column(heading, justify="left" if heading in ("session", "model") else "right")
     for one in stored_sessions(folder):
         history = one.history
-        counts = f"{len(history.turns) // 2:,}", f"{len(history.tokens):,}"
-        table.add_row(history.name, history.model, *counts, format_size(one.bytes), format_size(one.own_bytes))
-    Console(highlight=False).print(table if table.row_count else "no sessions", markup=False)
+        cells = [history.name, history.model, f"{len(history.turns) // 2:,}", f"{len(history.tokens):,}"]
+        cells += [format_size(one.bytes), format_size(one.own_bytes), f"{format_duration(max(0, now - one.used))} ago"]
+        if ttl is not None:
+            cells.append(format_size(one.bytes_unused_since(now - ttl)))
+        table.add_row(*cells)
+    width = None if sys.stdout.isatty() else PIPED
+    Console(highlight=False, width=width).print(table if table.row_count else "no sessions", markup=False)
 
 
 def _show(folder: Path, args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ step by step; `BeamGeneration` moves sequences as it says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -139,9 +140,9 @@ class BeamGeneration:
             raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
         prompt = self.request.prompt
         runner.check_fits(len(prompt) + self.params.max_new_tokens)
-        sequence = runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt))
+        sequence = runner.with_room(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
         self.sequences = [sequence]
-        runner.check_spare(self.width - 1)
+        runner.with_room(lambda: runner.check_spare(self.width - 1))
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
     def take_pending(self) -> list[Generation]:
@@ -151,8 +152,8 @@ class BeamGeneration:
     def reserve(self, runner: Runner) -> None:
         """Room for the next token of every beam, and for the last chunk of every fork that may follow."""
         for sequence in self.sequences:
-            runner.reserve(sequence)
-        runner.check_spare(self.width)
+            runner.with_room(partial(runner.reserve, sequence))
+        runner.with_room(lambda: runner.check_spare(self.width))
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
         """One step of the search, from logits `[S, V]`; S is 1 after the prefill. All events come at the end."""
@@ -174,11 +175,14 @@ class BeamGeneration:
         kept: set[int] = set()
         for parent, _ in chosen:
             before = self.sequences[parent]
-            moved.append(runner.fork(before, before.position + 1, same_trace=True) if parent in kept else before)
+            moved.append(self._fork(runner, before) if parent in kept else before)
             kept.add(parent)
         for sequence, (_, token) in zip(moved, chosen, strict=True):
             sequence.tokens.append(token)
         self.sequences = moved
+
+    def _fork(self, runner: Runner, beam: Sequence) -> Sequence:
+        return runner.with_room(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
 
     def drop(self, runner: Runner) -> None:
         """See `Served.drop`."""

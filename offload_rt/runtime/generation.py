@@ -166,7 +166,7 @@ class Generation:
         prompt = len(self.request.prompt)
         runner.check_fits(prompt + self.params.max_new_tokens)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
-        self.sequence = runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop)
+        self.sequence = runner.with_room(lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop))
         self.sequence.trace.prompt_tokens = prompt
         if self._trace is not None:
             self._trace.reused_tokens += self.sequence.trace.reused_tokens
@@ -186,12 +186,13 @@ class Generation:
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
         """Begins with what `first` has computed. Raises PoolFullError."""
-        self.sequence = runner.fork(first, len(first.tokens) + 1)
+        self.sequence = runner.with_room(lambda: runner.fork(first, len(first.tokens) + 1))
 
     def reserve(self, runner: Runner) -> None:
         """See `Served.reserve`."""
-        assert self.sequence is not None
-        runner.reserve(self.sequence)
+        sequence = self.sequence
+        assert sequence is not None
+        runner.with_room(lambda: runner.reserve(sequence))
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
         """Samples the next token from logits `[1, V]`, unless it is known already, and ends after the last."""

@@ -109,6 +109,11 @@ class History:
         self.forget_from(0)
         self.cut, self.shift, self.sinks, self.sink_shift = "", 0, 0, 0
 
+    def restart(self, tokens: list[int]) -> None:
+        """Only `tokens` are left, to be computed as if they were all there ever was."""
+        self.tokens = tokens
+        self.uncut()
+
     def names(self, root: bytes, lineage: str, stop: int, *, private: bool = False) -> list[NamedChunk]:
         """Chunks of tokens [0, stop) by their names on disk, the last one maybe a part. `lineage` is the policy's:
         tokens it decoded have rows that depend on where decoding began, so a chunk's lineage says of each token how it

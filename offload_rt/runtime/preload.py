@@ -50,6 +50,8 @@ class Preload:
         self._spans = [
             pool.spans(lease, range(i * CHUNK, i * CHUNK + chunk.header.name.count))[0] for i, chunk in chunks
         ]
+        largest = max((chunk.header.layer_bytes for _, chunk in chunks), default=0)
+        self._block = bytearray(largest)  # one for all: touching fresh memory takes longer than reading a cached file
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
         self._closed = False
@@ -118,11 +120,11 @@ class Preload:
     def _fill(self, chunk: StoredChunk, layer: int, span: Span) -> bool:
         """One layer of one chunk, checked before it is copied to its rows."""
         part = self._pool.view(layer, span)
-        block = bytearray(2 * part.k.nbytes)
-        if not self._store.read_layer(chunk, layer, memoryview(block)):
+        size = 2 * part.k.nbytes
+        if not self._store.read_layer(chunk, layer, memoryview(self._block)[:size]):
             return False
         heads, count, width = part.k.shape
-        rows = torch.frombuffer(block, dtype=part.k.dtype).view(heads, 2, count, width)
+        rows = torch.frombuffer(self._block, dtype=part.k.dtype, count=2 * part.k.numel()).view(heads, 2, count, width)
         part.k.copy_(rows[:, 0])
         part.v.copy_(rows[:, 1])
         return True

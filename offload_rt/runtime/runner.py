@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from ..transfer.weights import WeightStream
 from .decode import DecodeStep
 from .device_plan import DevicePlan
 from .giving import make_room
+from .idle import Holder, with_room
 from .metrics import Fractions, Stats, Trace, layer_means
 from .prefill import Prefill
 from .recording import Recorder
@@ -29,6 +31,8 @@ from .sequence import Sequence, key_reader
 from .slots import AppendOnly, Overwriting, Slots
 from .step import Step
 from .together import Ways
+
+T = TypeVar("T")
 
 EXACT = "exact"
 """Lineage of rows that exact attention made, by prefill or under policy "full"."""
@@ -55,6 +59,7 @@ class Runner:
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
         self.ways = Ways()
+        self.holders: list[Holder] = []
         geometry = self.adapter.geometry
         # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
         pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
@@ -117,6 +122,11 @@ class Runner:
             self.plan.check([tokens])
         if self.config.eviction is None:
             self.pool.check_fits(tokens)
+
+    def with_room(self, action: Callable[[], T]) -> T:
+        """What `action` returns; where it finds no room, what lies in memory without being used (`holders`) gives way
+        until it does: `idle.with_room`. Raises PoolFullError."""
+        return with_room(action, self.holders)
 
     def check_spare(self, chunks: int) -> None:
         """Raises PoolFullError where the pool has no `chunks` chunks to give."""

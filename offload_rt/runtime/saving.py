@@ -68,6 +68,7 @@ class Saver:
         self._buffer_bytes = buffer_bytes
         self._waiting = 0
         self._active: list[Saving] = []
+        self._failure: BaseException | None = None
         self._mutex = threading.Lock()
         self._jobs: queue.Queue[tuple[Saving, int] | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
@@ -123,14 +124,14 @@ class Saver:
     def abort(self, saving: Saving) -> None:
         """Gives up chunks whose layers are not all done. Waits for the layer that is being written."""
         self.flush()
-        for writer in saving.writers or ():
-            if writer is not None:
-                writer.abort()
-        self._end(saving)
+        self._give_up(saving)
 
     def flush(self) -> None:
-        """Waits until everything that is done has been written."""
+        """Waits until everything that is done has been written. What the worker could not stand raises here."""
         self._jobs.join()
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
 
     def close(self) -> None:
         """Writes what is done and ends the thread."""
@@ -141,6 +142,9 @@ class Saver:
         while (job := self._jobs.get()) is not None:
             try:
                 self._write(*job)
+            except BaseException as error:  # whoever waits for the worker hears of it, and waits no longer than that
+                self._failure = error
+                self._give_up(job[0])
             finally:
                 self._jobs.task_done()
         self._jobs.task_done()
@@ -168,6 +172,12 @@ class Saver:
     @property
     def _token_bytes(self) -> int:
         return layer_bytes(self._pool, 1)
+
+    def _give_up(self, saving: Saving) -> None:
+        for writer in saving.writers or ():
+            if writer is not None:
+                writer.abort()
+        self._end(saving)
 
     def _end(self, saving: Saving) -> None:
         if not saving.ended:

@@ -56,7 +56,7 @@ class Scheduler:
             if not came_back:
                 prefill = served.start(self._runner)
             if self.running:
-                self._runner.check_spare(width)
+                self._runner.with_room(lambda: self._runner.check_spare(width))
         except OffloadError as error:
             served.drop(self._runner)
             if isinstance(error, PoolFullError) and self.running:
@@ -77,7 +77,8 @@ class Scheduler:
         tokens = served.tokens
         if self._spill is None or tokens is None or served not in self._spilled:
             return False
-        sequence = self._spill.restore(self._spilled[served], tokens, spare=width)
+        spill, spilled = self._spill, self._spilled[served]
+        sequence = self._runner.with_room(lambda: spill.restore(spilled, tokens, spare=width))
         if sequence is None:
             self._forget(served)
             return False

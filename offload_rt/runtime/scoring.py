@@ -96,12 +96,12 @@ class _Batches:
         if len(self._pending) >= self._size:
             self.decode()
         try:
-            return make()
+            return self._runner.with_room(make)
         except PoolFullError:
             if not self._pending:
                 raise
             self.decode()
-            return make()
+            return self._runner.with_room(make)
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)

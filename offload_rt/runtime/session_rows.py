@@ -221,8 +221,10 @@ class SessionRows:
         names, missing = self.names(self.history.computed), -1
         waiting = self.offer(names)
         while True:
-            self.store.saver.flush()
-            self._offered.clear()
+            try:
+                self.store.saver.flush()
+            finally:
+                self._offered.clear()
             before, missing = missing, len(fresh := self.fresh(names))
             if not fresh or not waiting or missing == before:  # all there, all tried, or nothing gets any further
                 return fresh

@@ -10,6 +10,7 @@ from ..errors import ConfigError, InputError
 from ..pool.disk import DiskStore
 from ..pool.format import LAYOUT_VERSION
 from .history import History, remove_orphans
+from .idle import Held
 from .preload import read_buffer_layers
 from .runner import Runner
 from .saving import Saver
@@ -37,12 +38,13 @@ class SessionStore:
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
         self.disk = DiskStore(folder, namespace, runner.adapter.geometry.layers, options)
         self.saver = Saver(self.disk, runner.pool, runner.link)
-        self.tiers = Tiers(runner.pool, self.disk, self.disk.options)
+        self.tiers = Tiers(runner, self.disk, self.disk.options)
         self.load_rate = 0.0
         self.compute_rate = 0.0
         self.closed = False
         self._open: dict[str, Session] = {}
         self._holders: set[object] = set()
+        runner.holders.append(self)
 
     def open(self, name: str) -> Session:
         """The session `name`: as it was left, or new. Raises InputError where it is open already."""
@@ -93,6 +95,20 @@ class SessionStore:
         self._holders.discard(holder)
         self.close_if_idle()
 
+    def give_way(self) -> bool:
+        """See `idle.Holder`."""
+        return self.tiers.give_way()
+
+    def held(self) -> list[Held]:
+        """See `idle.Holder`."""
+        pool, parked, found = self.runner.pool, set(self.tiers.parked), []
+        for session in self._open.values():
+            if (sequence := session.rows.sequence) is not None:
+                full = f"its store cannot take it: {self.disk.last_error or 'the limit of its files is reached'}"
+                reason = full if session.rows in parked else "answering"
+                found.append(Held(session.name, len(sequence.lease.chunks) * pool.chunk_bytes, reason))
+        return found
+
     def close_if_idle(self) -> None:
         """Closes the store where no session is open and nobody holds it."""
         if not (self._open or self._holders):
@@ -105,6 +121,7 @@ class SessionStore:
         self.closed = True
         for session in list(self._open.values()):
             session.close()
+        self.runner.holders.remove(self)
         self.saver.close()
         self.disk.close()
 

@@ -9,21 +9,19 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from ..config import SamplingParams
-from ..errors import InputError
+from ..errors import InputError, ModelError
 from .conversation import turn_tokens
-from .cutting import cut
+from .cutting import cut, tokens_after
 from .engine import Engine
 from .generation import Event
 from .history import History
 from .metrics import Stats
 from .session_rows import SessionRows
+from .truncation import SINKS
 from .turn import Turn
 
 if TYPE_CHECKING:
     from .session_store import SessionStore
-
-SINKS = 4
-"""First tokens that a truncation keeps unless told otherwise."""
 
 
 class Session:
@@ -76,7 +74,8 @@ class Session:
 
     def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[Event]:
         """One turn: events of the answer as it comes. A string goes through the tokenizer's chat template, if it has
-        one; token ids are taken as they are. Closing the iterator ends the answer where it stands.
+        one; token ids are taken as they are. Closing the iterator ends the answer where it stands. What happens where
+        the conversation would outgrow the model's positions is the store's `overflow` to say (`StoreOptions`).
 
         Raises InputError, ModelError and PoolFullError as `LLM.stream`.
         """
@@ -91,8 +90,20 @@ class Session:
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a session has one answer to a turn: n and num_beams must be 1")
         added = self._tokens(prompt)
-        self.rows.runner.check_fits(len(self.history.tokens) + len(added) + params.max_new_tokens)
+        new = len(added) + params.max_new_tokens
+        self._check_overflow(new)
+        self.rows.runner.check_fits(tokens_after(self.rows, new) + new)
         return prompt if isinstance(prompt, str) else "", added
+
+    def _check_overflow(self, new: int) -> None:
+        """Raises ModelError where `new` more tokens outgrow the model's positions, and nothing may be forgotten."""
+        most, held = self.rows.runner.adapter.geometry.max_positions, len(self.history.tokens)
+        if self.store.disk.options.overflow == "error" and held + new > most:
+            raise ModelError(
+                f"session {self.name!r} has {held:,} tokens, {new:,} more (the turn and max_new_tokens) are needed, "
+                f"and {self.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
+                "store with overflow='truncate'"
+            )
 
     def _tokens(self, prompt: str | Seq[int]) -> list[int]:
         runner = self.rows.runner
@@ -153,11 +164,16 @@ class Session:
         self.check_idle()
         if self.store.exists(name):
             raise InputError(f"there is a session {name!r} already: choose another name")
-        twin = self.store.enter(self.history.fork(name))
-        rows, runner = self.rows, self.rows.runner
+        rows, runner, tiers, forked = self.rows, self.rows.runner, self.store.tiers, None
         if rows.sequence is not None and rows.preload is None:
             sequence, size = rows.sequence, len(self.history.tokens)
-            twin.rows.sequence = self.store.tiers.with_room(lambda: runner.fork(sequence, size), rows)
+            tiers.take(rows)
+            try:
+                forked = tiers.with_room(lambda: runner.fork(sequence, size))
+            finally:
+                tiers.park(rows)
+        twin = self.store.enter(self.history.fork(name))
+        twin.rows.sequence = forked
         twin.rows.save()
         self.store.tiers.park(twin.rows)
         return twin

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
 from ..pool.disk import DiskStore
+from ..pool.disk_index import DOCUMENTS
 from .history import History, remove_orphans
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """Bytes, and when it was last used, in seconds since 1970 (with the store policy fifo: written)."""
+
+    bytes: int
+    used: float
+
+
+@dataclass(frozen=True)
 class StoredSession:
-    """A session on disk. document: "namespace digest/name" in the store; own_bytes: of chunks no other session has."""
+    """A session on disk. document: "namespace digest/name" in the store; chunks: those of its rows that are there;
+    own_bytes: of chunks no other session has; used: when it last was."""
 
     document: str
     history: History
-    bytes: int
+    chunks: tuple[StoredFile, ...]
     own_bytes: int
+    used: float
+
+    @property
+    def bytes(self) -> int:
+        """Of all its chunks."""
+        return sum(chunk.bytes for chunk in self.chunks)
+
+    def bytes_unused_since(self, time: float) -> int:
+        """Of chunks that nobody has used since `time`: what a time to live gives up. Its text stays in any case."""
+        return sum(chunk.bytes for chunk in self.chunks if chunk.used < time)
 
     @property
     def space(self) -> str:
@@ -32,20 +54,27 @@ def stored_sessions(folder: Path) -> list[StoredSession]:
     documents = DiskStore(folder, "", 0, read_only=True).documents()
     found = {name: History.from_bytes(data) for name, data in documents.items()}
     histories = {name: history for name, history in found.items() if history is not None}
-    sizes = {path.stem: path.stat().st_size for path in folder.glob("*/*/*.kv")}
+    files = dict(_files(folder.glob("*/*/*.kv")))
+    told = {name: file.used for name in histories for _, file in _files([folder / f"{name}{DOCUMENTS}"])}
     users: dict[str, int] = {}
     for history in histories.values():
         for key in history.keys:
             users[key] = users.get(key, 0) + 1
-    return [
-        StoredSession(
-            name,
-            history,
-            sum(sizes.get(key, 0) for key in history.keys),
-            sum(sizes.get(key, 0) for key in history.keys if users[key] == 1),
-        )
-        for name, history in sorted(histories.items(), key=lambda item: (item[1].name, item[0]))
-    ]
+    sessions = []
+    for name, history in sorted(histories.items(), key=lambda item: (item[1].name, item[0])):
+        chunks = {key: files[key] for key in history.keys if key in files}
+        own = sum(chunk.bytes for key, chunk in chunks.items() if users[key] == 1)
+        used = max([told.get(name, 0.0), *(chunk.used for chunk in chunks.values())])
+        sessions.append(StoredSession(name, history, tuple(chunks.values()), own, used))
+    return sessions
+
+
+def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
+    """(stem, file) of those that are still there."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            yield path.stem, StoredFile(status.st_size, status.st_mtime)
 
 
 def find_stored(folder: Path, name: str) -> StoredSession:

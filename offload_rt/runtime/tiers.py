@@ -14,8 +14,8 @@ from typing import TypeVar
 from ..config import StoreOptions
 from ..errors import PoolFullError
 from ..pool.disk import DiskStore
-from ..pool.pool import HostPool
 from ..pool.store_policies import Order, eviction_window, make_live_order, prefetch_window
+from .runner import Runner
 from .session_rows import SessionRows, keys_of
 
 T = TypeVar("T")
@@ -60,9 +60,10 @@ class Tiers:
     """
 
     def __init__(
-        self, pool: HostPool, disk: DiskStore, options: StoreOptions, clock: Callable[[], float] = time.monotonic
+        self, runner: Runner, disk: DiskStore, options: StoreOptions, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._pool, self._disk, self._options, self._clock = pool, disk, options, clock
+        self._runner, self._pool = runner, runner.pool
+        self._disk, self._options, self._clock = disk, options, clock
         self._order: Order[SessionRows] = make_live_order(options.policy)
         self._since: dict[SessionRows, float] = {}
         self._waiting: tuple[SessionRows, ...] = ()
@@ -106,17 +107,25 @@ class Tiers:
         if self._fetching is rows:
             self._fetching = None
 
-    def with_room(self, action: Callable[[], T], rows: SessionRows | None = None) -> T:
-        """What `action` returns; where the pool has no room for it, parked sessions leave, one by one, until it has.
-        `rows`: the session it is for, which stays. Raises PoolFullError when nobody is left to leave."""
-        while True:
+    def with_room(self, action: Callable[[], T]) -> T:
+        """What `action` returns; where the pool has no room for it, parked sessions leave, one by one, until it has:
+        this store's in its order, also those that the disk cannot take, then other stores' (`Runner.with_room`). The
+        session that it is for must not be parked. Raises PoolFullError when nobody is left to leave."""
+        while self._since:
             try:
                 return action()
             except PoolFullError:
-                gone = next((one for one in self._order.ranked() if one is not rows), None)
-                if gone is None:
-                    raise
-                self._evict(gone)
+                self._evict(self._order.victim())
+        return self._runner.with_room(action)
+
+    def give_way(self) -> bool:
+        """The next parked session whose rows are all on disk, or can be written now, leaves; False where there is none:
+        nobody loses rows to a request that is no turn of this store."""
+        for rows in self.parked:
+            if not rows.write_out():
+                self._evict(rows)
+                return True
+        return False
 
     def look_ahead(self, waiting: Sequence[SessionRows]) -> None:
         """Sessions whose turns wait, soonest first, each once: to be told before every step. Parked sessions beyond

@@ -16,6 +16,9 @@ from ..errors import InputError, ModelError
 from ..models.adapter import ModelAdapter
 from ..pool.pool import HostPool
 
+SINKS = 4
+"""First tokens that a truncation keeps unless told otherwise."""
+
 
 def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int] | None) -> list[int]:
     """Which of `computed` tokens stay, rising. Raises InputError where that is not said, or not possible."""
@@ -33,6 +36,17 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
     if len(gone) == computed:
         raise InputError("drop has every token of the session: at least one must stay")
     return [i for i in range(computed) if i not in gone]
+
+
+def last_kept(held: int, new: int, positions: int) -> int:
+    """How many of the last of `held` tokens stay, besides the first SINKS, where `new` more would outgrow `positions`:
+    half the positions, as in CachedAttention §4.1 (truncation ratio 0.5), or fewer where `new` needs the room; all of
+    them where everything fits, or where a cut would not shorten anything."""
+    if held + new <= positions:
+        return held
+    room = positions - new - SINKS
+    kept = min(positions // 2, room) if room > 0 else positions // 2
+    return kept if kept + SINKS < held else held
 
 
 def check_truncatable(geometry: ModelGeometry, name: str) -> None:

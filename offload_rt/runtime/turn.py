@@ -3,13 +3,14 @@ is computed is saved behind the computation."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence as Seq
 
 import torch
 
 from ..config import SamplingParams
 from ..core import CHUNK, Request
-from .cutting import close_gap
+from .cutting import close_gap, make_way
 from .generation import Event, FinishReason, Generation, StartAgainError
 from .prefill import Prefill
 from .preload import DamagedChunkError
@@ -22,7 +23,8 @@ from .session_rows import SessionRows
 class Turn(Generation):
     """One turn, `Served` by the engine like any prompt. The session's rows are its prefix; when it ends, what came of
     it is part of the history, and the rows stay with the session. Dropped (preempted, or a chunk was damaged), the
-    session is as it was before, and the turn starts again from what host memory and disk have.
+    session is as it was before, and the turn starts again from what host memory and disk have. Where the conversation
+    would outgrow the model's positions, its oldest tokens are forgotten when the turn starts.
 
     An interrupted prefill changes nothing; an interrupted answer is kept as far as it came.
     """
@@ -34,7 +36,7 @@ class Turn(Generation):
         request = Request(number, (*self._before, *added))
         super().__init__(request, params, model.tokenizer, model.eos_token_ids)
         self.rows = rows
-        self._text = text
+        self._text, self._added = text, tuple(added)
         self._computed = rows.history.computed
         self._prefill: Prefill | None = None
         self._saving: Saving | None = None
@@ -44,21 +46,19 @@ class Turn(Generation):
     def start(self, runner: Runner) -> Prefill:
         """See `Served.start`. Of a turn that was dropped, new tokens are prefilled too if that gives the same rows;
         else they are decoded again, as the first time."""
-        rows, prompt, tiers = self.rows, self.request.prompt, self.rows.store.tiers
-        longest = len(prompt) + self.params.max_new_tokens
-        runner.check_fits(longest)
-        tiers.take(rows)
+        rows = self.rows
+        rows.store.tiers.take(rows)
         arrived = rows.sequence is not None and (rows.preload is None or rows.preload.finished)
-        taken = prompt if runner.approximates else tuple(self.tokens)
         try:
-            close_gap(rows, longest)
+            self._fit(runner)
+            taken = self.request.prompt if runner.approximates else tuple(self.tokens)
             rows.history.tokens = list(taken)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
         except BaseException:
             self._set_back()
             raise
         sequence.tokens = self.tokens
-        self._known = sequence.position, 0 if arrived else rows.loaded_tokens
+        self._known = sequence.position, 0 if arrived else min(sequence.position, rows.loaded_tokens)
         if self._trace is not None:
             self._trace.reused_tokens += sequence.trace.reused_tokens
             sequence.trace = self._trace
@@ -68,6 +68,36 @@ class Turn(Generation):
             sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
         )
         return self._prefill
+
+    def _fit(self, runner: Runner) -> None:
+        """Makes the conversation fit the model's positions with this turn; what changes by that goes to disk, so that a
+        turn that is dropped finds it again."""
+        rows, history = self.rows, self.rows.history
+        before = history.cut
+        self._make_way()
+        longest = len(self.request.prompt) + self.params.max_new_tokens
+        runner.check_fits(longest)
+        close_gap(rows, longest)
+        if history.cut != before:
+            rows.offer(rows.names(history.computed))
+
+    def _make_way(self) -> None:
+        """The oldest tokens go where this turn would outgrow the model's positions."""
+        history = self.rows.history
+        try:
+            gone = make_way(self.rows, len(self._added) + self.params.max_new_tokens)
+        finally:
+            self._before = list(history.tokens)
+        if not gone:
+            return
+        self._computed = history.computed
+        self.request = Request(self.request.id, (*self._before, *self._added))
+        most = self.rows.runner.adapter.geometry.max_positions
+        warnings.warn(
+            f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
+            "tokens but the first were forgotten (overflow='error' refuses instead)",
+            stacklevel=2,
+        )
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
         """The session's sequence with room for `capacity` tokens."""
@@ -112,7 +142,9 @@ class Turn(Generation):
 
     def reserve(self, runner: Runner) -> None:
         """See `Served.reserve`; parked sessions give way before anybody is preempted."""
-        self.rows.store.tiers.with_room(lambda: super(Turn, self).reserve(runner))
+        sequence = self.sequence
+        assert sequence is not None
+        self.rows.store.tiers.with_room(lambda: runner.reserve(sequence))
         self.rows.recheck()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
