@@ -50,6 +50,18 @@ def _select_from_scores(
     return selection.select_tokens_reference(scores, alpha, max_fraction)
 
 
+@contextmanager
+def older_objects_apart() -> Iterator[None]:
+    """Nothing that exists now is looked at any more: not by the garbage collector, nor by `live_storages`, which counts
+    what is made later. A tensor made later on older memory would be counted too much, never too little."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def live_storages() -> dict[int, int]:
     """Address and bytes of the memory of every tensor there is."""
     gc.collect()

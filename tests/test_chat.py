@@ -78,7 +78,7 @@ def test_what_is_not_used_for_its_time_to_live_is_given_up(
     def listed(ttl: str) -> list[str]:
         capsys.readouterr()
         assert main(["sessions", "list", "--store", str(tmp_path), "--store-ttl", ttl]) == 0
-        head, line = capsys.readouterr().out.splitlines()
+        head, line = (line.strip() for line in capsys.readouterr().out.splitlines())
         assert head.endswith("expires") and line.startswith("book") and "3 d ago" in line
         return line.split()
 
