@@ -215,15 +215,16 @@ def _recalled(subject: Subject, windows: Sequence[Window], rows: list[Row], titl
         for skew, (query, key) in bases.items():
             if source != "residual" and skew != "svd":
                 continue
+            corrected = "" if source == "residual" else ", not corrected"
             for ratio in RATIOS:
                 scores = _partial(view, positions, query[view.layer], key[view.layer], ratio, prompt=skew == "none")
                 recall = float(top_recall(scores, truth, n).mean())
-                hits.setdefault(f"{skew}, {source}", {}).setdefault(ratio, []).append(recall)
+                hits.setdefault(f"{skew}, {source}{corrected}", {}).setdefault(ratio, []).append(recall)
                 if (skew, source, ratio) == ("svd", "residual", 0.3):
                     by_layer.setdefault(view.layer, []).append(recall)
 
     for source in ("residual", "attention_input"):
-        variant = Variant("infinigen", {"budget": 1.0, "source": source})
+        variant = Variant("infinigen", {"budget": 1.0, "source": source, "corrected": source == "residual"})
         for window in windows:
             subject.score(variant, [window.text], observe=partial(observe, source))
     for layer, values in by_layer.items():

@@ -197,7 +197,7 @@ class _Pass:
             "normed_input": lambda: adapter.attention_input(layer, x),
             "residual": lambda: adapter.attention_input(layer, residual),
         }[self.policy.moment]()
-        return adapter.query(layer, source, at)
+        return adapter.query(layer, self.policy.guessed(layer, source), at)
 
     def _decoded(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor | None

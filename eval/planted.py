@@ -21,6 +21,7 @@ from ..models.forwarding import ForwardingAdapter
 from ..select.base import KeyReader, Moment, Policy, PolicyState
 from ..select.passive import PassiveState
 from ..skewing.artifact import SkewArtifact
+from ..skewing.guess import Correction
 
 HEIGHT = 40.0
 """Score, scale included, that planted tokens have above the others: also int2 keys keep them apart."""
@@ -99,7 +100,10 @@ class Planted:
                 share = len(tokens) / self.length
                 mean[layer, head, 0] = share * height
                 std[layer, head, 0] = math.hypot(NOISE, height * math.sqrt(share * (1 - share)))
-        return SkewArtifact("svd", basis, basis, mean, std, fingerprint="planted", calibration="planted keys")
+        right = Correction.none(layers)
+        return SkewArtifact(
+            "svd", basis, basis, mean, std, right.slope, right.offset, fingerprint="planted", calibration="planted keys"
+        )
 
 
 def _counts(n: int, heads: int, spread: float) -> list[int]:
@@ -169,6 +173,10 @@ class Given:
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
         self.sinks, self.recent, self.dense_layers = inner.sinks, inner.recent, inner.dense_layers
+
+    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """As it is, `[T, D]`."""
+        return attention_input
 
     def new_state(self, keys: KeyReader) -> GivenState:
         """A state that has not selected yet."""

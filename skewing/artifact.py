@@ -1,4 +1,5 @@
-"""The skew artifact: what calibration learns of a model's queries and keys, as one safetensors file (DESIGN section 5).
+"""The skew artifact: what calibration learns of a model's queries, keys and guesses, as one safetensors file (DESIGN
+section 5).
 
 The file carries its format version, the method, the model's fingerprint, a description of the calibration and a digest
 of its tensors; it holds no date and no path, so that the same calibration writes the same bytes.
@@ -20,12 +21,13 @@ from safetensors.torch import save
 
 from ..config import SkewMethod
 from ..errors import ArtifactError
+from .guess import SOURCES
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Format of the file; a file of another version is refused."""
 
 _FORMAT: Final = "offload-rt skew"
-_TENSORS: Final = ("query", "key", "key_mean", "key_std")
+_TENSORS: Final = ("query", "key", "key_mean", "key_std", "slope", "offset")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,8 @@ class SkewArtifact:
     key: float32 `[L, Hkv, d, d]`, B_k: k~ = k @ key[l, h]. B_q B_k^T = I: with all columns q~ k~^T == q k^T.
     key_mean, key_std: float32 `[L, Hkv, d]`, of the skewed keys per column over the calibration text: what static
         int4 and int2 scoring keys are scaled with.
+    slope, offset: float32 `[S, L, D]` (D may be 1, for all channels), the correction of guessed attention inputs
+        (`guess.Correction`).
     fingerprint: of the model it was calibrated on.
     calibration: what it was calibrated with, for people.
 
@@ -49,6 +53,8 @@ class SkewArtifact:
     key: torch.Tensor
     key_mean: torch.Tensor
     key_std: torch.Tensor
+    slope: torch.Tensor
+    offset: torch.Tensor
     fingerprint: str
     calibration: str
 
@@ -153,7 +159,8 @@ def _inconsistency(tensors: dict[str, torch.Tensor]) -> str:
     shape = tensors["query"].shape
     if len(shape) != 4 or shape[-1] != shape[-2]:
         return f"query has shape {tuple(shape)}, expected [L, Hkv, d, d]"
-    for name, expected in zip(_TENSORS, (shape, shape, shape[:3], shape[:3]), strict=True):
+    channels = (len(SOURCES), shape[0], tensors["slope"].shape[-1])
+    for name, expected in zip(_TENSORS, (shape, shape, shape[:3], shape[:3], channels, channels), strict=True):
         tensor = tensors[name]
         if tensor.shape != expected or tensor.dtype != torch.float32:
             return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 {tuple(expected)}"

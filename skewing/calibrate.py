@@ -1,6 +1,6 @@
-"""Calibration: one forward pass over a fixed text gives the moments of every head's queries and keys, and from these
-the artifact (paper §4.3, "the sample input"; DESIGN section 5). Never the user's prompt: what a run gives must not
-depend on what ran before it.
+"""Calibration: one forward pass over a fixed text gives the moments of every head's queries and keys and how far
+guessed attention inputs are off, and from these the artifact (paper §4.3, "the sample input"; DESIGN section 5). Never
+the user's prompt: what a run gives must not depend on what ran before it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Final
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..config import SkewMethod
+from ..config import SkewMethod, Source
 from ..errors import ArtifactError, InputError, ModelError
 from ..kernels.causal import attend_causal
 from ..models.adapter import ModelAdapter
 from ..models.registry import LoadedModel
 from .artifact import VERSION, SkewArtifact
+from .guess import Correction, GuessSums
 from .rotation import BASES, Moments
 
 TEXT: Final = "black_arrow.txt"
@@ -54,13 +55,15 @@ def calibrate(
     Raises InputError for an empty text or an id outside the vocabulary, ModelError where the model's queries or keys
     are not finite.
     """
-    moments = measure_moments(adapter, token_ids, positions=positions, progress=progress)
+    moments, correction = measure(adapter, token_ids, positions=positions, progress=progress)
     calibration = f"{calibration} at positions below {reach(adapter, positions)}"
-    return fit(moments, method=method, fingerprint=fingerprint, calibration=calibration)
+    return fit(moments, correction, method=method, fingerprint=fingerprint, calibration=calibration)
 
 
-def fit(moments: Moments, *, method: SkewMethod, fingerprint: str, calibration: str) -> SkewArtifact:
-    """The artifact of a model whose text had these moments, leading axes `[L, Hkv]`."""
+def fit(
+    moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
+) -> SkewArtifact:
+    """The artifact of a model whose text had these moments, leading axes `[L, Hkv]`, and needs this correction."""
     basis = BASES[method](moments)
     skewed = moments.skewed(basis)
     deviation = skewed.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -70,20 +73,23 @@ def fit(moments: Moments, *, method: SkewMethod, fingerprint: str, calibration: 
         key=basis.key.float().contiguous(),
         key_mean=skewed.key_mean.float(),
         key_std=deviation.float(),
+        slope=correction.slope,
+        offset=correction.offset,
         fingerprint=fingerprint,
         calibration=calibration,
     )
 
 
 @torch.no_grad()
-def measure_moments(
+def measure(
     adapter: ModelAdapter,
     token_ids: Sequence[int],
     *,
     positions: int | None = None,
     progress: Progress | None = None,
-) -> Moments:
-    """Moments of queries and keys (post-RoPE, unscaled) per layer and KV head, leading axes `[L, Hkv]`, on the CPU.
+) -> tuple[Moments, Correction]:
+    """Moments of queries and keys (post-RoPE, unscaled) per layer and KV head, leading axes `[L, Hkv]`, and the
+    correction of guesses, on the CPU.
 
     The text runs in segments of at most `positions` tokens, each from position 0, with the model's own exact causal
     attention. Queries of all G heads of a group count for their KV head. Raises as `calibrate`.
@@ -103,8 +109,9 @@ def measure_moments(
     square = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     query, key = torch.zeros(square, dtype=torch.float64), torch.zeros(square, dtype=torch.float64)
     key_sum = torch.zeros(square[:-1], dtype=torch.float64)
+    guesses = GuessSums(geometry.layers, geometry.hidden)
     for number, segment in enumerate(segments):
-        for layer, sums in enumerate(_segment_sums(adapter, segment, limit)):
+        for layer, sums in enumerate(_segment_sums(adapter, segment, limit, guesses)):
             for total, part in zip((query, key, key_sum), sums, strict=True):
                 total[layer] += part.cpu()
             if progress is not None:
@@ -112,7 +119,7 @@ def measure_moments(
     if not bool(torch.isfinite(query).all() and torch.isfinite(key).all()):
         raise ModelError(f"the model's queries or keys are not finite in {adapter.dtype}; load it with dtype='float32'")
     count = len(tokens)
-    return Moments(query / (count * geometry.group), key / count, key_sum / count)
+    return Moments(query / (count * geometry.group), key / count, key_sum / count), guesses.fit()
 
 
 def reach(adapter: ModelAdapter, positions: int | None) -> int:
@@ -126,10 +133,10 @@ def reach(adapter: ModelAdapter, positions: int | None) -> int:
 
 
 def _segment_sums(
-    adapter: ModelAdapter, tokens: torch.Tensor, limit: int
+    adapter: ModelAdapter, tokens: torch.Tensor, limit: int, guesses: GuessSums
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each layer: sum of q q^T `[Hkv, d, d]`, of k k^T `[Hkv, d, d]` and of k `[Hkv, d]` over `tokens` `[T]`,
-    spread over the positions below `limit`."""
+    spread over the positions below `limit`. Adds what the layer before guessed to `guesses`."""
     geometry = adapter.geometry
     slices = [slice(start, min(start + SLICE, len(tokens))) for start in range(0, len(tokens), SLICE)]
     positions = torch.arange(len(tokens), device=tokens.device)
@@ -140,13 +147,21 @@ def _segment_sums(
         yield _sum_moments(adapter, layer, inputs, spread)
         if layer + 1 == geometry.layers:
             return
+        after = layer + 1
         pairs = [adapter.key_value(layer, x, at) for x, at in zip(inputs, natural, strict=True)]
         k, v = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
         for i, s in enumerate(slices):
             q = adapter.query(layer, inputs[i], natural[i])
             seen = k[:, : s.stop], v[:, : s.stop]
             out = attend_causal(q, *seen, geometry.scales[layer], geometry.windows[layer])
-            hidden[i] = adapter.mlp(layer, adapter.after_attention(layer, hidden[i], out.transpose(0, 1).flatten(1)))
+            residual = adapter.after_attention(layer, hidden[i], out.transpose(0, 1).flatten(1))
+            guessed: dict[Source, torch.Tensor] = {
+                "attention_input": inputs[i],
+                "normed_input": adapter.attention_input(after, hidden[i]),
+                "residual": adapter.attention_input(after, residual),
+            }
+            hidden[i] = adapter.mlp(layer, residual)
+            guesses.add(after, guessed, adapter.attention_input(after, hidden[i]))
 
 
 def _sum_moments(

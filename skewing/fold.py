@@ -28,7 +28,7 @@ from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import locate, read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
 from ..models.registry import ARCHITECTURES, LoadedModel, load_model
 from .artifact import SkewArtifact
-from .calibrate import TOKENS, Progress, default_tokens, fit, measure_moments, reach, text_tokens
+from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
 from .rotation import Basis, Moments, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
@@ -176,12 +176,12 @@ def skew_model(
         raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
     network, loaded = _load(model, dtype)
     ids, name = _calibration_tokens(loaded, calibration, calibration_tokens)
-    moments = measure_moments(loaded.adapter, ids, positions=positions, progress=progress)
+    moments, correction = measure(loaded.adapter, ids, positions=positions, progress=progress)
     name = f"{name} at positions below {reach(loaded.adapter, positions)}"
-    artifact = fit(moments, method=method, fingerprint=loaded.fingerprint, calibration=name)
+    artifact = fit(moments, correction, method=method, fingerprint=loaded.fingerprint, calibration=name)
     artifact.save(out / "skew.safetensors")
     probe = _probe_tokens(loaded, calibration_tokens)
-    on_probe = measure_moments(loaded.adapter, probe, positions=positions)
+    on_probe, _ = measure(loaded.adapter, probe, positions=positions)
     plain = _energy(on_probe, plain_basis(moments))
     skewed = _energy(on_probe, Basis(artifact.query.double(), artifact.key.double()))
     folded, difference = None, None

@@ -6,6 +6,7 @@ import torch
 
 from offload_rt.core import ModelGeometry
 from offload_rt.skewing.artifact import SkewArtifact
+from offload_rt.skewing.guess import Correction
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,8 @@ def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
     size = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
     basis = torch.linalg.qr(torch.randn(size, generator=generator, dtype=torch.float64))[0].float()
     mean = torch.randn(size[:3], generator=generator) * 0.1
-    return SkewArtifact("svd", basis, basis, mean, torch.ones(size[:3]), "0" * 16, "random")
+    right = Correction.none(shape.layers)
+    return SkewArtifact("svd", basis, basis, mean, torch.ones(size[:3]), right.slope, right.offset, "0" * 16, "random")
 
 
 def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,10 +29,11 @@ from offload_rt.skewing.calibrate import (
     cached_artifact,
     calibrate,
     default_tokens,
-    measure_moments,
+    measure,
     text_tokens,
 )
 from offload_rt.skewing.fold import fold, skew_model
+from offload_rt.skewing.guess import Correction
 from offload_rt.skewing.rotation import BASES, Basis, Moments, balanced_basis, kept_energy, plain_basis, svd_basis
 
 DATA = Path(os.environ.get("OFFLOAD_RT_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -189,7 +190,7 @@ def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     ids = tiny_prompt(260)
-    moments = measure_moments(adapter_for(model), ids, positions=130)
+    moments, _ = measure(adapter_for(model), ids, positions=130)
     for segment in (ids[:130], ids[130:]):
         model(torch.tensor([segment]), use_cache=False)
     layers = model.config.num_hidden_layers
@@ -209,7 +210,7 @@ def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch
 def test_spread_positions_turn_queries_and_leave_attention_alone() -> None:
     """RoPE keeps lengths, so the trace of every layer's moments says whether the text was attended to as it is."""
     adapter, ids = adapter_for(tiny_model("llama", dtype=torch.float64)), tiny_prompt(130)
-    natural, spread = (measure_moments(adapter, ids, positions=positions) for positions in (130, 4096))
+    natural, spread = (measure(adapter, ids, positions=positions)[0] for positions in (130, 4096))
     for name in ("query", "key"):
         here, there = getattr(natural, name), getattr(spread, name)
         torch.testing.assert_close(*(m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (here, there)), rtol=1e-5, atol=0)
@@ -262,14 +263,14 @@ def test_bad_calibration_input() -> None:
     adapter = adapter_for(tiny_model("opt"))
     for ids in ([], [VOCAB], [-1]):
         with pytest.raises(InputError, match=r"empty|vocabulary"):
-            measure_moments(adapter, ids)
+            measure(adapter, ids)
     for positions in (0, 1025):
         with pytest.raises(InputError, match="the model has 1024"):
-            measure_moments(adapter, [1], positions=positions)
+            measure(adapter, [1], positions=positions)
     model = tiny_model("llama")
     model.model.embed_tokens.weight[3] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
-        measure_moments(adapter_for(model), [1, 2, 3])
+        measure(adapter_for(model), [1, 2, 3])
 
 
 def test_default_tokens_without_a_tokenizer() -> None:
@@ -296,7 +297,7 @@ def novels_moments(text: str, positions: int) -> Moments:
         ids, _ = default_tokens(tokenizer, 2048, 2048)
     else:
         ids, _ = text_tokens(tokenizer, BOOK.read_text(encoding="utf-8")[40_000:60_000], 2048, "war_and_peace.txt")
-    return measure_moments(novels().adapter, ids, positions=positions)
+    return measure(novels().adapter, ids, positions=positions)[0]
 
 
 @needs_novels
@@ -342,7 +343,7 @@ def test_folded_checkpoint_gives_the_logits(name: str, overrides: dict[str, Any]
         expected, found = model(ids).logits, folded(ids).logits
     assert (found - expected).abs().max() <= 5e-5 * expected.abs().max()
     # It was skewed: on the text it was calibrated on, the queries are uncorrelated
-    moment = measure_moments(adapter_for(folded), tiny_prompt(300)).query
+    moment = measure(adapter_for(folded), tiny_prompt(300))[0].query
     correlated = moment - moment.diagonal(dim1=-2, dim2=-1).diag_embed()
     assert correlated.abs().max() < 1e-4 * moment.abs().max()
 
@@ -434,14 +435,15 @@ def test_artifact_round_trip(made: SkewArtifact, tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path], "temporary files left"
     loaded = SkewArtifact.load(path, made.fingerprint).to("cpu")
     assert (loaded.method, loaded.fingerprint, loaded.calibration) == (made.method, made.fingerprint, made.calibration)
-    for name in ("query", "key", "key_mean", "key_std"):
+    for name in ("query", "key", "key_mean", "key_std", "slope", "offset"):
         assert torch.equal(getattr(loaded, name), getattr(made, name))
     assert SkewArtifact.load(path, None).fingerprint == made.fingerprint
 
 
 def test_svd_artifact_shares_one_tensor_and_still_saves(tmp_path: Path) -> None:
     identity = torch.eye(4).expand(2, 3, 4, 4).contiguous()
-    SkewArtifact("svd", identity, identity, torch.zeros(2, 3, 4), torch.ones(2, 3, 4), "f", "c").save(tmp_path / "a")
+    mean, std, right = torch.zeros(2, 3, 4), torch.ones(2, 3, 4), Correction.none(2)
+    SkewArtifact("svd", identity, identity, mean, std, right.slope, right.offset, "f", "c").save(tmp_path / "a")
     assert torch.equal(SkewArtifact.load(tmp_path / "a", "f").key, identity)
 
 
@@ -535,7 +537,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(again.query, first.query)
 
     with monkeypatch.context() as patch:
-        patch.delattr(calibrate_module, "measure_moments")
+        patch.delattr(calibrate_module, "measure")
         assert torch.equal(cached_artifact(loaded, "svd", 100).query, first.query)
         with pytest.raises(NameError):
             cached_artifact(loaded, "svd", 99)

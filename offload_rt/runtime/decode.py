@@ -73,7 +73,8 @@ class DecodeStep:
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Fetched:
         """`attention_input` `[B, D]`: the guess of what layer `layer` will project."""
-        return self.selecting.fetch(layer, self.adapter.query(layer, attention_input, self.positions))
+        guess = self.step.policy.guessed(layer, attention_input)
+        return self.selecting.fetch(layer, self.adapter.query(layer, guess, self.positions))
 
     def _fetch_dense(self, layer: int) -> Fetched | None:
         """Requests everything, if `layer` exists and is dense: first what is shared, then what each has for itself."""

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
-from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, format_size
+from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, Source, format_size
 from ..core import CHUNK, ModelGeometry
 from ..models.registry import ModelShape
 from ..pool.machine import available_memory
@@ -49,8 +50,9 @@ class Demand:
             share = max(options.max_fraction, options.budget or 0.0)
             selecting, compute = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32).itemsize
             square = geometry.kv_heads * geometry.head_dim**2
-            # The artifact, float32, comes whole and is cut; queries and keys have a basis each.
+            # The artifact, float32, comes whole and is cut; queries and keys have a basis each, guesses a correction.
             basis = 2 * square * (geometry.layers * 4 + selecting * compute)
+            basis += 2 * geometry.hidden * (len(get_args(Source)) * geometry.layers * 4 + selecting * dtype.itemsize)
             return cls(dense, resident, share, float(_infinigen_key_bytes(geometry, dtype, options)), basis)
         own = {"h2o": 4.0, "quest": 2.0 * geometry.head_dim * dtype.itemsize}.get(name, 0.0) * geometry.kv_heads
         own /= options.page if isinstance(options, QuestOptions) else 1

@@ -143,6 +143,10 @@ class Policy(Protocol):
         """Digest of name and options: KV decoded under one lineage is never reused under another. "exact" for full."""
         ...
 
+    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """What layer `layer`'s query is projected from, where `moment` gives `[T, D]` for its attention input."""
+        ...
+
     def new_state(self, keys: KeyReader) -> PolicyState:
         """The state of a sequence that has no tokens yet; `keys` reads its keys from the pool."""
         ...

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+import torch
+
 from ..config import BudgetOptions
 from ..core import ModelGeometry, Visible
 from ..errors import ConfigError
@@ -42,3 +44,7 @@ class BudgetPolicy:
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = frozenset(options.dense_layers)
         self.lineage = f"{self.name}-{hashlib.sha256(repr(options).encode()).hexdigest()[:16]}"
+
+    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """As it is, `[T, D]`."""
+        return attention_input

@@ -43,6 +43,10 @@ class Full:
         """All of them."""
         return frozenset(range(self.layers))
 
+    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """Never asked: nothing selects."""
+        return attention_input
+
     def new_state(self, keys: KeyReader) -> FullState:
         """A state without memory."""
         return FullState()

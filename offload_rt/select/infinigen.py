@@ -15,6 +15,7 @@ from ..errors import ArtifactError
 from ..kernels.handover import put, sent
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
 from ..skewing.artifact import SkewArtifact
+from ..skewing.guess import SOURCES
 from .base import KeyReader, Moment
 from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .budget import budget_tokens, check_dense_layers
@@ -136,7 +137,7 @@ class InfiniGen:
         *,
         keys_on_host: bool = False,
     ) -> None:
-        """device: of the scoring keys. dtype: the model's; scoring is float32 at least.
+        """device: that the model computes on. dtype: the model's; scoring is float32 at least.
 
         Raises ConfigError where an option does not fit the model, ArtifactError where the artifact has other shapes.
         """
@@ -144,7 +145,7 @@ class InfiniGen:
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
         self.options = replace(options, alpha=self.alpha)
         self.geometry = geometry
-        self.keys_device, self.keys_on_host = device, keys_on_host
+        self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
         asks = keys_on_host or options.budget is not None or options.max_missed_mass is not None
         self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
         """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
@@ -153,16 +154,37 @@ class InfiniGen:
         self.dense_layers = frozenset(options.dense_layers)
         self.wants_queries = options.scorer == "partial" and options.columns == "prompt"
         self.lineage = self._lineage(artifact)
-        self._new_keys = self._keys_factory(artifact.to(device), device, dtype)
+        self._correction = self._corrections(artifact, device, dtype)
+        self._new_keys = self._keys_factory(artifact.to(self.keys_device), self.keys_device, dtype)
+
+    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """The guess `[T, D]` with each channel's slope and offset (`skewing.guess`), unless options forbid it."""
+        if layer not in self._correction:
+            return attention_input
+        slope, offset = self._correction[layer]
+        return torch.addcmul(offset, slope, attention_input)
+
+    def _corrections(
+        self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Slope and offset `[D]` of every layer whose guess is to be corrected."""
+        layers = range(self.geometry.layers) if self.options.corrected else ()
+        source = SOURCES.index(self.options.source)
+        return {
+            layer: (artifact.slope[source, layer].to(device, dtype), artifact.offset[source, layer].to(device, dtype))
+            for layer in layers
+            if layer not in self.dense_layers
+        }
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
         """An empty state; the full keys are never read."""
         return InfiniGenState(self, self._new_keys())
 
     def _lineage(self, artifact: SkewArtifact) -> str:
-        """The options and the bases decide what a sparse layer saw, hence its tokens' deeper KV."""
+        """The options and the artifact decide what a sparse layer saw, hence its tokens' deeper KV."""
         digest = hashlib.sha256(repr(self.options).encode())
-        for tensor in (artifact.query, artifact.key, artifact.key_mean, artifact.key_std):
+        tensors = [artifact.query, artifact.key, artifact.key_mean, artifact.key_std]
+        for tensor in [*tensors, artifact.slope, artifact.offset]:
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return f"infinigen-{digest.hexdigest()[:16]}"
 

@@ -57,15 +57,8 @@ def _full(options: Options, machine: _Machine) -> Policy:
 
 def _infinigen(options: Options, machine: _Machine) -> Policy:
     chosen = _infinigen_options(options)
-    place = torch.device("cpu") if machine.keys_on_host else machine.device
-    return InfiniGen(
-        chosen,
-        machine.geometry,
-        machine.artifact(chosen.skew),
-        place,
-        machine.dtype,
-        keys_on_host=machine.keys_on_host,
-    )
+    artifact, on_host = machine.artifact(chosen.skew), machine.keys_on_host
+    return InfiniGen(chosen, machine.geometry, artifact, machine.device, machine.dtype, keys_on_host=on_host)
 
 
 def _oracle(options: Options, machine: _Machine) -> Policy:
