@@ -37,14 +37,20 @@ class Cache(Protocol):
         ...
 
 
+REMEMBERED = "decay, remembering rows that left"
+"""The runtime's score, kept for every token of the context (4 bytes of each and KV head); a missing row only comes in
+where it ranks higher than one that is there: what the runtime's rule loses by forgetting, and by letting all in."""
+
+
 class RankedCache:
-    """Rules "lru", "lfu" and "counter". Of a step that needs more rows than fit, those that rank highest stay."""
+    """Rules "lru", "lfu", "counter" and REMEMBERED. Of a step that needs more rows than fit, those that rank highest
+    stay."""
 
     def __init__(self, policy: str, capacity: int, shape: Shape) -> None:
         self.policy, self.capacity = policy, capacity
         self._held = np.zeros(shape, bool)
         self._used = np.full(shape, -1, np.int64)
-        self._count = np.zeros(shape, np.int64)
+        self._count = np.zeros(shape, np.float64)
 
     def use(self, layer: int, rows: NDArray[np.int32], step: int) -> int:
         """See `Cache.use`."""
@@ -53,11 +59,13 @@ class RankedCache:
         hits = int(held[heads, rows].sum())
         held[heads, rows] = True
         used[heads, rows] = step
+        if self.policy == REMEMBERED:
+            count *= DECAY
         count[heads, rows] += 1
         if self.policy == "counter":
             full = count.max(axis=1) >= COUNTER_LIMIT
-            count[full] >>= 1
-        key = used if self.policy == "lru" else (count << 32) + used
+            count[full] //= 2
+        key = used if self.policy == "lru" else count * 2.0**32 + used
         for head in np.flatnonzero(held.sum(axis=1) > self.capacity):
             inside = np.flatnonzero(held[head])
             leaving = np.argsort(key[head, inside], kind="stable")[: len(inside) - self.capacity]

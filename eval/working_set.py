@@ -19,7 +19,7 @@ from ..llm import LLM
 from ..runtime.metrics import Stats
 from ..runtime.recording import Recording, RunInfo
 from ..transfer.working_set import rows_within
-from .caches import Cache, DecayedCache, OptimalCache, RankedCache
+from .caches import REMEMBERED, Cache, DecayedCache, OptimalCache, RankedCache
 from .report import Column, Report, Row
 from .subject import text_digest
 
@@ -41,6 +41,7 @@ class Setup:
 
 SETUPS = (
     Setup("default: at most 10 % of the candidates, layer 0 dense"),
+    Setup("4 % attended, no dense layer", {"budget": 0.04, "dense_layers": ()}),
     Setup("5 % attended, no dense layer", {"budget": 0.05, "dense_layers": ()}),
     Setup("5 % attended, no dense layer, int8 rows", {"budget": 0.05, "dense_layers": ()}, "int8"),
     Setup("5 % attended, no dense layer, int4 rows", {"budget": 0.05, "dense_layers": ()}, "int4"),
@@ -108,7 +109,7 @@ def rules(capacity: int, recording: Recording) -> list[Cache]:
     """Every rule that is compared."""
     info = recording.info
     shape = (len(info.selecting), info.kv_heads, len(info.tokens))
-    ranked = [RankedCache(name, capacity, shape) for name in ("lru", "lfu", "counter")]
+    ranked = [RankedCache(name, capacity, shape) for name in ("lru", "lfu", "counter", REMEMBERED)]
     decayed = [DecayedCache(capacity, shape, decay) for decay in DECAYS]
     return [*ranked, *decayed, OptimalCache(capacity, recording)]
 

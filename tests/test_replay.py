@@ -18,7 +18,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.config import EvictionOptions
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.caches import DecayedCache, OptimalCache, RankedCache
+from offload_rt.eval.caches import REMEMBERED, DecayedCache, OptimalCache, RankedCache
 from offload_rt.eval.reading_page import passages, readings, write_page
 from offload_rt.eval.replay import ReplayConfig, ShrunkPool, replay, run_replay
 from offload_rt.pool.eviction import PRIOR_STEPS
@@ -163,7 +163,8 @@ def test_no_rule_hits_more_than_the_optimum(tmp_path: Path) -> None:
     for seed in range(3):
         run = made(tmp_path / f"run{seed}", steps=60, seed=seed)
         shape = (2, 2, 80)
-        rules = [RankedCache("lru", 5, shape), RankedCache("lfu", 5, shape), DecayedCache(5, shape)]
+        ranked = [RankedCache(rule, 5, shape) for rule in ("lru", "lfu", REMEMBERED)]
+        rules = [*ranked, DecayedCache(5, shape)]
         best, *others = hits_of(run, OptimalCache(5, run), *rules)
         assert best > max(others) > 0
 
