@@ -3,6 +3,7 @@ one by one; idle ones give their host memory to whatever else runs, and lose not
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +28,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
     "int8 rows": {"policy": "full", "kv_format": "int8"},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what survives the machine."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def make_llm(chunks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
