@@ -332,6 +332,8 @@ class EngineConfig:
         activations); None takes what there is and keeps everything there.
     max_context: tokens of one sequence that the limit is planned for; None takes all positions of the model that the
         host pool can hold.
+    cuda_graphs: capture decode steps as CUDA graphs where all that they launch can be repeated (`runtime/graphs.py`).
+        It has not yet run on a device.
     """
 
     host_memory: int | None = None
@@ -344,6 +346,7 @@ class EngineConfig:
     progress: bool = False
     device_memory: int | None = None
     max_context: int | None = None
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("device_memory", "max_context"):

@@ -68,6 +68,12 @@ class Apart:
             tickets = [link.fetch(ls, layer, v, s) for ls, v, s in zip(leases, seen, selections, strict=True)]
         return Alone(step, layer, count(step, layer, tickets, selections))
 
+    def fetch_all(self, layer: int) -> None:
+        """See `Selecting.fetch_all`."""
+
+    def finish(self) -> None:
+        """See `Selecting.finish`: everything has been entered."""
+
     def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection:
         """q `[H, d]`. How many tokens were selected is asked of the device only for those who have to know."""
         selection = sequence.state.select(layer, q, visible)

@@ -33,10 +33,20 @@ class DecodeStep:
 
     def run(self) -> torch.Tensor:
         """float32 logits `[B, V]`."""
-        adapter, selecting = self.adapter, self.selecting
+        self.begin()
+        logits = self.compute()
+        self.selecting.finish()
+        return logits
+
+    def begin(self) -> None:
+        """What comes before the first launch."""
         for sequence in self.batch:
             sequence.trace.begin_step()
             self._make_way(sequence)
+
+    def compute(self) -> torch.Tensor:
+        """The layers: logits."""
+        adapter, selecting = self.adapter, self.selecting
         x = adapter.embed(self.tokens, self.positions)
         fetched = self._fetch_dense(0)
         for layer in range(self.step.geometry.layers):
@@ -81,6 +91,8 @@ class DecodeStep:
         step = self.step
         if layer not in step.policy.dense_layers:
             return None
+        if (everything := self.selecting.fetch_all(layer)) is not None:
+            return everything
         seen, segments, leases = step.see(layer), step.sharing.segments, [s.lease for s in self.batch]
         if any(visible.all.start for visible in seen):
             segments = ()  # a sliding window, which begins elsewhere for each

@@ -93,6 +93,11 @@ class Trace:
         """Whether the current step measures the missed mass."""
         return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
 
+    @property
+    def measures(self) -> bool:
+        """Whether the next step will measure it."""
+        return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
+
     def settle(self) -> None:
         """Enters what only the device knew, and waits for it."""
         if not self.counted_later:

@@ -17,6 +17,7 @@ from ..pool.machine import available_memory
 from ..select.bases import kept_columns
 from ..select.h2o import WEIGHED_AT_ONCE
 from ..select.scoring import LEARNED_AT_ONCE
+from .together import bucket
 
 _BITS = {"int4": 4, "int2": 2}
 
@@ -135,9 +136,16 @@ class DeviceCosts:
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
         return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
 
+    def _side_by_side(self, contexts: Sequence[int]) -> Sequence[int]:
+        """The slots that a batch takes together (`together.py`): as many for each as for the longest."""
+        if self.shape.device.type != "cuda" or self.keys_on_host or not self.demand.key_bytes:
+            return contexts
+        return len(contexts) * [bucket(max(contexts))]
+
     def staging(self, contexts: Sequence[int]) -> int:
         """Rows of the layer that attends and of the next, of each of a batch; one sequence's joined with the resident
-        ones (and decoded, first); with their ids."""
+        ones (and decoded, first), or on CUDA all decoded; with their ids."""
+        contexts = self._side_by_side(contexts)
         geometry = self.shape.geometry
         pair = geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * 8 * geometry.kv_heads
         copies = 2 if self.rounded else 1
@@ -145,7 +153,9 @@ class DeviceCosts:
         for layer in range(geometry.layers):
             here = [self.fetched(context, layer) for context in contexts]
             following = sum(self.fetched(context, layer + 1) for context in contexts)
-            worst = max(worst, sum(here) + following + copies * max(here, default=0) + self.demand.resident)
+            decoded = (copies - 1) * sum(here) if self.shape.device.type == "cuda" else 0
+            copied = max(copies * max(here, default=0), decoded)
+            worst = max(worst, sum(here) + following + copied + self.demand.resident)
         return worst * pair
 
     def prefill(self, context: int) -> int:
@@ -170,18 +180,20 @@ class DeviceCosts:
         return rows + weighed + work + self._logits(1)
 
     def decode(self, contexts: Sequence[int]) -> int:
-        """A batch's hidden states and logits, and one sequence's scores and attention weights."""
-        geometry, compute = self.shape.geometry, self._compute
+        """A batch's hidden states and logits, and one sequence's scores and attention weights; on CUDA, where they are
+        together, all sequences'."""
+        geometry, compute, contexts = self.shape.geometry, self._compute, self._side_by_side(contexts)
         wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
-        longest = max(contexts, default=0)
-        scored = 0
+        longest, scored = max(contexts, default=0), 0
+        at_once = len(contexts) if self.shape.device.type == "cuda" else 1
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
             # Scores, masks of what passes, the group's best, and a sort of them: values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
             scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
+            scored *= at_once
         scored = max(scored, self.working_set * geometry.kv_heads * 64)  # two sorts of its slots
         attended = max(self.fetched(longest, layer) for layer in range(geometry.layers)) + self.demand.resident
-        weights = attended * geometry.heads * 4 * compute
+        weights = attended * geometry.heads * 4 * compute * at_once
         return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights)
 
     def total(self, contexts: Sequence[int]) -> int:

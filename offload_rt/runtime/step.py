@@ -82,3 +82,11 @@ class Selecting(Protocol):
         """q `[H, B, d]`: layer `layer`'s query, guessed or true. Each sequence selects for itself; of what they have in
         common, the union crosses the link."""
         ...
+
+    def fetch_all(self, layer: int) -> Fetched | None:
+        """Everything that the sequences see in a dense layer, where that goes the same way; None where it does not."""
+        ...
+
+    def finish(self) -> None:
+        """After the last layer: what was selected and what crosses the link is entered in traces."""
+        ...

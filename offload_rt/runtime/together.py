@@ -16,7 +16,7 @@ from itertools import chain
 
 import torch
 
-from ..core import CHUNK, ModelGeometry, Selection
+from ..core import CHUNK, ModelGeometry
 from ..kernels.dispatch import attend_kept
 from ..kernels.handover import put
 from ..select.base import Policy
@@ -38,9 +38,9 @@ def bucket(context: int) -> int:
 def suits(step: Step) -> bool:
     """Whether the policy selects for a batch at once and every sequence has keys to score; and no sliding window ends
     among the resident rows, which would then not lie together."""
-    windows = [step.geometry.windows[layer] for layer in range(step.geometry.layers) if step.selects(layer)]
-    fits = all(window is None or window >= step.policy.recent for window in windows)
-    return step.policy.rule is not None and bool(windows) and fits and all(s.position > 0 for s in step.batch)
+    selects = any(step.selects(layer) for layer in range(step.geometry.layers))
+    fits = all(window is None or window >= step.policy.recent for window in step.geometry.windows)
+    return step.policy.rule is not None and selects and fits and all(s.position > 0 for s in step.batch)
 
 
 class Lists:
@@ -53,7 +53,7 @@ class Lists:
         self.rows, self.batch, self.room, self._rule, self._policy = rows, batch, tokens, rule, policy
         self._heads = geometry.kv_heads
         selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
-        self._layer_of = {geometry.windows[layer]: layer for layer in selecting}
+        self._layer_of = {window: layer for layer, window in enumerate(geometry.windows)}
         self.keys = KeyLists(rule, selecting, batch, device)
         lists = batch * geometry.kv_heads
         self._newest = torch.zeros(4 * batch + lists, dtype=torch.int64, device=device)
@@ -85,6 +85,17 @@ class Lists:
             spans.append([*chain.from_iterable(numbers), *(span.start for span in kept), *(span.stop for span in kept)])
         put(torch.tensor(spans, dtype=torch.int32), self._spans)
 
+    def release(self) -> None:
+        """Lets go of the sequences, until the next `hold`."""
+        self.rows.release()
+        self.keys.release()
+
+    @property
+    def static(self) -> bool:
+        """Whether the launches of a step depend on nothing but these lists: no address in them is a sequence's own (as
+        of columns chosen from its prompt)."""
+        return not self._policy.wants_queries and not self.rows.working
+
     def spans(self, window: int | None) -> Spans:
         """What the layers of a sliding window select from."""
         starts, stops, limits, _, _ = self._cut[window]
@@ -97,10 +108,13 @@ class Lists:
 
 
 class Together:
-    """See `Selecting`: one step, with `lists` that `hold` it."""
+    """See `Selecting`: one step, with `lists` that `hold` it. What it computes depends on nothing but them and the
+    model; what it counts is entered in traces by `finish`."""
 
-    def __init__(self, step: Step, lists: Lists) -> None:
-        self._step, self._lists = step, lists
+    def __init__(self, step: Step, lists: Lists, *, dense: bool = False) -> None:
+        """dense: rows of dense layers are fetched as lists too."""
+        self._step, self._lists, self._dense = step, lists, dense
+        self.counted: list[Counted] = []
         self._newest = lists.rows.rows_of(lists.slots)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,8 +126,6 @@ class Together:
         step, lists = self._step, self._lists
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
         lists.rows.append(layer, k, v, lists.places, self._newest)
-        for sequence in step.batch:
-            sequence.trace.bytes_to_host += lists.rows.token_bytes
         if step.selects(layer):
             lists.keys.append(layer, k, lists.every_slot)
 
@@ -122,25 +134,61 @@ class Together:
         step, lists = self._step, self._lists
         tokens, counts = lists.keys.select(layer, q, lists.spans(step.geometry.windows[layer]))
         arriving = lists.rows.fetch(layer, tokens, counts, overlapping=step.sharing.overlapping)
-        side = Side(step, lists, layer, tokens, counts, arriving)
-        self._tell(layer, side)
-        return side
+        self.counted.append(Counted(layer, tokens, counts[:: lists.rows.heads], arriving.tally))
+        return Side(step, lists, layer, tokens, counts, arriving)
 
-    def _tell(self, layer: int, side: Side) -> None:
-        """Enters what was selected in traces and slots, without asking the device but for those who have to know."""
-        tally, rows = side.arriving.tally, self._lists.rows
-        each = zip(self._step.batch, self._step.see(layer), side.counts[:: rows.heads].unbind(), strict=True)
-        tallies = None if tally is None else tally.unbind()
+    def fetch_all(self, layer: int) -> Side | None:
+        """See `Selecting.fetch_all`: of `room` slots those that are candidates."""
+        step, lists = self._step, self._lists
+        if not self._dense:
+            return None
+        spans = lists.spans(step.geometry.windows[layer])
+        slots = torch.arange(lists.room, device=spans.starts.device)
+        tokens = (slots + spans.starts.unsqueeze(1)).clamp_(max=lists.room - 1)
+        counts = spans.stops - spans.starts
+        arriving = lists.rows.fetch(layer, tokens, counts, overlapping=False)
+        return Side(step, lists, layer, tokens, counts, arriving)
+
+    def finish(self) -> None:
+        """See `Selecting.finish`; the device is asked only for those who have to know."""
+        step, rows = self._step, self._lists.rows
+        for sequence in step.batch:
+            sequence.trace.bytes_to_host += step.geometry.layers * rows.token_bytes
+        for one in self.counted:
+            self._tell(one)
+        for layer in step.policy.dense_layers if self._dense else ():
+            for sequence, visible in zip(step.batch, step.see(layer), strict=True):
+                sequence.trace.bytes_asked += len(visible.candidates) * rows.token_bytes
+                sequence.trace.rows(layer, visible, len(visible.candidates))
+
+    def _tell(self, one: Counted) -> None:
+        """Enters a layer's selection in traces and slots, and tells the recorder."""
+        step, layer, rows = self._step, one.layer, self._lists.rows
+        tallies = None if one.tally is None else one.tally.unbind()
+        each = zip(step.batch, step.see(layer), one.counts.unbind(), strict=True)
         for b, (sequence, visible, count) in enumerate(each):
             crossing = Crossing(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
             sequence.trace.crossing(layer, visible, count, crossing)
-            if sequence.slots.listens:
-                sequence.slots.selected(layer, side.selection(b).known().tokens)
+            if sequence.slots.listens or step.recorder is not None:
+                slots = one.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
+                sequence.slots.selected(layer, slots)
+                if step.recorder is not None:
+                    step.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a layer selected: tokens int64 `[P, n]`, how many of each KV head of a sequence `[B]`, `Arriving.tally`."""
+
+    layer: int
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    tally: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Side:
-    """Tokens `[P, n]` that a layer selected, `counts` `[P]` of them meant, their rows on the way."""
+    """Tokens `[P, n]` that a layer attends to, `counts` `[P]` of them meant, their rows on the way."""
 
     step: Step
     lists: Lists
@@ -149,12 +197,6 @@ class Side:
     counts: torch.Tensor
     arriving: Arriving
 
-    def selection(self, b: int) -> Selection:
-        """Sequence b's."""
-        heads = self.lists.rows.heads
-        own = slice(b * heads, (b + 1) * heads)
-        return Selection(self.tokens[own], self.counts[own])
-
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """See `Fetched.attend`."""
         step, layer, lists = self.step, self.layer, self.lists
@@ -162,41 +204,46 @@ class Side:
         grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
         spans, scale = lists.kept(step.geometry.windows[layer]), step.geometry.scales[layer]
         out, lse = attend_kept(grouped, lists.rows.kept(layer), *spans, k, v, self.counts, scale)
-        lses = lse.view(len(step.batch), -1)
         for b, sequence in enumerate(step.batch):
-            if step.recorder is not None:
-                selected = self.selection(b).known().tokens
-                step.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selected))
-            if sequence.trace.probing:
+            if sequence.trace.probing and step.selects(layer):
                 keys = sequence.keys(layer, step.see(layer)[b].all)
-                sequence.trace.miss(layer, lses[b], scores_lse(q[:, b], keys, scale))
+                sequence.trace.miss(layer, lse.view(len(step.batch), -1)[b], scores_lse(q[:, b], keys, scale))
         return out.to(q.dtype).view(len(step.batch), -1)
 
 
+KEPT = 8
+"""Lists of so many batch sizes and buckets are kept: a few hundred bytes a sequence and layer, and their graphs."""
+
+
 class Ways:
-    """Which way the layers of a step select. Keeps the lists of the latest batch."""
+    """Which way the layers of a step select. Keeps the lists of the latest batch sizes and buckets."""
 
     def __init__(self) -> None:
-        self._lists: Lists | None = None
+        self.lists: dict[tuple[int, int], Lists] = {}
 
     def of(self, step: Step) -> Selecting:
         """Together where policy and link can, else apart."""
-        lists = self._fitting(step) if suits(step) else None
-        if lists is None:
-            return Apart(step)
-        lists.hold(step)
-        return Together(step, lists)
+        lists = self.holding(step)
+        return Apart(step) if lists is None else Together(step, lists)
+
+    def holding(self, step: Step) -> Lists | None:
+        """Lists that hold the step, where policy and link can select together."""
+        rule = step.policy.rule
+        if rule is None or not suits(step):
+            return None
+        key = batch, room = len(step.batch), bucket(max(s.slots.context for s in step.batch))
+        if key not in self.lists:
+            rows = step.link.row_lists(batch, room)
+            if rows is None:
+                return None
+            self.lists[key] = Lists(step.policy, rows, rule, step.geometry, batch, room)
+        self.lists[key] = self.lists.pop(key)
+        while len(self.lists) > KEPT:
+            self.lists.pop(next(iter(self.lists)))
+        self.lists[key].hold(step)
+        return self.lists[key]
 
     def forget(self) -> None:
-        """Lets go of the rows of sequences that may have ended."""
-        self._lists = None
-
-    def _fitting(self, step: Step) -> Lists | None:
-        """Lists for as many sequences and tokens."""
-        batch, tokens = len(step.batch), bucket(max(s.slots.context for s in step.batch))
-        if self._lists is None or (self._lists.batch, self._lists.room) != (batch, tokens):
-            rows, rule = step.link.row_lists(batch, tokens), step.policy.rule
-            if rows is None or rule is None:
-                return None
-            self._lists = Lists(step.policy, rows, rule, step.geometry, batch, tokens)
-        return self._lists
+        """Lets go of the rows and keys of sequences that may have ended."""
+        for lists in self.lists.values():
+            lists.release()

@@ -77,6 +77,10 @@ class KeyLists:
         self._storages = [Addressed(tuple(each), table) for each, table in zip(rows, self._tables, strict=True)]
         return torch.tensor([[entry(own) for own in each] for each in rows])
 
+    def release(self) -> None:
+        """Lets go of the sequences, until the next `hold`."""
+        self._keys, self._bases, self._storages, self._basis = [], [], [], []
+
     @property
     def tables(self) -> torch.Tensor:
         """int64 `[layers, B, FIELDS]`."""

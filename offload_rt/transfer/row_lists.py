@@ -100,6 +100,29 @@ class RowLists:
             self._kept = [Addressed(tuple(rows), table) for rows, table in zip(kept, self._tables, strict=True)]
             self._open = list(sequences)
 
+    def release(self) -> None:
+        """Lets go of the sequences, until the next `hold`."""
+        self._open, self._kept = [], []
+
+    @property
+    def working(self) -> bool:
+        """Whether there are working sets, whose addresses are in launches."""
+        return any(one.working is not None for one in self._open)
+
+    def join(self) -> None:
+        """The compute stream goes on behind everything written back so far."""
+        self._write_back.hold_compute(self._write_back.mark())
+
+    def written(self, behind: bool) -> None:
+        """What this step's sequences have written back counts as written: all of it, or `behind` the compute stream
+        as it is now."""
+        mark = None
+        if behind:
+            with self._write_back.behind_compute():
+                mark = self._write_back.mark()
+        for one in self._open:
+            one.written = mark
+
     def kept(self, layer: int) -> Addressed:
         """The resident rows of a layer, `[2 * Hkv, s + w, d]` of each sequence."""
         return self._kept[layer]
