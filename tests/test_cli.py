@@ -182,7 +182,8 @@ def test_info(cli: Cli) -> None:
     run = cli("info", "reference", "--context", "2000", "--dtype", "bfloat16", "--device", "cpu")
     assert (run.code, run.err) == (0, "")
     assert "It fits here." in run.out
-    assert "4 KiB" in run.out  # 2 (K, V) * 8 layers * 2 heads * 64 * 2 bytes
+    assert re.search(r"KV of one token +│ 4 KiB ", run.out)  # 2 (K, V) * 8 layers * 2 heads * 64 * 2 bytes
+    assert re.search(r"KV of the context +│ 8 MiB ", run.out)  # 32 chunks of 64 tokens
     run = cli("info", "reference", "--context", "100000", "--policy", "full", "--host-memory", "100MiB")
     assert "It does not fit here." in run.out
     assert "100 MiB" in run.out
