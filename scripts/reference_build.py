@@ -24,8 +24,8 @@ def blocked_causal_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention by blocks of queries, query `[B, H, N, d]`, key and value `[B, Hkv, N, d]` -> `[B, N, H, d]`.
 
-    For training on a CPU only: torch's fused kernel takes up to 2.6 times as long there (backward above all), and a
-    plain product computes the half above the diagonal. Same result up to rounding.
+    For training on a CPU only: torch's fused kernel is slower there (backward above all), and a plain
+    product computes the half above the diagonal. Same result up to rounding.
     """
     batch, heads, n, d = query.shape
     groups = heads // key.shape[1]
