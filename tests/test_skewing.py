@@ -458,7 +458,7 @@ def test_artifact_of_another_version(made: SkewArtifact, tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(artifact_module, "VERSION", 99)
         made.save(tmp_path / "a")
-    with pytest.raises(ArtifactError, match=r"version 99.*version 1"):
+    with pytest.raises(ArtifactError, match=rf"version 99.*version {artifact_module.VERSION}"):
         SkewArtifact.load(tmp_path / "a", None)
 
 
@@ -499,6 +499,8 @@ def test_not_an_artifact(tmp_path: Path) -> None:
         ({"query": torch.zeros(2, 2, 4)}, r"query has shape"),
         ({"key_std": torch.zeros(2, 2, 4, dtype=torch.float64)}, "key_std is torch.float64"),
         ({"key_mean": torch.full((2, 2, 4), torch.inf)}, "not finite"),
+        ({"slope": torch.ones(2, 2, 8)}, r"slope is .*expected float32 \(3, 2, 8\)"),
+        ({"offset": torch.zeros(3, 2, 1)}, r"offset is .*expected float32 \(3, 2, 8\)"),
         ({"key_mean": None}, "damaged"),
     ],
 )
@@ -509,9 +511,11 @@ def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: 
         "key": torch.zeros(2, 2, 4, 4),
         "key_mean": torch.zeros(2, 2, 4),
         "key_std": torch.zeros(2, 2, 4),
+        "slope": torch.ones(3, 2, 8),
+        "offset": torch.zeros(3, 2, 8),
     }
     tensors = {name: tensor for name, tensor in (whole | change).items() if tensor is not None}
-    header = {"format": "offload-rt skew", "version": 1, "method": "svd", "fingerprint": "f", "calibration": "c"}
+    header = {"format": "offload-rt skew", "version": artifact_module.VERSION, "method": "svd", "fingerprint": "f", "calibration": "c"}
     header["sha256"] = artifact_module._digest(tensors)
     save_file(tensors, tmp_path / "a", metadata={"skew": json.dumps(header)})
     with pytest.raises(ArtifactError, match=message):
@@ -558,6 +562,6 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     path = cache_path(loaded, "svd")
     assert path.parent == Path("/somewhere/offload-rt/skew")
-    assert path.name == f"{loaded.fingerprint}-svd-random2048-1024-v1.safetensors"
+    assert path.name == f"{loaded.fingerprint}-svd-random2048-1024-v2.safetensors"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_path(loaded, "svd").parent == Path.home() / ".cache" / "offload-rt" / "skew"
