@@ -82,6 +82,8 @@ class LLM:
         they were fetched, so that they need not cross the link again; 0 is none. The tokens are the same. On a CPU,
         where rows are otherwise attended to where they lie, this copies them as a device would: it shows what a device
         saves and makes the run slower.
+    cuda_graphs: capture decode steps as CUDA graphs and replay them (`runtime/graphs.py` says which). It has not yet
+        run on a device.
     progress: show progress bars on stderr for long work.
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Not thread-safe.
@@ -106,6 +108,7 @@ class LLM:
         spill: str | Path | None = None,
         missed_mass_every: int = 16,
         working_set: int = 0,
+        cuda_graphs: bool = False,
         progress: bool = False,
     ) -> None:
         limit = None if host_memory is None else parse_size(host_memory, "host_memory")
@@ -115,6 +118,7 @@ class LLM:
             prefix_sharing=prefix_sharing,
             missed_mass_every=missed_mass_every,
             working_set=working_set,
+            cuda_graphs=cuda_graphs,
             device_memory=None if device_memory is None else parse_size(device_memory, "device_memory"),
             max_context=max_context,
         )

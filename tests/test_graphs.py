@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_links import staged
 from test_together import OPTIONS, begun, compiled, make
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_rt import LLM
+from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import ConfigError
 from offload_rt.runtime.graphs import Graphs
@@ -148,3 +148,18 @@ def test_graphs_need_a_cuda_device() -> None:
     runner = make()
     with pytest.raises(ConfigError, match="cuda_graphs=True needs a CUDA device"):
         Runner(runner.model, runner.policy, runner.pool, runner.link, EngineConfig(cuda_graphs=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"dense_layers": (0,)}, {"scorer": "partial", "dense_layers": ()}])
+def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> None:
+    """A ragged batch through several buckets."""
+    prompts = [tiny_prompt(length, seed=length) for length in (40, 100, 120)]
+    tokens = []
+    for graphs in (False, True):
+        settings: dict[str, Any] = {"missed_mass_every": 0, "prefix_sharing": False, "cuda_graphs": graphs}
+        llm = LLM(tiny_model("llama"), policy_options=OPTIONS | options, device="cuda", host_memory="8MiB", **settings)
+        tokens.append([c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=80, temperature=0))])
+        captured = [] if llm._runner.graphs is None else list(llm._runner.graphs._captured.values())
+        assert bool(captured) is graphs and (not graphs or any(captured))
+    assert tokens[0] == tokens[1]
