@@ -83,7 +83,7 @@ def test_recall_is_looking_back(name):
         shown = [[fact if told else replace(fact, statements=(" It was late.",)) for fact in pair] for pair in facts]
         shares[told] = share_right(ask(model, [make_passage(rng, 256, pair, corpus, encoder) for pair in shown]))
     assert shares[False] <= 0.15  # chance: a city in 36, a number in 990
-    assert shares[True] > shares[False] + {"llama": 0.5, "opt": 0.1}[name]  # measured: 0.83 and 0.17 more
+    assert shares[True] > shares[False] + {"llama": 0.8, "opt": 0.2}[name]  # measured: 0.96 and 0.38 more
 
 
 def test_card_states_the_measurements(name):
@@ -93,7 +93,7 @@ def test_card_states_the_measurements(name):
 
 def test_measured_context_helps(name):
     """What the reference model is for: text is told better from 2,048 tokens than from 512, and facts are found there.
-    The OPT sibling serves folding alone and reaches neither (see the last section of its card)."""
+    The OPT sibling is trained for less and reaches neither (see the last section of its card)."""
     found = measured(name)
     _, low, high = found["bits_per_byte"]["difference_from_512"]["2048"]
     recall = [share for facts in found["recall"]["by_length_and_facts"].values() for share in facts.values()]
