@@ -85,7 +85,7 @@ def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callabl
     made = make()
     outside = host(made) | earlier.keys()
     before = sum(size for address, size in live_storages().items() if address not in outside)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         result = run(made)
     results: Any = recorded.profiler
     blocks = [event for event in results.kineto_results.events() if event.name() == "[memory]"]

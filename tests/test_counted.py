@@ -124,7 +124,7 @@ def test_a_sparse_step_never_waits_for_the_device() -> None:
     for _ in range(5):  # compiles the kernels
         runner.decode([sequence])
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
         runner.decode([sequence])
     names = [event.name for event in trace.events()]
     runner.free(sequence)
