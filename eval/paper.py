@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 class Size:
     """How much is measured. context: tokens of a window; windows: of the perplexity of all policies, the other tables'
     are given by themselves; lengths, passages: of needles; limit: documents of a harness task; timed_tokens: of each of
-    three timings."""
+    three timings; also_dense: choices of dense layers with which all policies are compared too."""
 
     context: int = 2048
     windows: int = 14
@@ -68,11 +68,12 @@ class Size:
     passages: int = 14
     limit: int = 25
     timed_tokens: int = 32
+    also_dense: tuple[tuple[int, ...], ...] = ()
 
     def positions(self) -> dict[str, int]:
         """Decoded positions of each step, all variants together, as far as they can be counted beforehand: what the
         time of a step goes by."""
-        compared = 1 + len(POLICIES) * len(self.budgets) + 2 * len(FORMATS)
+        compared = 1 + len(POLICIES) * len(self.budgets) * (1 + len(self.also_dense)) + 2 * len(FORMATS)
         asked = 5 * self.passages * ASKED
         contexts = sum(c for c in CONTEXTS if c <= self.context)
         old = 2 * max(1, self.passages // 2) * self.lengths[0] * 2 // 5
@@ -89,9 +90,17 @@ class Size:
 
 
 SIBLING = Size(
-    windows=12, budgets=(0.1,), length_windows=4, pool_windows=8, ablation_windows=6, lengths=(1024,), passages=10
+    windows=12,
+    budgets=(0.1,),
+    also_dense=((0, 1),),
+    length_windows=4,
+    pool_windows=8,
+    ablation_windows=6,
+    lengths=(1024,),
+    passages=10,
 )
-"""Of every model but the first."""
+"""Of every model but the first. The second layer of the OPT sibling attends to nearly everything a little, as first
+layers do: its top tenth holds 0.6 of the attention."""
 
 QUICK = Size(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
 
@@ -132,12 +141,16 @@ class Paper:
         run_perplexity(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def _compared(self) -> list[Variant]:
-        """Every policy at every budget; full and infinigen at a tenth with rows rounded in the pool and on the link."""
+        """Every policy at every budget and choice of dense layers; full and infinigen at a tenth with rows rounded in the
+        pool and on the link."""
         rounded: list[Variant] = []
         for kv_format in FORMATS:
             engine = {"kv_format": kv_format}
             rounded += [Variant("full", {}, engine), Variant("infinigen", WINDOW | {"budget": 0.1}, engine)]
-        return grid(POLICIES, self.size.budgets, WINDOW) + rounded
+        compared = grid(POLICIES, self.size.budgets, WINDOW)
+        for dense in self.size.also_dense:
+            compared += grid(POLICIES, self.size.budgets, WINDOW | {"dense_layers": dense})[1:]
+        return compared + rounded
 
     def lengths(self) -> None:
         """Figure 19b: perplexity by context, 64 tokens attended."""

@@ -221,9 +221,11 @@ def run_perplexity(
 
 
 def _against_rivals(rows: list[Row]) -> None:
-    """infinigen against every other policy of the same budget: `against_infinigen_*` columns of the others."""
+    """infinigen against every other policy of the same budget and dense layers: `against_infinigen_*` columns of the
+    others."""
     for row in rows:
-        mine = [r for r in rows if r["policy"] == "infinigen" and r["budget"] == row["budget"] is not None]
+        same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
+        mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]
         if mine and row["policy"] != "infinigen":
             row |= compare(row, mine[0], "against_infinigen")
 

@@ -515,7 +515,8 @@ def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: 
         "offset": torch.zeros(3, 2, 8),
     }
     tensors = {name: tensor for name, tensor in (whole | change).items() if tensor is not None}
-    header = {"format": "offload-rt skew", "version": artifact_module.VERSION, "method": "svd", "fingerprint": "f", "calibration": "c"}
+    version = artifact_module.VERSION
+    header = {"format": "offload-rt skew", "version": version, "method": "svd", "fingerprint": "f", "calibration": "c"}
     header["sha256"] = artifact_module._digest(tensors)
     save_file(tensors, tmp_path / "a", metadata={"skew": json.dumps(header)})
     with pytest.raises(ArtifactError, match=message):
