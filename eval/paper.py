@@ -141,7 +141,7 @@ class Paper:
         run_perplexity(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def _compared(self) -> list[Variant]:
-        """Every policy at every budget and choice of dense layers; full and infinigen at a tenth with rows rounded in the
+        """Every policy at every budget and choice of dense layers; full and infinigen at a tenth, rows rounded in the
         pool and on the link."""
         rounded: list[Variant] = []
         for kv_format in FORMATS:
