@@ -23,6 +23,7 @@ table II; for 8 bits computed in the same way), by bits per number."""
 
 _SAMPLE_STRIDE = 16
 
+
 def skew(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Queries or keys x `[Hkv, m, d]` in a skewed basis `[Hkv, d, r]` (InfiniGen eq. 2): `[Hkv, m, r]`, in the basis'
     dtype."""
