@@ -61,7 +61,8 @@ class _Captured:
 
     def __init__(self, graph: Graph, step: Step, lists: Lists) -> None:
         self._graph, self._layers = graph, [layer for layer in range(step.geometry.layers) if step.selects(layer)]
-        # What was written back before must not be waited for in the graph: `replay` waits for it.
+        # What was written back before cannot be waited for in the graph: the compute stream does, before it.
+        lists.rows.join()
         lists.rows.written(behind=False)
         self._logits, *self._counts = graph.capture(lambda: _body(step, lists))
 
@@ -86,15 +87,34 @@ def _body(step: Step, lists: Lists) -> tuple[torch.Tensor, ...]:
     return logits, *(one.counts for one in together.counted)
 
 
+class Steps(Protocol):
+    """Runs decode steps."""
+
+    def run(self, step: Step) -> torch.Tensor:
+        """float32 logits `[B, V]`, as `DecodeStep.run`."""
+        ...
+
+
+class Eager:
+    """Each launch from the host."""
+
+    def __init__(self, ways: Ways) -> None:
+        self._ways = ways
+
+    def run(self, step: Step) -> torch.Tensor:
+        """See `Steps.run`."""
+        return DecodeStep(step, self._ways.of(step)).run()
+
+
 class Graphs:
-    """Runs steps, with graphs where it can."""
+    """With graphs where it can."""
 
     def __init__(self, ways: Ways, make: Callable[[], Graph]) -> None:
         self._ways, self._make = ways, make
         self._captured: weakref.WeakKeyDictionary[Lists, _Captured | None] = weakref.WeakKeyDictionary()
 
     def run(self, step: Step) -> torch.Tensor:
-        """float32 logits `[B, V]`, as `DecodeStep.run`."""
+        """See `Steps.run`."""
         lists = self._ways.holding(step)
         if lists is None or not lists.static or not _unseen(step):
             return DecodeStep(step, self._ways.of(step)).run()
@@ -117,13 +137,15 @@ def _unseen(step: Step) -> bool:
     return alone and not any(s.slots.listens or s.trace.measures for s in step.batch)
 
 
-def graphs_for(config: EngineConfig, device: torch.device, ways: Ways, *, streams: bool) -> Graphs | None:
-    """What the configuration wants; None where every step is eager. Raises ConfigError on a device without graphs.
+def steps_for(config: EngineConfig, device: torch.device, ways: Ways, *, streams: bool) -> Steps:
+    """What the configuration wants. Raises ConfigError for graphs on a device that has none.
 
     streams: whether weights cross the link in every step, by copies that the host starts."""
     if not config.cuda_graphs:
-        return None
+        return Eager(ways)
     if device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: leave it out")
+    if streams:
+        return Eager(ways)
     pool = torch.cuda.graph_pool_handle()  # graphs that run one after the other share their memory
-    return None if streams else Graphs(ways, lambda: CudaGraph(pool))
+    return Graphs(ways, lambda: CudaGraph(pool))

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,10 +19,9 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
 from ..transfer.weights import WeightStream
-from .decode import DecodeStep
 from .device_plan import DevicePlan
 from .giving import make_room
-from .graphs import graphs_for
+from .graphs import steps_for
 from .idle import Holder, with_room
 from .metrics import Fractions, Stats, Trace, layer_means
 from .prefill import Prefill
@@ -61,7 +59,7 @@ class Runner:
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
         self.ways = Ways()
-        self.graphs = graphs_for(config, self.adapter.device, self.ways, streams=weights is not None)
+        self.steps = steps_for(config, self.adapter.device, self.ways, streams=weights is not None)
         self.holders: list[Holder] = []
         geometry = self.adapter.geometry
         # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
@@ -312,8 +310,7 @@ class Runner:
         sharing = self.prefixes.of([sequence.lease for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         step = Step(ordered, self.adapter, self.policy, self.link, sharing, recorder)
-        run = DecodeStep(step, self.ways.of(step)).run if self.graphs is None else partial(self.graphs.run, step)
-        logits = sharing.restore(run())
+        logits = sharing.restore(self.steps.run(step))
         for sequence in batch:
             sequence.position += 1
             sequence.torn = False
