@@ -100,7 +100,7 @@ SIBLING = Size(
     passages=10,
 )
 """Of every model but the first. The second layer of the OPT sibling attends to nearly everything a little, as first
-layers do: its top tenth holds 0.6 of the attention."""
+layers do."""
 
 QUICK = Size(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
 
