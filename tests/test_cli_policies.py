@@ -61,10 +61,12 @@ def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Generat
 
     monkeypatch.setattr(LLM, "__init__", stop)
     words = "--preset paper --max-missed-mass 0.02 --skew-method svd --columns calibration --scorer int2 --skew DIR"
+    words += " --no-corrected"
     pool = "--eviction lru --protect none --kv-format int4 --host-memory 1GiB --no-prefix-sharing"
     assert generate(*words.split(), *pool.split())[0] == 130
     assert seen["policy_options"] == {
         "preset": "paper", "max_missed_mass": 0.02, "skew": "svd", "columns": "calibration", "scorer": "int2",
+        "corrected": False,
     }  # fmt: skip
     assert seen["skew"] == "DIR"
     assert (seen["kv_format"], seen["host_memory"], seen["prefix_sharing"]) == ("int4", "1GiB", False)

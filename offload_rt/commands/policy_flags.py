@@ -10,8 +10,8 @@ from ..errors import ConfigError
 from .common import given
 
 OPTIONS = (
-    "preset", "budget", "alpha", "partial_ratio", "max_fraction", "max_missed_mass", "source", "scorer", "columns",
-    "skew", "sinks", "recent", "dense_layers", "page",
+    "preset", "budget", "alpha", "partial_ratio", "max_fraction", "max_missed_mass", "source", "corrected",
+    "scorer", "columns", "skew", "sinks", "recent", "dense_layers", "page",
 )  # fmt: skip
 """Options of policies, as their dataclasses call them; each policy refuses those it does not have."""
 
@@ -91,6 +91,9 @@ def add_policy_flags(parser: argparse.ArgumentParser) -> None:
         "--max-missed-mass", type=float, metavar="M", help="fetch more until the estimated mass left out is at most M"
     )
     group.add_argument("--source", metavar="attention_input|normed_input|residual")
+    group.add_argument(
+        "--corrected", action=argparse.BooleanOptionalAction, help="correct guesses as calibration found them to be off"
+    )
     group.add_argument("--scorer", metavar="partial|int8|int4|int2")
     group.add_argument("--columns", metavar="calibration|prompt", help="who chooses the columns that are scored")
     group.add_argument("--skew-method", dest="skew", metavar="svd|balanced", help="how the skew is calibrated")
