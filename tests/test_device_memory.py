@@ -246,6 +246,15 @@ def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str
     assert here.stats.scoring_bytes_host == there.stats.scoring_bytes_device > 0
 
 
+@pytest.mark.parametrize("corrected", [True, False])
+def test_corrections_of_guesses_are_on_the_device_wherever_keys_are(folder: Any, corrected: bool) -> None:
+    costs = costs_of(folder("llama"), "infinigen", {"corrected": corrected})
+    geometry, size = costs.shape.geometry, costs.shape.dtype.itemsize
+    held = 2 * geometry.hidden * (LAYERS - 1) * size if corrected else 0  # slope and offset; layer 0 is dense
+    assert replace(costs, keys_on_host=True).basis() == held
+    assert costs.basis() == held + costs.demand.basis_bytes > held
+
+
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 

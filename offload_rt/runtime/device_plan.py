@@ -50,8 +50,10 @@ class DevicePlan:
     @property
     def host_bytes(self) -> int:
         """What the host keeps for the device, besides the pool."""
-        keys = replace(self.costs, keys_on_host=False) if self.keys_on_host else None
-        return self.streamed_bytes + (0 if keys is None else keys.basis() + keys.scoring(self.context))
+        if not self.keys_on_host:
+            return self.streamed_bytes
+        there = replace(self.costs, keys_on_host=False)
+        return self.streamed_bytes + there.basis() - self.costs.basis() + there.scoring(self.context)
 
     @property
     def keys_on_host(self) -> bool:

@@ -32,7 +32,8 @@ PolicyOptions = InfiniGenOptions | BudgetOptions | None
 class Demand:
     """What a policy keeps and fetches: `dense` layers, `resident` tokens (sinks and recent window), the largest
     `share` of the context that a selecting layer fetches, `key_bytes` of selection data for one token of one layer,
-    and `basis_bytes` that all sequences share. `weighs` says that it computes the attention weights of a prompt."""
+    and `basis_bytes` that all sequences share, beside `guess_bytes` that correct guesses, on the device wherever the
+    keys lie. `weighs` says that it computes the attention weights of a prompt."""
 
     dense: tuple[int, ...]
     resident: int
@@ -40,6 +41,7 @@ class Demand:
     key_bytes: float
     basis_bytes: int
     weighs: bool = False
+    guess_bytes: int = 0
 
     @classmethod
     def of(cls, name: str, options: PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype) -> Demand:
@@ -53,8 +55,10 @@ class Demand:
             square = geometry.kv_heads * geometry.head_dim**2
             # The artifact, float32, comes whole and is cut; queries and keys have a basis each, guesses a correction.
             basis = 2 * square * (geometry.layers * 4 + selecting * compute)
-            basis += 2 * geometry.hidden * (len(get_args(Source)) * geometry.layers * 4 + selecting * dtype.itemsize)
-            return cls(dense, resident, share, float(_infinigen_key_bytes(geometry, dtype, options)), basis)
+            basis += 2 * geometry.hidden * len(get_args(Source)) * geometry.layers * 4
+            guess = 2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0
+            keys = float(_infinigen_key_bytes(geometry, dtype, options))
+            return cls(dense, resident, share, keys, basis, guess_bytes=guess)
         own = {"h2o": 4.0, "quest": 2.0 * geometry.head_dim * dtype.itemsize}.get(name, 0.0) * geometry.kv_heads
         own /= options.page if isinstance(options, QuestOptions) else 1
         return cls(dense, resident, options.budget, own, 0, name == "h2o")
@@ -94,7 +98,7 @@ class DeviceCosts:
 
     def basis(self) -> int:
         """What scoring has, whatever the context."""
-        return 0 if self.keys_on_host else self.demand.basis_bytes
+        return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
         """What there is whatever runs: bases; cos and sin of a slice; on CUDA the workspaces of cuBLAS."""

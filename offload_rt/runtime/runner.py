@@ -19,11 +19,12 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
 from ..transfer.weights import WeightStream
+from .accounting import Accounting
 from .device_plan import DevicePlan
 from .giving import make_room
 from .graphs import steps_for
 from .idle import Holder, with_room
-from .metrics import Fractions, Stats, Trace, layer_means
+from .metrics import Stats, Trace
 from .prefill import Prefill
 from .recording import Recorder
 from .segments import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
@@ -61,6 +62,7 @@ class Runner:
         self.ways = Ways()
         self.steps = steps_for(config, self.adapter.device, self.ways, streams=weights is not None)
         self.holders: list[Holder] = []
+        self._accounting = Accounting(model, policy, pool, link, config, weights)
         geometry = self.adapter.geometry
         # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
         pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
@@ -271,10 +273,10 @@ class Runner:
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
         """Runs one layer; commits the tokens after the last."""
-        began, crossed = time.perf_counter(), self._weights_crossed
+        began, crossed = time.perf_counter(), self._accounting.weights_crossed
         prefill.run_layer()
         sequence = prefill.sequence
-        sequence.trace.weight_bytes += self._weights_crossed - crossed
+        sequence.trace.weight_bytes += self._accounting.weights_crossed - crossed
         if prefill.done:
             self.pool.commit(sequence.lease, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
@@ -302,7 +304,7 @@ class Runner:
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
-        began, crossed = time.perf_counter(), self._weights_crossed
+        began, crossed = time.perf_counter(), self._accounting.weights_crossed
         make_room(batch, self.pool, self.link, self.policy)
         for sequence in batch:
             sequence.slots.begin_step(sequence.lease, sequence.position)
@@ -315,71 +317,16 @@ class Runner:
             sequence.position += 1
             sequence.torn = False
             self.pool.commit(sequence.lease, sequence.slots.context)
-        batch[0].trace.weight_bytes += self._weights_crossed - crossed
+        batch[0].trace.weight_bytes += self._accounting.weights_crossed - crossed
         seconds = time.perf_counter() - began
         for sequence in batch:
             sequence.trace.decode_seconds += seconds
         return logits
 
-    @property
-    def _weights_crossed(self) -> int:
-        """Bytes of weights that have crossed the link so far."""
-        return 0 if self.weights is None else self.weights.bytes
-
-    @property
-    def _weights_on_device(self) -> int:
-        """Bytes of weights on the device, and of the buffers for the others."""
-        if self.weights is None:
-            return self.model.weight_bytes
-        return self.model.weight_bytes - self.weights.numbers + self.weights.device_bytes
-
     def stats(self, sequence: Sequence) -> Stats:
         """What the sequence cost so far; to be taken before `free`."""
-        trace, adapter = sequence.trace, self.adapter
-        trace.settle()
-        dense = self.policy.dense_layers
-        shares = Fractions.of(trace, dense)
-        missed, worst = layer_means(trace, dense)
-        return Stats(
-            model=self.model.name,
-            policy=self.policy.name,
-            device=str(adapter.device),
-            dtype=str(adapter.dtype).removeprefix("torch."),
-            prompt_tokens=trace.prompt_tokens,
-            reused_tokens=trace.reused_tokens,
-            new_tokens=len(sequence.tokens) - trace.prompt_tokens,
-            prefill_seconds=trace.prefill_seconds,
-            decode_seconds=trace.decode_seconds,
-            link_bytes_to_device=trace.bytes_to_device,
-            link_bytes_to_host=trace.bytes_to_host,
-            link_bytes_weights=trace.weight_bytes,
-            kv_bytes_host=len(sequence.lease.chunks) * self.pool.chunk_bytes,
-            kv_bytes_device=self.link.device_bytes,
-            scoring_bytes_device=sequence.state.device_bytes,
-            scoring_bytes_host=sequence.state.host_bytes,
-            weight_bytes=self.model.weight_bytes,
-            weight_bytes_device=self._weights_on_device,
-            peak_device_bytes=self._peak_device_bytes(),
-            link_fraction=shares.link,
-            attended_fraction=shares.attended,
-            sparse_link_fraction=shares.sparse_link,
-            sparse_attended_fraction=shares.sparse_attended,
-            dense_layers=tuple(sorted(dense)),
-            layers=adapter.geometry.layers,
-            missed_mass=missed,
-            missed_mass_worst_layer=worst,
-            working_set_rows=self.config.working_set,
-            working_set_bytes=self.link.working_set_bytes(sequence.lease),
-            working_set_hit_rate=trace.hit_rate if self.config.working_set else None,
-            attended_by_step=trace.attended,
-            missed_by_step=trace.missed,
-        )
-
-    def _peak_device_bytes(self) -> int:
-        if self.adapter.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.adapter.device)
-        scoring = sum(sequence.state.device_bytes for sequence in self._open.values())
-        return self._weights_on_device + self.link.device_bytes + scoring
+        scoring = sum(one.state.device_bytes for one in self._open.values())
+        return self._accounting.stats(sequence, self._accounting.peak_device_bytes(scoring))
 
     def _check_positions(self, tokens: int) -> None:
         geometry = self.adapter.geometry
