@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from . import lists, segments
-from .addressed import Addressed
 from .lists import Scores
+from .pointer_table import Addressed
 from .segments import Run
 
 

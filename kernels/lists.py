@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .addressed import Addressed
+from .pointer_table import Addressed
 from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
 from .selection import quantised_scores as packed_scores
 

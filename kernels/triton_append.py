@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .addressed import FIELDS, Addressed
+from .pointer_table import FIELDS, Addressed
 
 _COLUMNS = 16
 """Columns of a program."""

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .addressed import FIELDS, Addressed
+from .pointer_table import FIELDS, Addressed
 from .triton_attention import PIECE_ROWS, attend_pieces, attend_rows, block_rows, merge_parts, store_part
 
 _FIELDS = tl.constexpr(FIELDS)

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .addressed import ALIGNED, FIELDS, Addressed
 from .lists import Scores
+from .pointer_table import ALIGNED, FIELDS, Addressed
 from .triton_append import triton_dtype
 
 _BLOCK = 256

@@ -1,10 +1,10 @@
 """Run language models on long contexts whose KV cache lives in host memory.
 
-    from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, SamplingParams
 
-    llm = LLM("reference")
-    for event in llm.stream("It was a dark night", SamplingParams(max_new_tokens=100)):
-        print(event.text, end="", flush=True)
+llm = LLM("reference")
+for event in llm.stream("It was a dark night", SamplingParams(max_new_tokens=100)):
+    print(event.text, end="", flush=True)
 """
 
 from .config import EngineConfig, SamplingParams

@@ -332,8 +332,8 @@ class EngineConfig:
         activations); None takes what there is and keeps everything there.
     max_context: tokens of one sequence that the limit is planned for; None takes all positions of the model that the
         host pool can hold.
-    cuda_graphs: capture decode steps as CUDA graphs where all that they launch can be repeated (`runtime/graphs.py`).
-        It has not yet run on a device.
+    cuda_graphs: capture decode steps as CUDA graphs where all that they launch can be repeated
+        (`forward/cuda_graphs.py`). It has not yet run on a device.
     """
 
     host_memory: int | None = None
@@ -363,7 +363,7 @@ class EngineConfig:
 
 
 LIVE_POLICIES = ("lookahead", "lru", "fifo")
-"""What orders a store that runs (`pool/store_policies.py`); the simulator has Belady's oracle besides."""
+"""What orders a store that runs (`storage/policies.py`); the simulator has Belady's oracle besides."""
 
 
 @dataclass(frozen=True)

@@ -151,3 +151,9 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.prompt, "the facade refuses empty prompts"
+
+
+def bucket(context: int) -> int:
+    """`context` tokens rounded up: chunks, and eight sizes between a power of two and the next."""
+    step = max(CHUNK, 1 << max(0, (context - 1).bit_length() - 4))
+    return -(-context // step) * step

@@ -23,23 +23,24 @@ from .config import (
     parse_size,
 )
 from .core import CHUNK, ModelGeometry
+from .engine.engine import Engine
+from .engine.recording import RunInfo, RunWriter
+from .engine.request import Completion, Event, Served
+from .engine.runner import Runner
+from .engine.scoring import Score, score
+from .engine.stats import Stats
+from .engine.swap import Spill
 from .errors import InputError
+from .forward.batch import Recorder
 from .models.registry import LoadedModel, load_model, load_shape
+from .planning.device_plan import DevicePlan, plan_for
 from .pool.pool import HostPool
-from .runtime.device_plan import DevicePlan, plan_for
-from .runtime.engine import Engine
-from .runtime.generation import Completion, Event, Served
-from .runtime.metrics import Stats
-from .runtime.progress import Progress
-from .runtime.recording import Recorder, RunInfo, RunWriter
-from .runtime.runner import Runner
-from .runtime.scoring import Score, score
-from .runtime.session_store import SessionStore
-from .runtime.sessions import Session
-from .runtime.spill import Spill
-from .runtime.turn_queue import TurnQueue
+from .progress import Progress
 from .select.base import Policy
 from .select.registry import make_policy
+from .sessions.session import Session
+from .sessions.store import SessionStore
+from .sessions.turn_queue import TurnQueue
 from .skewing.artifact import SkewArtifact
 from .skewing.calibrate import cached_artifact
 from .skewing.tuned import default_options, load_artifact
@@ -82,8 +83,8 @@ class LLM:
         they were fetched, so that they need not cross the link again; 0 is none. The tokens are the same. On a CPU,
         where rows are otherwise attended to where they lie, this copies them as a device would: it shows what a device
         saves and makes the run slower.
-    cuda_graphs: capture decode steps as CUDA graphs and replay them (`runtime/graphs.py` says which). It has not yet
-        run on a device.
+    cuda_graphs: capture decode steps as CUDA graphs and replay them (`forward/cuda_graphs.py` says which). It has not
+        yet run on a device.
     progress: show progress bars on stderr for long work.
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Not thread-safe.
@@ -171,7 +172,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, record: str | Path | None = None
     ) -> Iterator[Event]:
         """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest. What every step
-        selects is written to the new folder `record` (see `runtime/recording.py`).
+        selects is written to the new folder `record` (see `engine/recording.py`).
 
         Raises InputError for an empty prompt or wrong ids, for several completions and for a folder that is not empty,
         ModelError for too many positions, PoolFullError.

@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_new_tokens=6, temperature=0, stop="\n")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("answer_many", ROOT / "scripts" / "answer_many.py")
+    spec = importlib.util.spec_from_file_location("answer_many", ROOT / "scripts" / "examples" / "answer_many.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

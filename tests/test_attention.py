@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.core import KVPart
+from offload_rt.forward.attention import attend, group_weights, scores_lse
 from offload_rt.kernels.causal import attend_causal
-from offload_rt.runtime.attention import attend, group_weights, scores_lse
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.runtime.engine import Engine
+from offload_rt.engine.engine import Engine
 
 EOS = [3, 17, 40, 41, 42, 90]
 

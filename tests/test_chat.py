@@ -22,10 +22,10 @@ from rich.console import Console
 from offload_rt import SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.chat_loop import Chat
+from offload_rt.engine.request import Event
 from offload_rt.errors import InputError
-from offload_rt.runtime.conversation import turn_tokens
-from offload_rt.runtime.generation import Event
-from offload_rt.runtime.history import History
+from offload_rt.sessions.chat_template import turn_tokens
+from offload_rt.sessions.history import History
 
 
 def talk(store: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_checkpoint
+from support.tiny_models import tiny_checkpoint
 
 import offload_rt
 from offload_rt import LLM, SamplingParams

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import NAMES, tiny_model, tiny_prompt
+from support.tiny_models import NAMES, tiny_model, tiny_prompt
 
 from offload_rt.models.column_order import order_by_columns
 from offload_rt.models.registry import load_model

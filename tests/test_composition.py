@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_model, tiny_prompt
 from test_links import staged
-from tiny_models import tiny_model, tiny_prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.engine.request import Completion
+from offload_rt.engine.runner import Runner
 from offload_rt.kernels import dispatch
-from offload_rt.runtime.generation import Completion
-from offload_rt.runtime.runner import Runner
 from offload_rt.select.infinigen import InfiniGen
 from offload_rt.select.key_lists import Rule
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from allocations import count, device_selection, older_objects_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import NAMES, tiny_model, tiny_prompt
+from support.allocations import count, device_selection, older_objects_apart
+from support.tiny_models import NAMES, tiny_model, tiny_prompt
 from torch import nn
 
 from offload_rt import LLM, SamplingParams
@@ -22,8 +22,8 @@ from offload_rt.core import CHUNK, ModelGeometry
 from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
 from offload_rt.models.registry import ModelShape, load_shape
 from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
-from offload_rt.runtime.device_plan import plan_device
-from offload_rt.runtime.requirements import Demand, DeviceCosts
+from offload_rt.planning.device_plan import plan_device
+from offload_rt.planning.memory_model import Demand, DeviceCosts
 from offload_rt.select.registry import parse_options
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.lanes import InlineLane

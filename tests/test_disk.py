@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from offload_rt.config import LIVE_POLICIES, StoreOptions
 from offload_rt.errors import StoreError
-from offload_rt.pool.disk import DiskStore
-from offload_rt.pool.format import ChunkHeader, ChunkName
+from offload_rt.storage.chunk_file import ChunkHeader, ChunkName
+from offload_rt.storage.disk_store import DiskStore
 
 LAYERS, LAYER_BYTES = 3, 512
 FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
@@ -249,7 +249,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.pool.format.LAYOUT_VERSION", 0)
+        patch.setattr("offload_rt.storage.chunk_file.LAYOUT_VERSION", 0)
         older = open_store(tmp_path)
         save(older, 5)
         older.close()

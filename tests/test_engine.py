@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, ModelError, PoolFullError, SamplingParams
-from offload_rt.runtime.engine import Engine
-from offload_rt.runtime.generation import Event
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.request import Event
 
 
 def greedy(count: int) -> SamplingParams:

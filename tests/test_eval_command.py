@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_checkpoint
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM
 from offload_rt.cli import main
 from offload_rt.errors import ConfigError
-from offload_rt.eval.command import make_variants
-from offload_rt.eval.subject import Variant
+from offload_rt.eval.cli import make_variants
+from offload_rt.eval.core.model_under_test import Variant
 from offload_rt.models.registry import load_model
 from offload_rt.skewing.artifact import SkewArtifact
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from offload_rt.errors import OffloadError
-from offload_rt.eval.paper import CONTEXTS, POLICIES, STEPS, Job, Paper, Size, main, run_jobs
-from offload_rt.eval.subject import Subject
+from offload_rt.eval.core.model_under_test import Subject
+from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Job, Paper, Size, main, run_jobs
 from offload_rt.models.registry import load_model
 
 BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"

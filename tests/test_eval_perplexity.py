@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
+from support.tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from offload_rt import LLM
 from offload_rt.config import InfiniGenOptions
 from offload_rt.errors import ConfigError, InputError, PoolFullError
-from offload_rt.eval.bootstrap import paired_bootstrap, perplexity_change, ratio_error, share_error
-from offload_rt.eval.layerwise import LayerView, score_layerwise
-from offload_rt.eval.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
-from offload_rt.eval.report import Column, Report, RowStore
-from offload_rt.eval.subject import Scored, Subject, Text, Variant, encode_text, grid, pool_settings
+from offload_rt.eval.core.model_under_test import Scored, Subject, Text, Variant, encode_text, grid, pool_settings
+from offload_rt.eval.core.report import Column, Report, RowStore
+from offload_rt.eval.core.stats import paired_bootstrap, perplexity_change, ratio_error, share_error
+from offload_rt.eval.core.teacher_forced import LayerView, score_layerwise
+from offload_rt.eval.quality.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
 from offload_rt.models.registry import load_model
 from offload_rt.select.registry import make_policy
 from offload_rt.skewing.calibrate import cached_artifact

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.needles import KINDS, LINKED, NAMES, Haystack
-from offload_rt.eval.retrieval import (
+from offload_rt.eval.core.model_under_test import Scored, Subject, Text, Variant
+from offload_rt.eval.core.needles import KINDS, LINKED, NAMES, Haystack
+from offload_rt.eval.quality.retrieval import (
     RetrievalConfig,
     accuracies,
     against,
@@ -24,7 +25,6 @@ from offload_rt.eval.retrieval import (
     run_retrieval,
     together,
 )
-from offload_rt.eval.subject import Scored, Subject, Text, Variant
 
 ROOT = Path(__file__).parents[1]
 BOOK = (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")
@@ -66,12 +66,12 @@ def test_needles_stand_where_they_are_said_to(subject: Subject, haystack: Haysta
 
 
 def test_names_are_nobody_s_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    reference_data = pytest.importorskip("reference_data")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "reference"))
+    reference_data = pytest.importorskip("data")
     assert len(NAMES) + len(LINKED) == len({*NAMES, *LINKED})
     assert not set(NAMES) & {*reference_data.names(True), *reference_data.names(False)}
     assert set(LINKED) <= {*reference_data.names(True)} - {*reference_data.names(False)}
-    sys.modules.pop("reference_data")
+    sys.modules.pop("data")
 
 
 def test_passages_do_not_depend_on_other_lengths_and_kinds(haystack: Haystack) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError
-from offload_rt.eval.resume import _crossing
-from offload_rt.eval.truncation import (
+from offload_rt.eval.quality.truncation import (
     VARIANTS,
     Cut,
     Followed,
@@ -20,7 +19,8 @@ from offload_rt.eval.truncation import (
     recall_rows,
     windows_of,
 )
-from offload_rt.runtime.truncation import SINKS
+from offload_rt.eval.speed.session_ttft import _crossing
+from offload_rt.sessions.window import SINKS
 
 
 def make_llm() -> LLM:

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_prompt
+from support.tiny_models import tiny_prompt
 
 from offload_rt.errors import InputError
-from offload_rt.eval.working_set import SETUPS, Plan, Setup, main, report
+from offload_rt.eval.simulate.working_set import SETUPS, Plan, Setup, main, report
 
 
 def test_replayed_and_repeated_runs_agree(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.config import EvictionOptions
 from offload_rt.core import CHUNK
+from offload_rt.forward.sequence import Sequence
+from offload_rt.forward.slot_table import Overwriting
 from offload_rt.models.adapter import ModelAdapter
-from offload_rt.runtime.sequence import Sequence
-from offload_rt.runtime.slots import Overwriting
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
 POLICIES: list[tuple[str, dict[str, Any]]] = [

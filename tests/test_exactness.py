@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import NAMES, tiny_model, tiny_prompt
+from support.tiny_models import NAMES, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.runtime.runner import Runner
+from offload_rt.engine.runner import Runner
 
 GREEDY = SamplingParams(max_new_tokens=64, temperature=0)
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0}

@@ -19,7 +19,9 @@ HEADING = re.compile(r"\n\nCHAPTER (\d+)\n\n")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_document", ROOT / "scripts" / "generate_document.py")
+    spec = importlib.util.spec_from_file_location(
+        "generate_document", ROOT / "scripts" / "examples" / "generate_document.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from offload_rt.errors import InputError
-from offload_rt.eval import gpu, gpu_kernels, gpu_page
+from offload_rt.eval.speed import kernels
+from offload_rt.eval.suites import gpu, gpu_readme
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str],
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("gpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_kernels, "REPEATS", 1)
+        patch.setattr(kernels, "REPEATS", 1)
         for part in ("kernels", "decode", "prefill", "sessions"):
             assert gpu.main(["--part", part, "--device", "cpu", "--small", "--out", str(out)]) == 0
     return out
@@ -58,14 +59,14 @@ def test_kernels_are_within_their_bounds_and_have_floors(results: Path) -> None:
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpu_kernels.dispatch.attend_counted
+    right = kernels.dispatch.attend_counted
 
     def wrong(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = right(q, *rest)
         return out + 1e-3, lse
 
-    monkeypatch.setattr(gpu_kernels.dispatch, "attend_counted", wrong)
-    [case] = gpu_kernels._attend(CPU, gpu_kernels.SMALL)
+    monkeypatch.setattr(kernels.dispatch, "attend_counted", wrong)
+    [case] = kernels._attend(CPU, kernels.SMALL)
     assert case.error() > 1
 
 
@@ -85,36 +86,36 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
     folder = tmp_path / "results"
     folder.mkdir()
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n\n{gpu_page.BEGIN}\nwritten before\n{gpu_page.END}\n\nafter\n")
-    gpu_page.write_readme(readme, folder)
+    readme.write_text(f"before\n\n{gpu_readme.BEGIN}\nwritten before\n{gpu_readme.END}\n\nafter\n")
+    gpu_readme.write_readme(readme, folder)
     assert "nothing here has been measured" in readme.read_text()
     for path in results.glob("*.json"):
         (folder / path.name).write_text(path.read_text())
-    gpu_page.write_readme(readme, folder)
+    gpu_readme.write_readme(readme, folder)
     text = readme.read_text()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "written before" not in text
     decode = read(results, "decode")["results"]["timings"]
     assert all(f"| {t['name']} | {t['median']:.1f} |" in text for t in decode)
     assert "**Kernels**" in text and "**Prefill**" in text and "Not run: tests, accuracy, train." in text
-    assert f"![Time per token over context](results/{gpu_page.PICTURE})" in text
-    assert (folder / gpu_page.PICTURE).stat().st_size > 5_000
+    assert f"![Time per token over context](results/{gpu_readme.PICTURE})" in text
+    assert (folder / gpu_readme.PICTURE).stat().st_size > 5_000
     once = readme.read_bytes()
-    gpu_page.write_readme(readme, folder)
+    gpu_readme.write_readme(readme, folder)
     assert readme.read_bytes() == once
 
 
 def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, capsys: Any) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
-    assert gpu_page.main(["--readme", str(readme), "--results", str(tmp_path)]) == 2
+    assert gpu_readme.main(["--readme", str(readme), "--results", str(tmp_path)]) == 2
     assert "has no lines" in capsys.readouterr().err
     (tmp_path / "kernels.json").write_text("{}")
     with pytest.raises(InputError, match="no result of `make gpu`"):
-        gpu_page.load(tmp_path)
+        gpu_readme.load(tmp_path)
 
 
 def test_the_repositorys_readme_has_the_marks_and_says_what_its_files_say() -> None:
     text = (gpu.ROOT / "README.md").read_text("utf-8")
     folder = gpu.ROOT / "eval" / "results" / "gpu"
-    inside = text.partition(gpu_page.BEGIN)[2].partition(gpu_page.END)[0].strip()
-    assert inside == gpu_page.section(gpu_page.load(folder), "eval/results/gpu").strip()
+    inside = text.partition(gpu_readme.BEGIN)[2].partition(gpu_readme.END)[0].strip()
+    assert inside == gpu_readme.section(gpu_readme.load(folder), "eval/results/gpu").strip()

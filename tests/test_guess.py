@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from select_models import CPU, artifact, geometry
-from tiny_models import NAMES, tiny_model, tiny_prompt
+from support.select_models import CPU, artifact, geometry
+from support.tiny_models import NAMES, tiny_model, tiny_prompt
 
 from offload_rt.config import InfiniGenOptions
 from offload_rt.core import ModelGeometry

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import CHUNK, Selection, Visible
+from offload_rt.engine.request import Completion
 from offload_rt.pool.pool import HostPool
-from offload_rt.runtime.generation import Completion
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.lanes import InlineLane
 from offload_rt.transfer.residency import Residency

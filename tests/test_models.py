@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
+from support.tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
 from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 

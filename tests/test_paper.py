@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM
+from offload_rt.engine.runner import Runner
 from offload_rt.models.adapter import ModelAdapter
-from offload_rt.runtime.runner import Runner
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.calibrate import cached_artifact
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny_models import tiny_prompt
 from test_sharing import greedy, make
-from tiny_models import tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import StoreOptions
 from offload_rt.core import CHUNK
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.scheduler import Scheduler
+from offload_rt.engine.swap import FOLDER, Spill
 from offload_rt.errors import StoreError
-from offload_rt.runtime.engine import Engine
-from offload_rt.runtime.scheduler import Scheduler
-from offload_rt.runtime.spill import FOLDER, Spill
 
 PROMPTS = [tiny_prompt(CHUNK + 30) + tiny_prompt(28, seed=i) for i in range(3)]
 PARAMS = [greedy(50), SamplingParams(max_new_tokens=40, seed=3), greedy(35)]
@@ -160,7 +160,7 @@ def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_pat
 
 
 def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.runtime.spill.BYTES_PER_SECOND", 1e15)
+    monkeypatch.setattr("offload_rt.engine.swap.BYTES_PER_SECOND", 1e15)
     kept = []
     monkeypatch.setattr(Spill, "restore", lambda self, spilled, *args, **named: kept.append(spilled))
     llm = make(chunks=6, spill=tmp_path)

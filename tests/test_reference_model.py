@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "reference"))
 
-from measure_reference import load_model, sha256_of, tables  # noqa: E402
-from reference_data import Corpus, Encoder, make_facts, make_passage  # noqa: E402
-from reference_eval import ask, pinned_scores, share_right  # noqa: E402
+from data import Corpus, Encoder, make_facts, make_passage  # noqa: E402
+from evaluate import ask, pinned_scores, share_right  # noqa: E402
+from measure import load_model, sha256_of, tables  # noqa: E402
 
 REFERENCE = ROOT / "offload_rt" / "reference"
 TEXT = (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_model, tiny_prompt
 from test_disk import FILE_BYTES, KILLS, blocks_of, fork_saver, load, open_store, save, tokens_of
-from tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
-from offload_rt.runtime.sessions import Session
+from offload_rt.sessions.session import Session
 
 SHORT = SamplingParams(max_new_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.engine.detokenizer import TextStream
+from offload_rt.engine.sampler import Sampler
 from offload_rt.models.registry import load_model
-from offload_rt.runtime.sampler import Sampler
-from offload_rt.runtime.text import TextStream
 
 
 @pytest.fixture(scope="module")

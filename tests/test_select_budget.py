@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from select_models import CPU, as_sets, geometry, no_keys, tokens
+from support.select_models import CPU, as_sets, geometry, no_keys, tokens
 
 from offload_rt.config import BudgetOptions, QuestOptions
 from offload_rt.core import ModelGeometry, Visible

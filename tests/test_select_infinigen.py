@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from select_models import CPU, artifact, as_sets, geometry, no_keys, tokens
+from support.select_models import CPU, artifact, as_sets, geometry, no_keys, tokens
 
 from offload_rt.config import InfiniGenOptions
 from offload_rt.core import ModelGeometry, Visible

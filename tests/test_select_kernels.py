@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from select_models import as_sets
+from support.select_models import as_sets
 
 from offload_rt.kernels.selection import (
     _code_sums_cpu,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from select_models import CPU, artifact, geometry, no_keys
+from support.select_models import CPU, artifact, geometry, no_keys
 
 from offload_rt.config import SkewMethod
 from offload_rt.errors import ConfigError

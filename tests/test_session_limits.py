@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, ModelError, PoolFullError, SamplingParams
-from offload_rt.runtime.sessions import Session
-from offload_rt.runtime.truncation import SINKS, last_kept
+from offload_rt.sessions.session import Session
+from offload_rt.sessions.window import SINKS, last_kept
 
 SHORT = SamplingParams(max_new_tokens=6, temperature=0)
 NAMES = ("ada", "bob", "cyd")
@@ -180,7 +180,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
 ) -> None:
     session = make_llm().session("ada", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.runtime.saving.layer_block", lambda *args: 1 / 0)
+        patch.setattr("offload_rt.storage.saver.layer_block", lambda *args: 1 / 0)
         list(session.send(turn("ada", 0), SHORT))
         with pytest.raises(ZeroDivisionError):
             session.save()

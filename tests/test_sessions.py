@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams
 from offload_rt.errors import StoreError
-from offload_rt.runtime.preload import Preload, read_buffer_layers
-from offload_rt.runtime.sessions import Session
+from offload_rt.sessions.session import Session
+from offload_rt.storage.loader import Preload, read_buffer_layers
 
 GREEDY = SamplingParams(max_new_tokens=40, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3), tiny_prompt(9, seed=4)]

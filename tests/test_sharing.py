@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.runtime.engine import Engine
-from offload_rt.runtime.segments import NEVER_PAYS, SharedPrefixes
+from offload_rt.engine.engine import Engine
+from offload_rt.forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.lanes import InlineLane
 
@@ -202,7 +202,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
     for sequence in sequences:
         runner.prefill(sequence, len(sequence.tokens) - 1)
     sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
-    monkeypatch.setattr("offload_rt.runtime.decode.attend_runs", None)  # whoever calls it fails
+    monkeypatch.setattr("offload_rt.forward.decode.attend_runs", None)  # whoever calls it fails
     for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * CHUNK * ROW // 4 + 1)):
         logits = []
         for rule in (NEVER_PAYS, pays_from):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
+from support.tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
 from transformers import AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModelForCausalLM

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "reference"
 sys.path.insert(0, str(SCRIPTS))
 
-from reference_build import blocked_causal_attention, build_model, grow, weighted_loss  # noqa: E402
-from reference_config import PRESETS, Shape, Stage, TrainConfig  # noqa: E402
-from reference_data import (  # noqa: E402
+from build import blocked_causal_attention, build_model, grow, weighted_loss  # noqa: E402
+from config import PRESETS, Shape, Stage, TrainConfig  # noqa: E402
+from data import (  # noqa: E402
     HELD_OUT_BOOKS,
     KINDS,
     TEST_BOOK,
@@ -41,8 +41,8 @@ from reference_data import (  # noqa: E402
     train_tokenizer,
     training_books,
 )
-from reference_eval import bits_per_byte, nats_by_context, paired_bootstrap, scored_bytes, token_bytes  # noqa: E402
-from train_reference import Run, main  # noqa: E402
+from evaluate import bits_per_byte, nats_by_context, paired_bootstrap, scored_bytes, token_bytes  # noqa: E402
+from train import Run, main  # noqa: E402
 
 VOCABULARY = 320
 TINY = TrainConfig(

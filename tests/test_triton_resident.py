@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_rt.kernels import lists
-from offload_rt.kernels.addressed import Addressed
+from offload_rt.kernels.pointer_table import Addressed
 
 HEADS, ROOM = 2, 300
 

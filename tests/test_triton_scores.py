@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_rt.kernels import lists
-from offload_rt.kernels.addressed import Addressed
+from offload_rt.kernels.pointer_table import Addressed
 from offload_rt.kernels.selection import GAUSSIAN_STEP, dequantise, pack, quantise, quantise_query, unpack
 
 PARTIAL = [(38, 4, torch.float16), (19, 1, torch.float32), (38, 16, torch.bfloat16), (76, 3, torch.bfloat16)]

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from select_models import as_sets
+from support.select_models import as_sets
 
 from offload_rt.kernels import lists
-from offload_rt.kernels.addressed import Addressed
+from offload_rt.kernels.pointer_table import Addressed
 from offload_rt.kernels.selection import floor_share, select_tokens_reference
 
 KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny"]

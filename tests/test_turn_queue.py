@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, SamplingParams
 from offload_rt.errors import PoolFullError
-from offload_rt.runtime.session_rows import SessionRows
-from offload_rt.runtime.sessions import Session
-from offload_rt.runtime.tiers import Tiers
-from offload_rt.runtime.turn import Turn
-from offload_rt.runtime.turn_queue import TurnQueue
+from offload_rt.sessions.host_tier import Tiers
+from offload_rt.sessions.session import Session
+from offload_rt.sessions.session_kv import SessionRows
+from offload_rt.sessions.turn import Turn
+from offload_rt.sessions.turn_queue import TurnQueue
 
 SHORT = SamplingParams(max_new_tokens=12, temperature=0)
 NAMES = ("ada", "bob", "cyd", "dan")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.runtime.engine import Engine
+from offload_rt.engine.engine import Engine
 from offload_rt.transfer.plan import first_askers
 from offload_rt.transfer.working_set import Table, rows_within
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..llm import LLM
-    from ..runtime.sessions import Session
+    from ..sessions.session import Session
 
 HELP = """/read FILE [words]  send a text file (and words behind it) as one message
 /history            what was said
@@ -148,7 +148,7 @@ class Chat:
         self._say(f"{self._session.truncate(keep_last=int(rest)):,} tokens were forgotten")
 
     def _stats(self, rest: str) -> None:
-        from ..runtime.report import stats_table
+        from .tables import stats_table
 
         session = self._session
         if session.last_stats is not None:

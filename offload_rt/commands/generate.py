@@ -156,7 +156,7 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, record: s
 
 def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console) -> None:
     """The table on stderr, and the files that were asked for."""
-    from ..runtime.report import plot_run, stats_table
+    from .tables import plot_run, stats_table
 
     stats = llm.last_stats
     console.print()

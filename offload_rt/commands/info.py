@@ -11,8 +11,8 @@ from .common import add_command, given
 from .policy_flags import add_device_flags, add_policy_flags, policy_options
 
 if TYPE_CHECKING:
-    from ..runtime.device_plan import DevicePlan
-    from ..runtime.requirements import DeviceCosts
+    from ..planning.device_plan import DevicePlan
+    from ..planning.memory_model import DeviceCosts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,9 +20,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..models.registry import load_shape
-    from ..runtime.report import requirements_table
-    from ..runtime.requirements import Demand, DeviceCosts, Machine, obstacles, requirements
+    from ..planning.memory_model import Demand, DeviceCosts, Machine, obstacles, requirements
     from ..select.registry import parse_options
+    from .tables import requirements_table
 
     if args.context < 1:
         raise ConfigError(f"--context {args.context} must be at least 1 token")
@@ -59,6 +59,6 @@ def add(commands: Any) -> None:
 
 def _plan(limit: str | None, costs: DeviceCosts, context: int) -> DevicePlan | None:
     """The plan under a limit of the device, if one is given. Raises MemoryLimitError where none holds."""
-    from ..runtime.device_plan import plan_device
+    from ..planning.device_plan import plan_device
 
     return None if limit is None else plan_device(parse_size(limit, "device_memory"), costs, context)

@@ -11,7 +11,7 @@ from .common import add_command, add_passing, read_text, stderr_console
 
 def evaluate(args: argparse.Namespace) -> int:
     """Measures perplexity, retrieval, harness tasks or attention under each policy; tables go to stdout and --out."""
-    from ..eval.command import run_eval
+    from ..eval.cli import run_eval
 
     console = stderr_console(args.quiet)
     return run_eval(args, read_text, lambda line: console.print(line, soft_wrap=True, markup=False))
@@ -20,7 +20,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def lm_eval(args: argparse.Namespace) -> int:
     """Runs the LM Evaluation Harness' own command line with our runtime as its model "offload-rt"."""
     try:
-        from ..eval.lm_eval_adapter import main as harness
+        from ..eval.quality.lm_eval_adapter import main as harness
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'offload-rt[eval]'") from error
     return harness(args.arguments)
@@ -28,21 +28,21 @@ def lm_eval(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Measures a decode step against transformers' caches, on random weights. `bench --help` lists its options."""
-    from ..eval import speed
+    from ..eval.speed.bench import bench as measure_bench
 
-    return speed.bench(args.arguments)
+    return measure_bench(args.arguments)
 
 
 def bench_sharing(args: argparse.Namespace) -> int:
     """Measures what shared prefixes save, on the CPU. `bench-sharing --help` lists its options."""
-    from ..eval import sharing
+    from ..eval.serving import prefix_attention
 
-    return sharing.bench_sharing(args.arguments)
+    return prefix_attention.bench_sharing(args.arguments)
 
 
 def add(commands: Any) -> None:
     """Enters the subcommands."""
-    from ..eval.command import eval_flags
+    from ..eval.cli import eval_flags
 
     eval_flags(add_command(commands, "eval", evaluate))
     add_passing(commands, "lm-eval", lm_eval)

@@ -14,9 +14,9 @@ from .common import add_command, check_writable, numbers, stderr_console
 def run(args: argparse.Namespace) -> int:
     """Replays what `generate --record` wrote: what a working set would save, what a smaller pool would lose. Tables go
     to stdout and --out; --html makes a page that shows which passages each sentence read."""
-    from ..eval.reading_page import write_page
-    from ..eval.replay import ReplayConfig, run_replay
-    from ..runtime.recording import Recording
+    from ..engine.recording import Recording
+    from ..eval.simulate.attention_page import write_page
+    from ..eval.simulate.selection_replay import ReplayConfig, run_replay
 
     check_writable(args.html)
     config = ReplayConfig(**_settings(args))

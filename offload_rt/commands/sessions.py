@@ -43,7 +43,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..runtime.stored import stored_sessions
+    from ..sessions.catalog import stored_sessions
 
     ttl = None if args.store_ttl is None else parse_duration(args.store_ttl, "--store-ttl")
     table, now = Table(box=None, header_style="bold"), time.time()
@@ -62,7 +62,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _show(folder: Path, args: argparse.Namespace) -> None:
-    from ..runtime.stored import export_text, find_stored
+    from ..sessions.catalog import export_text, find_stored
 
     one = find_stored(folder, args.name)
     history = one.history
@@ -76,7 +76,7 @@ def _show(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _export(folder: Path, args: argparse.Namespace) -> None:
-    from ..runtime.stored import export_text, find_stored
+    from ..sessions.catalog import export_text, find_stored
 
     check_writable(args.out)
     text = export_text(find_stored(folder, args.name).history)
@@ -90,7 +90,7 @@ def _export(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _delete(folder: Path, args: argparse.Namespace) -> None:
-    from ..runtime.stored import delete_stored
+    from ..sessions.catalog import delete_stored
 
     gone = delete_stored(folder, args.name)
     print(f"deleted {gone.history.name} ({gone.history.model}): {format_size(gone.own_bytes)} freed", file=sys.stderr)

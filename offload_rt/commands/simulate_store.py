@@ -16,9 +16,9 @@ def run(args: argparse.Namespace) -> int:
     """Replays a request trace over a session store: hits by tier, stalls, cost, for each policy."""
     from rich.console import Console
 
-    from ..eval.store_report import findings, write_report
-    from ..eval.store_simulation import Machine, label, read_trace, simulate
-    from ..pool.store_policies import POLICIES
+    from ..eval.simulate.store import Machine, label, read_trace, simulate
+    from ..eval.simulate.store_report import findings, write_report
+    from ..storage.policies import POLICIES
 
     policies = args.policies.split(",")
     for policy in policies:

@@ -13,8 +13,8 @@ def run(args: argparse.Namespace) -> int:
     """Calibrates a model and writes its skew artifact; for OPT and GPT-2 also the folded checkpoint."""
     from rich.console import Console
 
-    from ..runtime.report import skew_table
     from ..skewing.fold import skew_model
+    from .tables import skew_table
 
     check_choice("method", args.method, get_args(SkewMethod))
     report = skew_model(

@@ -13,9 +13,9 @@ def run(args: argparse.Namespace) -> int:
     """Chooses infinigen's scorer, source, window, skew and threshold, which keep a limit on the missed attention mass
     at the fewest bytes on a text, and saves them with the skew artifact: 'generate --skew DIR' takes them as defaults.
     """
-    from ..eval.subject import Subject
-    from ..eval.tune import TuneConfig, most_trials, run_tune
-    from ..runtime.progress import Progress
+    from ..eval.core.model_under_test import Subject
+    from ..eval.quality.tune import TuneConfig, most_trials, run_tune
+    from ..progress import Progress
 
     config = TuneConfig(**given(args, ("max_missed_mass", "context", "scored")))
     text = read_text(args.prompt_file)

@@ -12,7 +12,7 @@ import torch
 from ..config import InfiniGenOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
-from ..kernels.handover import put, sent
+from ..kernels.h2d_copy import put, sent
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
 from ..skewing.artifact import SkewArtifact
 from ..skewing.guess import SOURCES

@@ -13,8 +13,8 @@ import torch
 
 from ..core import Visible
 from ..kernels import dispatch
-from ..kernels.addressed import FIELDS, Addressed, entry
 from ..kernels.lists import selection_limit
+from ..kernels.pointer_table import FIELDS, Addressed, entry
 from .bases import Basis
 from .scoring import ScoringKeys
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from ..kernels import dispatch
-from ..kernels.addressed import Addressed
 from ..kernels.lists import Scores
+from ..kernels.pointer_table import Addressed
 from ..kernels.selection import (
     GAUSSIAN_STEP,
     dot_scores,

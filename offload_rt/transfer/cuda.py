@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core import KVPart, Lease, ModelGeometry, Selection, Visible
-from ..kernels.handover import sent
+from ..kernels.h2d_copy import sent
 from ..pool.kv_format import KVFormat
 from ..pool.pool import HostPool
 from .lanes import CudaLane, Lane, Mark

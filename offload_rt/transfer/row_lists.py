@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ..core import CHUNK, Lease
-from ..kernels.addressed import FIELDS, Addressed, entry
 from ..kernels.dispatch import gather_rows, keep_rows, scatter_rows
-from ..kernels.handover import put
+from ..kernels.h2d_copy import put
+from ..kernels.pointer_table import FIELDS, Addressed, entry
 from ..pool.pool import HostPool
 from .lanes import Lane, Mark
 from .plan import CHUNK_BITS, first_askers

@@ -1,0 +1,325 @@
+"""What is measured: a model that is loaded once, and variants of how it runs (policy, options, limits of the pool)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import DType, SkewMethod, check_choice, eviction_options, from_mapping, parse_size
+from ...core import ModelGeometry
+from ...errors import ConfigError, InputError
+from ...llm import LLM
+from ...models.registry import LoadedModel, load_model
+from ...pool.machine import available_memory
+from ...select.base import Policy
+from ...select.registry import make_policy
+from ...skewing.artifact import SkewArtifact
+from ...skewing.calibrate import cached_artifact
+from ...skewing.tuned import default_options, load_artifact
+from .slot_simulator import PoolSettings
+from .teacher_forced import Observer, Prefix, prefill_layers, score_layerwise
+
+PATHS = ("layers", "steps")
+
+PREFIX_BYTES = 3 << 30
+"""Of exact prefills that are kept for the next policy, at most; and never more than a quarter of what is free."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy, its options, and what else `LLM` takes (`host_memory`, `eviction`, ...), as plain JSON values."""
+
+    policy: str = "full"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The policy and everything that was set, for tables."""
+        parts = [f"{key}={_plain(value)}" for key, value in (*self.options.items(), *self.engine.items())]
+        return " ".join([self.policy, *parts])
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells this variant from all others."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
+    """`full` first (everything is compared with it), then every other policy at every budget; with no budgets each
+    policy once, with its own rule. `options` are set for every policy but full."""
+    variants, shared = [Variant("full")], dict(options or {})
+    for policy in policies:
+        if policy != "full":
+            sized = [Variant(policy, shared | {"budget": budget}) for budget in budgets]
+            variants += sized or [Variant(policy, shared)]
+    return variants
+
+
+@dataclass(frozen=True)
+class Text:
+    """tokens, of which the first `decode_from` are prefilled exactly, and those from `scored_from` on are scored."""
+
+    tokens: tuple[int, ...]
+    decode_from: int
+    scored_from: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.decode_from < self.scored_from < len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of one text: nats `[n]` and greedy match `[n]` of its scored tokens, and what they cost.
+
+    attended, link: mean over layers and decoded positions of the share of visible rows attended / fetched, dense layers
+    included; sparse_*: over the layers that select. link_bytes: fetched while decoding. missed, missed_worst: attention
+    mass outside the attended rows, mean and worst layer. output_error: of the attention output, |out - exact| /
+    |exact|, mean and worst layer (only path "layers" measures it). None where there is nothing to measure.
+    """
+
+    nats: list[float]
+    is_greedy: list[bool]
+    attended: float
+    link: float
+    sparse_attended: float
+    sparse_link: float
+    missed: float | None
+    missed_worst: float | None
+    output_error: float | None = None
+    output_error_worst: float | None = None
+
+
+class Subject:
+    """A model under measurement. `path` "steps" scores by `LLM.score`; "layers" computes the same layer by layer, many
+    times faster on a CPU.
+
+    Raises what `LLM` raises; ConfigError for an unknown path.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: DType = "auto",
+        skew: str | None = None,
+        path: str = "layers",
+        batch: int = 32,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        check_choice("path", path, PATHS)
+        self.model, self.path, self.batch, self.progress = model, path, batch, progress
+        self._device, self._dtype, self._skew = device, dtype, None if skew is None else Path(skew)
+        self._artifacts: dict[str, SkewArtifact] = {}
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._encoded: dict[str, tuple[list[int], list[int], tuple[int, ...]]] = {}
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model itself."""
+        return load_model(self.model, device=self._device, dtype=self._dtype)
+
+    @property
+    def name(self) -> str:
+        """The model's name without the folders in front of it; its fingerprint says which it is."""
+        return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Shapes."""
+        return self.loaded.adapter.geometry
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What every row says of the model."""
+        adapter = self.loaded.adapter
+        return {
+            "model": self.name,
+            "fingerprint": self.loaded.fingerprint,
+            "dtype": str(adapter.dtype).removeprefix("torch."),
+            "device": str(adapter.device),
+            "layers": adapter.geometry.layers,
+        }
+
+    def encode(self, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
+        """`encode_text`, once for each text."""
+        digest = text_digest(text)
+        if digest not in self._encoded:
+            self._encoded[digest] = encode_text(self, text)
+        return self._encoded[digest]
+
+    def artifact(self, method: SkewMethod) -> SkewArtifact:
+        """The skew artifact given, or the cached one of `method`."""
+        if method not in self._artifacts:
+            given = None if self._skew is None else load_artifact(self._skew, self.loaded.fingerprint)
+            self._artifacts[method] = given or cached_artifact(self.loaded, method)
+        return self._artifacts[method]
+
+    def policy(self, variant: Variant) -> Policy:
+        """The variant's policy for this model, its options on top of those that a tuned folder given as `skew` chose;
+        "skew": "none" compares queries and keys as they are (for ablations, path "layers" only). Raises ConfigError for
+        options that it does not have."""
+        adapter = self.loaded.adapter
+        options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
+        unskewed = options.get("skew") == "none"
+        if unskewed:
+            del options["skew"]
+        return make_policy(
+            variant.policy,
+            options,
+            geometry=adapter.geometry,
+            device=adapter.device,
+            dtype=adapter.dtype,
+            artifact=self._identity if unskewed else self.artifact,
+        )
+
+    def key(self, variant: Variant) -> dict[str, Any]:
+        """What decides a variant's numbers for this model: what its words mean today (defaults change), not the words,
+        so that what is the same is measured once."""
+        lineage = self.policy(variant).lineage
+        return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": lineage}
+
+    def describe(self, variant: Variant) -> dict[str, Any]:
+        """What every row says of its model and its variant; `lineage` tells the policy's options, defaults and skew
+        artifact from all others."""
+        policy = self.policy(variant)
+        return {
+            **self.identity,
+            "policy": variant.policy,
+            "variant": variant.label,
+            "options": dict(variant.options),
+            "engine": dict(variant.engine),
+            "budget": variant.options.get("budget"),
+            "dense_layers": sorted(policy.dense_layers),
+            "lineage": policy.lineage,
+        }
+
+    def _identity(self, method: SkewMethod) -> SkewArtifact:
+        """A skew that does nothing."""
+        real = self.artifact(method)
+        unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
+        return replace(real, query=unit, key=unit)
+
+    def llm(self, variant: Variant) -> LLM:
+        """A runtime of its own for the variant."""
+        return LLM(
+            self.model,
+            policy=variant.policy,
+            policy_options=variant.options,
+            device=self._device,
+            dtype=self._dtype,
+            skew=self._skew,
+            **variant.engine,
+        )
+
+    def score(self, variant: Variant, texts: Sequence[Text], observe: Observer | None = None) -> list[Scored]:
+        """Each text under the variant, through the decode path; `observe` sees every layer (path "layers" only)."""
+        if self.path == "layers":
+            policy, pool = self.policy(variant), pool_settings(variant.engine)
+            return [self._by_layer(policy, pool, text, observe) for text in texts]
+        if observe is not None:
+            raise ConfigError("only path='layers' can be observed")
+        return self.score_by_step(variant, texts)
+
+    def _by_layer(self, policy: Policy, pool: PoolSettings, text: Text, observe: Observer | None) -> Scored:
+        prefix = self._prefix(text.tokens[: text.decode_from])
+        done = score_layerwise(
+            self.loaded.adapter, policy, text.tokens, text.decode_from, text.scored_from, observe, prefix, pool
+        )
+        shares = done.fractions
+        missed, worst = done.missed
+        errors = list(done.output_error.values())
+        self.progress()
+        return Scored(
+            nats=[-value for value in done.logprobs],
+            is_greedy=done.is_greedy,
+            attended=shares.attended,
+            link=shares.link,
+            sparse_attended=shares.sparse_attended,
+            sparse_link=shares.sparse_link,
+            missed=missed,
+            missed_worst=worst,
+            output_error=sum(errors) / len(errors) if errors else None,
+            output_error_worst=max(errors) if errors else None,
+        )
+
+    def _prefix(self, tokens: tuple[int, ...]) -> Prefix:
+        """The exact prefill of `tokens`, kept while there is room: policies see the same texts one after another."""
+        if tokens not in self._prefixes:
+            made = prefill_layers(self.loaded.adapter, tokens)
+            kept = sum(prefix.nbytes for prefix in self._prefixes.values())
+            if made.nbytes + kept > min(PREFIX_BYTES, kept + available_memory() // 4):
+                return made
+            self._prefixes[tokens] = made
+        return self._prefixes[tokens]
+
+    def score_by_step(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
+        """Through `LLM.score` whatever the path, texts with the same number of prefilled tokens in one call."""
+        llm = self.llm(variant)
+        done: dict[int, Scored] = {}
+        for start in sorted({text.decode_from for text in texts}):
+            which = [i for i, text in enumerate(texts) if text.decode_from == start]
+            prompts = [texts[i].tokens[: texts[i].scored_from] for i in which]
+            targets = [texts[i].tokens[texts[i].scored_from :] for i in which]
+            for i, score in zip(which, llm.score(prompts, targets, start, batch=self.batch), strict=True):
+                stats = score.stats
+                done[i] = Scored(
+                    nats=[-value for value in score.logprobs],
+                    is_greedy=score.is_greedy,
+                    attended=stats.attended_fraction,
+                    link=stats.link_fraction,
+                    sparse_attended=stats.sparse_attended_fraction,
+                    sparse_link=stats.sparse_link_fraction,
+                    missed=stats.missed_mass,
+                    missed_worst=stats.missed_mass_worst_layer,
+                )
+                self.progress()
+        return [done[i] for i in range(len(texts))]
+
+
+def pool_settings(engine: Mapping[str, Any]) -> PoolSettings:
+    """A variant's `engine` settings, read as `LLM` reads them. Raises ConfigError."""
+    given = dict(engine)
+    if "host_memory" in given:
+        given["host_memory"] = parse_size(given["host_memory"], "host_memory")
+    if "eviction" in given:
+        given["eviction"] = eviction_options(given["eviction"])
+    return from_mapping(PoolSettings, given)
+
+
+def text_digest(text: str) -> str:
+    """Short digest of a text, so that results of another text are never taken for its."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def encode_text(subject: Subject, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
+    """Token ids, each token's end in UTF-8 bytes of `text`, and the tokens that begin every text of this tokenizer
+    (BOS where it has one). Raises InputError without a fast tokenizer."""
+    tokenizer = subject.loaded.tokenizer
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        raise InputError(f"{subject.model} has no fast tokenizer, which measuring by bytes needs")
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    size = [0]
+    for character in text:
+        size.append(size[-1] + len(character.encode("utf-8", "surrogatepass")))
+    ends = [size[stop] for _, stop in encoded["offset_mapping"]]
+    probe: Any = tokenizer("a")["input_ids"]
+    bare: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return list(encoded["input_ids"]), ends, tuple(probe[: _leading(probe, bare)])
+
+
+def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
+    """How many special tokens stand before a text."""
+    return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))

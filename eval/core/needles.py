@@ -1,0 +1,195 @@
+"""Needles: facts hidden in a book and asked for at its end, in sentences that the reference models were trained on.
+
+No name was ever trained on: who answers has looked back, not remembered. Those that are only asked about are made of
+syllables that no training name is made of; those that are answers themselves (`LINKED`) are of names that training held
+out: the reference models cannot write syllables they have never written, and find no chain of such names. A kind is one
+way in which selecting tokens can fail: one fact alone, one of many alike, several values of one key, several questions
+in a row, a chain whose links are told in any order and followed one by one (RULER's variable tracking, Hsieh et al.
+2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+
+from ...errors import InputError
+from .model_under_test import Subject, Text
+
+Rng = np.random.Generator
+
+_FIRST = ("Bran", "Cass", "Dun", "Eld", "Fin", "Gil", "Jor", "Kes", "Lin", "Nev", "Oss", "Pol", "Rav", "Sten", "Thal")
+_LAST = ("amir", "beth", "dane", "ford", "gard", "helm", "ian", "lock", "mere", "nett", "rick", "stan", "wick", "wyn")
+NAMES = tuple(first + last for first, last in product(_FIRST, _LAST))
+LINKED = (
+    "Almon", "Arvin", "Barpa", "Belmi", "Brenka", "Brenta", "Calson", "Cordra", "Cortor", "Dalva", "Dorra", "Elvin",
+    "Falda", "Fenla", "Garia", "Gorba", "Halla", "Halsa", "Ilson", "Jarfa", "Jarna", "Jenden", "Kalel", "Korda",
+    "Korpa", "Lanla", "Lanya", "Lornor", "Malgan", "Malten", "Marus", "Mormi", "Nalkin", "Noran", "Norva", "Pelgo",
+    "Pelvin", "Perya", "Ralya", "Rospa", "Sallo", "Selda", "Talba", "Torel", "Tornor", "Ultor", "Vanlo", "Vantor",
+    "Verna", "Waldra", "Walus", "Wenric", "Yarden", "Yarus", "Zanka", "Zordra",
+)  # fmt: skip
+CITIES = ("Athens", "Berlin", "Cairo", "Dublin", "Florence", "Geneva", "Lisbon", "London", "Moscow", "Paris", "Rome")
+COLOURS = ("black", "white", "red", "green", "blue", "brown", "grey", "yellow", "golden", "silver", "purple")
+THINGS = ("dog", "horse", "coat", "hat", "house", "boat", "door", "ring", "chair", "garden")
+OBJECTS = ("lamp", "rope", "bell", "book", "knife", "sword", "candle", "basket", "bottle", "mirror", "key", "drum")
+ORDINALS = ("first", "second", "third")
+
+PROMPT_AND_ANSWER = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """`statements` stand in the text in any order; each question's answers must all be right: (prompt, answer) pairs,
+    read one after another."""
+
+    statements: tuple[str, ...]
+    questions: tuple[tuple[PROMPT_AND_ANSWER, ...], ...]
+
+
+def _number(rng: Rng, who: str) -> PROMPT_AND_ANSWER:
+    return f" The number of {who} is", f" {rng.integers(10, 1000)}"
+
+
+def _birthplace(rng: Rng, who: str) -> PROMPT_AND_ANSWER:
+    return f" {who} was born in", f" {rng.choice(CITIES)}"
+
+
+def _attribute(rng: Rng, who: str) -> PROMPT_AND_ANSWER:
+    return f" {who}'s {rng.choice(THINGS)} is", f" {rng.choice(COLOURS)}"
+
+
+FACTS = (_number, _birthplace, _attribute)
+
+
+def _people(rng: Rng, count: int, names: Sequence[str] = NAMES) -> list[str]:
+    return [names[int(i)] for i in rng.choice(len(names), size=count, replace=False)]
+
+
+def _told(pairs: Sequence[PROMPT_AND_ANSWER]) -> tuple[str, ...]:
+    return tuple(f"{prompt}{answer}." for prompt, answer in pairs)
+
+
+def _single(rng: Rng) -> Needle:
+    """One fact, one question."""
+    pair = FACTS[int(rng.integers(len(FACTS)))](rng, _people(rng, 1)[0])
+    return Needle(_told([pair]), ((pair,),))
+
+
+def _several_keys(rng: Rng) -> Needle:
+    """Eight people, one and the same fact of each, one question."""
+    fact = FACTS[int(rng.integers(2))]
+    pairs = [fact(rng, who) for who in _people(rng, 8)]
+    return Needle(_told(pairs), ((pairs[0],),))
+
+
+def _several_values(rng: Rng) -> Needle:
+    """Two people with three wishes each, all three of one asked for."""
+    wishes = []
+    for who in _people(rng, 2):
+        objects = rng.choice(OBJECTS, size=3, replace=False)
+        wishes.append(tuple((f" {who}'s {nth} wish is a", f" {o}") for nth, o in zip(ORDINALS, objects, strict=True)))
+    return Needle(_told([*wishes[0], *wishes[1]]), (wishes[0],))
+
+
+def _several_queries(rng: Rng) -> Needle:
+    """Four facts about four people, a question after each."""
+    pairs = [FACTS[int(rng.integers(len(FACTS)))](rng, who) for who in _people(rng, 4)]
+    return Needle(_told(pairs), tuple((pair,) for pair in pairs))
+
+
+def _chain(rng: Rng) -> Needle:
+    """Two chains of four names, one followed from its first name to its end."""
+    people = _people(rng, 8, LINKED)
+    chains = [tuple((f" After {a} comes", f" {b}") for a, b in pairwise(names)) for names in (people[:4], people[4:])]
+    return Needle(_told([*chains[0], *chains[1]]), (chains[0],))
+
+
+KINDS: dict[str, Callable[[Rng], Needle]] = {
+    "single": _single,
+    "several keys": _several_keys,
+    "several values": _several_values,
+    "several queries": _several_queries,
+    "chain": _chain,
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """answers: positions of the tokens that must be right; distance: tokens from the fact's first statement to its
+    first answer."""
+
+    answers: tuple[int, ...]
+    distance: int
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text whose end asks for what stands in it; prefilled is all before the first question."""
+
+    kind: str
+    text: Text
+    questions: tuple[Question, ...]
+
+
+class Haystack:
+    """A book to hide needles in. Raises InputError without a fast tokenizer, or for a book without sentences."""
+
+    def __init__(self, subject: Subject, book: str) -> None:
+        self._tokenizer: Any = subject.loaded.tokenizer
+        ids, _, self._lead = subject.encode(book)
+        self._ids = ids
+        stops = {i for mark in (".", "!", "?") for i in self._piece(mark)[-1:]}
+        self._starts = np.array([i + 1 for i, token in enumerate(ids[:-1]) if token in stops])
+        if len(self._starts) < 2:
+            raise InputError("the book has no sentences to put needles between; give ordinary prose")
+
+    def _piece(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def hide(self, rng: Rng, kind: str, length: int) -> Passage:
+        """A passage of exactly `length` tokens: prose from a random place, the statements at random sentence starts.
+
+        Raises InputError where needle and questions do not fit, or the book is too short.
+        """
+        needle = KINDS[kind](rng)
+        statements = [self._piece(s) for s in needle.statements]
+        asked, marks = self._ask(needle)
+        room = length - len(self._lead) - sum(map(len, statements)) - len(asked)
+        last = len(self._ids) - room
+        if room < 0 or last < self._starts[0]:
+            raise InputError(f"a needle of kind {kind!r} does not fit into {length} tokens of this book; use more")
+        begin = int(rng.choice(self._starts[self._starts <= last]))
+        inside = self._starts[(self._starts >= begin) & (self._starts <= begin + room)]
+        places = np.sort(rng.choice(inside, size=len(statements)))
+        tokens, told, at = list(self._lead), {}, begin
+        for place, which in zip(places.tolist(), rng.permutation(len(statements)).tolist(), strict=True):
+            tokens += self._ids[at:place]
+            told[which], at = len(tokens), place
+            tokens += statements[which]
+        tokens += self._ids[at : begin + room]
+        start = len(tokens)
+        questions = []
+        first = 0  # the question's facts are the needle's first ones, in order
+        for question, positions in zip(needle.questions, marks, strict=True):
+            stated = min(told[first + i] for i in range(len(question)))
+            first += len(question)
+            questions.append(Question(tuple(start + p for p in positions), start + positions[0] - stated))
+        assert len(tokens) + len(asked) == length
+        return Passage(kind, Text((*tokens, *asked), start - 1, start), tuple(questions))
+
+    def _ask(self, needle: Needle) -> tuple[list[int], list[list[int]]]:
+        """The questions' tokens, and in them the positions of each question's answers."""
+        tokens: list[int] = []
+        marks: list[list[int]] = []
+        for question in needle.questions:
+            marks.append([])
+            for prompt, answer in question:
+                tokens += self._piece(prompt)
+                ids = self._piece(answer)
+                marks[-1] += range(len(tokens), len(tokens) + len(ids))
+                tokens += ids + self._piece(".")
+        return tokens, marks

@@ -1,0 +1,176 @@
+"""Results on disk: a file per measured row, written whole or not at all, and from all of them one JSON with everything,
+a CSV, Markdown tables and pictures. A rerun finds the rows that are done and measures the others."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError
+
+Row = dict[str, Any]
+"""Flat: column -> number, text, list or None."""
+
+FORMAT = 2
+"""Of a row's file; raised when what is measured changes, so that old rows are measured again."""
+
+PACKAGES = ("offload-rt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "lm-eval")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a file whole or not at all. Raises InputError where that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+class RowStore:
+    """Rows by key in `out`/rows. The key is everything that decides a row's numbers, as plain JSON."""
+
+    def __init__(self, out: Path) -> None:
+        """Raises InputError where `out` cannot be a folder."""
+        self.out = out
+        try:
+            (out / "rows").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot use {str(out)!r} for results: {error.strerror}") from error
+
+    def _path(self, key: Mapping[str, Any]) -> Path:
+        text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
+        return self.out / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+    def get(self, key: Mapping[str, Any]) -> Row | None:
+        """The row of `key`; None where it was not measured, or its file is damaged."""
+        try:
+            found = json.loads(self._path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        complete = isinstance(found, dict) and found.get("key") == json.loads(json.dumps(key))
+        return dict(found["row"]) if complete and "row" in found else None
+
+    def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
+        """The row of `key`, measured and kept where it is not there yet."""
+        row = self.get(key)
+        if row is None:
+            row = measure()
+            self.put(key, row)
+        return row
+
+    def put(self, key: Mapping[str, Any], row: Row) -> None:
+        """Keeps a row."""
+        write_atomic(self._path(key), json.dumps({"key": key, "row": row, "at": now()}, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables: heading, key in the row, and how a number is written ('' as it is)."""
+
+    heading: str
+    key: str
+    form: str = ""
+
+    def show(self, row: Row) -> str:
+        """The cell's text; a dash for what is not there."""
+        value = row.get(self.key)
+        if value is None:
+            return "–"
+        if isinstance(value, (list, tuple)):
+            return ", ".join(map(str, value)) or "none"
+        return format(value, self.form) if self.form and not isinstance(value, str) else str(value)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished measurement. `about`: what holds for all rows (model, text, context, seeds ...); `hidden`: keys of
+    rows that only the JSON holds (per-document values)."""
+
+    name: str
+    title: str
+    about: dict[str, Any]
+    columns: tuple[Column, ...]
+    rows: list[Row]
+    notes: tuple[str, ...] = ()
+    hidden: frozenset[str] = field(default_factory=lambda: frozenset({"samples"}))
+
+    def markdown(self) -> str:
+        """Title, what was measured, the table, notes."""
+        about = [f"- {key.replace('_', ' ')}: {value}" for key, value in self.about.items()]
+        head = "| " + " | ".join(column.heading for column in self.columns) + " |"
+        rule = "|" + "---|" * len(self.columns)
+        body = ["| " + " | ".join(column.show(row) for column in self.columns) + " |" for row in self.rows]
+        return "\n".join([f"# {self.title}", "", *about, "", head, rule, *body, "", *self.notes]).rstrip() + "\n"
+
+    def write(self, out: Path) -> list[Path]:
+        """`out`/name.json, .csv and .md; their paths."""
+        record = {
+            "title": self.title,
+            "about": self.about,
+            "notes": list(self.notes),
+            "environment": environment(),
+            "rows": self.rows,
+        }
+        keys = list(dict.fromkeys(k for row in self.rows for k in row if k not in self.hidden))
+        texts = {
+            "json": json.dumps(record, indent=1) + "\n",
+            "csv": _csv(keys, self.rows),
+            "md": self.markdown(),
+        }
+        paths = []
+        for suffix, text in texts.items():
+            paths.append(out / f"{self.name}.{suffix}")
+            write_atomic(paths[-1], text)
+        return paths
+
+
+def _csv(keys: Sequence[str], rows: Sequence[Row]) -> str:
+    import io
+
+    file = io.StringIO()
+    writer = csv.DictWriter(file, keys, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()})
+    return file.getvalue()
+
+
+def now() -> str:
+    """The time, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and command of this process."""
+    import torch
+
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "finished": now(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "machine": platform.machine(),
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,75 @@
+"""One layer of one sequence in a pool of its own: which token lies in which slot, step by step. Victims are chosen
+layer by layer, so a layer's share of the pool is all that it needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...config import EvictionOptions, KVFormatName
+from ...core import ModelGeometry, Visible
+from ...forward.slot_table import AppendOnly, Overwriting, Slots
+from ...pool.pool import HostPool
+from ...select.base import Policy
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """What `LLM` takes about the pool: its limit in bytes (None: none), what gives way, and how rows are stored."""
+
+    host_memory: int | None = None
+    eviction: EvictionOptions | None = None
+    kv_format: KVFormatName = "auto"
+
+
+class LayerSlots:
+    """Token ids by slot. The pool counts chunks, as the real one does of all layers; no row is ever written to it."""
+
+    def __init__(
+        self, geometry: ModelGeometry, dtype: torch.dtype, settings: PoolSettings, policy: Policy, prefilled: int
+    ) -> None:
+        """`prefilled` tokens lie in slots of their own numbers. Raises PoolFullError where they do not fit."""
+        one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=geometry.windows[:1])
+        limit = None if settings.host_memory is None else max(1, settings.host_memory // geometry.layers)
+        self._pool = HostPool(one, dtype, limit, kv_format=settings.kv_format)
+        self._lease = self._pool.new_lease(max(1, prefilled))
+        self._pool.commit(self._lease, prefilled)
+        self._policy = policy
+        self._slots: Slots = AppendOnly(self._pool)
+        if settings.eviction is not None:
+            self._slots = Overwriting(self._pool, settings.eviction, policy.sinks, policy.recent)
+        self._tokens = torch.arange(prefilled + 1)
+
+    @property
+    def newest(self) -> int:
+        """Slot of the token that came last."""
+        return self._slots.newest
+
+    def enter(self, token: int) -> tuple[int, int] | None:
+        """The next token of the sequence takes its slot; (slot, victim) where the token in `slot` first moved to
+        `victim`. Raises PoolFullError where there is no room."""
+        self._slots.begin_step(self._lease, token)
+        if self._slots.newest >= len(self._tokens):
+            grown = torch.empty(max(self._lease.capacity, token + 1), dtype=torch.int64)
+            grown[: len(self._tokens)] = self._tokens
+            self._tokens = grown
+        moved = self._slots.displaced(0)
+        if moved is not None:
+            self._tokens[moved[1]] = self._tokens[moved[0]]
+        self._tokens[self._slots.newest] = token
+        self._pool.commit(self._lease, self._slots.context)
+        return moved
+
+    def visible(self, window: int | None) -> Visible:
+        """Slots that the newest token may attend to."""
+        return Visible.of(self._slots.context, sinks=self._policy.sinks, recent=self._policy.recent, window=window)
+
+    def selected(self, slots: torch.Tensor) -> None:
+        """Rows of `slots` `[Hkv, n]` were selected in this step."""
+        self._slots.selected(0, slots)
+
+    def tokens(self, slots: torch.Tensor | range) -> torch.Tensor:
+        """The tokens in `slots`, in their shape."""
+        index = torch.arange(slots.start, slots.stop) if isinstance(slots, range) else slots.cpu()
+        return self._tokens[index]

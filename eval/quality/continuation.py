@@ -1,0 +1,133 @@
+"""One continuation of a real book under several policies, side by side: what crosses the link, what is attended, what
+the device holds, and how well the book's own next tokens are predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...engine.stats import Stats
+from ...errors import InputError, OffloadError
+from ...llm import LLM
+from ..core.model_under_test import text_digest
+from ..core.report import Column, Report, Row
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "infinigen, default": ("infinigen", {}),
+    "infinigen, preset paper": ("infinigen", {"preset": "paper"}),
+}
+
+COLUMNS = (
+    Column("policy", "policy"),
+    Column("dense layers", "dense_layers"),
+    Column("MB over the link per token", "link_mb", ".3f"),
+    Column("MB per selecting layer and token", "sparse_link_mb", ".4f"),
+    Column("of full", "sparse_share", ".1%"),
+    Column("link fraction", "link_fraction", ".1%"),
+    Column("attended fraction", "attended_fraction", ".1%"),
+    Column("missed mass", "missed_mass", ".1%"),
+    Column("worst layer", "missed_mass_worst_layer", ".1%"),
+    Column("scoring keys MB", "scoring_mb", ".2f"),
+    Column("resident rows and staging MB", "resident_mb", ".2f"),
+    Column("weights MB", "weights_mb", ".1f"),
+    Column("log-probability per token", "logprob", ".4f"),
+    Column("ms per token", "milliseconds", ".2f"),
+)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids of the book's passage: the last `scored` of them are predicted, the others are the prompt."""
+
+    tokens: list[int]
+    scored: int
+
+    @classmethod
+    def of(cls, llm: LLM, text: str, context: int, scored: int, start: float) -> Passage:
+        """`context` tokens from the share `start` of the text on. Raises InputError where the text is too short."""
+        ids = llm.encode(text)
+        first = int(start * len(ids))
+        tokens = ids[first : first + context]
+        if not 0 < scored < len(tokens) or len(tokens) < context:
+            raise InputError(f"the text has {len(ids)} tokens: too few for {context} from {start:.0%} of it on")
+        return cls(tokens, scored)
+
+
+def measure(model: str, passage: Passage, policy: str, options: Mapping[str, Any]) -> tuple[float, Stats]:
+    """Mean natural log-probability of the scored tokens, and what scoring them cost."""
+    llm = LLM(model, policy=policy, policy_options=options)
+    split = len(passage.tokens) - passage.scored
+    [score] = llm.score([passage.tokens[:split]], [passage.tokens[split:]])
+    return sum(score.logprobs) / passage.scored, score.stats
+
+
+def compare(model: str, passage: Passage, runs: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Row]:
+    """A row for each of `runs`; the first is what the others' bytes are compared with."""
+    rows: list[Row] = []
+    for name, (policy, options) in runs.items():
+        logprob, stats = measure(model, passage, policy, options)
+        steps, selecting = len(stats.attended_by_step), stats.layers - len(stats.dense_layers)
+        link = stats.link_bytes_to_device / steps
+        # Every row of a layer takes the same bytes, so a layer's share of them is its share of the rows.
+        per_layer = link / (stats.link_fraction * stats.layers) if stats.link_fraction else 0.0
+        sparse = per_layer * stats.sparse_link_fraction if selecting else None
+        rows.append(
+            {
+                "policy": name,
+                "options": options,
+                "dense_layers": list(stats.dense_layers) if selecting else "all",
+                "link_mb": link / 1e6,
+                "sparse_link_mb": None if sparse is None else sparse / 1e6,
+                "sparse_share": None if sparse is None else sparse / (rows[0]["link_mb"] * 1e6 / stats.layers),
+                "scoring_mb": stats.scoring_bytes_device / 1e6,
+                "resident_mb": stats.kv_bytes_device / 1e6,
+                "weights_mb": stats.weight_bytes / 1e6,
+                "logprob": logprob,
+                "milliseconds": 1e3 * stats.decode_seconds / steps,
+                **{key: getattr(stats, key) for key in SHARED},
+            }
+        )
+    return rows
+
+
+SHARED = ("link_fraction", "attended_fraction", "missed_mass", "missed_mass_worst_layer")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the table as Markdown and writes it to --out."""
+    parser = argparse.ArgumentParser(prog="side_by_side", description=__doc__)
+    parser.add_argument("model", nargs="?", default="reference")
+    parser.add_argument("--text", type=Path, required=True, help="a book, UTF-8")
+    parser.add_argument("--context", type=int, help="tokens, prompt and scored (default: the model's positions)")
+    parser.add_argument("--scored", type=int, default=256, help="tokens at the end that are predicted (256)")
+    parser.add_argument("--start", type=float, default=0.3, help="where in the text, as a share of it (0.3)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for side_by_side.json, .csv and .md")
+    args = parser.parse_args(argv)
+    try:
+        text = args.text.read_text(encoding="utf-8")
+        llm = LLM(args.model, policy="full")
+        context = args.context or llm.geometry.max_positions
+        passage = Passage.of(llm, text, context, args.scored, args.start)
+        about = {
+            "model": args.model,
+            "text": f"{args.text.name} ({text_digest(text)}), from {args.start:.0%} of it on",
+            "context": f"{context} tokens, the last {args.scored} decoded one by one and scored",
+        }
+        title = "One passage under three policies"
+        report = Report("side_by_side", title, about, COLUMNS, compare(args.model, passage, RUNS))
+        report.write(args.out)
+    except (OffloadError, OSError, UnicodeDecodeError) as error:
+        print(f"side_by_side: {error}", file=sys.stderr)
+        return 2
+    print(report.markdown())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

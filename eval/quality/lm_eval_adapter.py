@@ -1,0 +1,236 @@
+"""The LM Evaluation Harness (0.4) with our runtime as a model: its own tasks, prompts and metrics, our decode path.
+
+    python -m offload_rt.eval.quality.lm_eval_adapter --model_args pretrained=reference,policy=infinigen --tasks piqa
+    offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
+
+The harness finds no models by plugin, so this module registers ours as "offload-rt" and calls the harness' own entry
+point with the arguments that it was given (`--model offload-rt` is added where no model is named).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from ...config import DType, SamplingParams
+from ...errors import ConfigError, InputError, OffloadError
+from ...llm import LLM, MAX_BATCH
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TASKS = Path(__file__).parent / "tasks"
+"""Our task files: the harness' tasks over local JSONL, named `..._local`."""
+
+Request = tuple[Any, list[int], list[int]]
+"""(what the harness caches it under, context ids, continuation ids)."""
+
+_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+@register_model("offload-rt")
+class OffloadLM(TemplateLM):  # type: ignore[misc]
+    """Model arguments: pretrained, policy, dtype, device, host_memory, eviction, skew as of `LLM`; decode_from (tokens
+    of a request that are prefilled exactly at most; default all but the last of the context); max_length, batch_size,
+    add_bos_token; every other argument is an option of the policy (lists as 0:1, none as "none").
+
+    Requests with equal contexts share one prefill. Raises what `LLM` raises, InputError without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        policy: str = "infinigen",
+        *,
+        dtype: DType = "auto",
+        device: str | None = None,
+        host_memory: int | str | None = None,
+        eviction: str | None = None,
+        skew: str | None = None,
+        decode_from: int | None = None,
+        max_length: int | None = None,
+        batch_size: int | str = MAX_BATCH,
+        max_batch_size: int | None = None,
+        add_bos_token: bool | None = None,
+        **options: Any,
+    ) -> None:
+        llm = LLM(
+            pretrained,
+            policy=policy,
+            policy_options={name: _option(name, value) for name, value in options.items()},
+            dtype=dtype,
+            device=device or "auto",
+            host_memory=host_memory,
+            eviction=eviction,
+            skew=skew,
+            progress=True,
+        )
+        self._setup(llm, decode_from, max_length, _batch(batch_size, max_batch_size), add_bos_token)
+
+    @classmethod
+    def around(cls, llm: LLM, *, decode_from: int | None = None, batch_size: int = MAX_BATCH) -> OffloadLM:
+        """The harness' view of a runtime that exists."""
+        made = cls.__new__(cls)
+        made._setup(llm, decode_from, None, batch_size, None)
+        return made
+
+    def _setup(
+        self, llm: LLM, decode_from: int | None, max_length: int | None, batch_size: int, add_bos_token: bool | None
+    ) -> None:
+        super().__init__()
+        if llm.tokenizer is None:
+            raise InputError(f"{llm.name} has no tokenizer, and the harness asks in text")
+        self.llm = llm
+        self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
+        self.max_length = max_length or llm.geometry.max_positions
+        self.batch_size = batch_size
+        self.decode_from, self.add_bos_token = decode_from, add_bos_token
+        self.link_fractions: list[float] = []
+        self.attended_fractions: list[float] = []
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a text."""
+        return int(cast(Any, self.tokenizer).eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context becomes: BOS where there is one, else the end of a text."""
+        begin = cast(Any, self.tokenizer).bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness' cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids; special tokens as the tokenizer adds them, unless told otherwise or the text begins with BOS."""
+        wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(str(self.tokenizer.decode([self.prefix_token_id]))):
+            wanted = False
+        extra = {} if wanted is None else {"add_special_tokens": wanted}
+        ids: Any = self.tokenizer(string, verbose=False, **extra)["input_ids"]
+        return list(ids)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """(sum of log-probabilities, whether all tokens were the likeliest) of each continuation. What is longer than
+        `max_length` loses its beginning, as in the harness' own model."""
+        prompts, targets = [], []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise InputError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
+            kept = (context + continuation)[-(self.max_length + 1) :]
+            prompts.append(kept[: len(kept) - len(continuation)])
+            targets.append(kept[len(kept) - len(continuation) :])
+        found = []
+        scores = self.llm.score(prompts, targets, self.decode_from, batch=self.batch_size)
+        for (key, _, _), score in zip(requests, scores, strict=True):
+            self.link_fractions.append(score.stats.link_fraction)
+            self.attended_fractions.append(score.stats.attended_fraction)
+            found.append((sum(score.logprobs), all(score.is_greedy)))
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, found[-1])
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in windows of `max_length` tokens of which each token is scored once."""
+        windows: list[Request] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            rolled = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            mine: list[Request] = [(None, *make_disjoint_window(window)) for window in rolled]
+            windows += mine
+            counts.append(len(mine))
+        scored = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(scored)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations up to a stop string or the end of the text, greedy unless the task samples."""
+        prompts, params = [], []
+        for context, settings in (request.args for request in requests):
+            kwargs = dict(normalize_gen_kwargs(settings, 256))
+            room = self.max_length - int(kwargs["max_gen_toks"])
+            if room < 1:
+                raise InputError(f"max_gen_toks={kwargs['max_gen_toks']} leaves no room in {self.max_length} tokens")
+            prompts.append(self.tok_encode(context)[-room:])
+            params.append(_sampling(kwargs))
+        completions = self.llm.generate(prompts, params)
+        for request, completion in zip(requests, completions, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, completion.text)
+        return [completion.text for completion in completions]
+
+
+def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
+    """The harness' generation settings as ours. Raises ConfigError for one that we do not have."""
+    known = {"until", "max_gen_toks", "temperature", "do_sample", *_SAMPLING}
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise ConfigError(f"generation settings {', '.join(unknown)} are not supported; {sorted(known)} are")
+    return SamplingParams(
+        max_new_tokens=int(kwargs["max_gen_toks"]),
+        temperature=float(kwargs.get("temperature", 0.0)),
+        stop=tuple(stop for stop in kwargs.get("until", ()) if stop),
+        **{name: kwargs[name] for name in _SAMPLING if name in kwargs},
+    )
+
+
+def _batch(size: int | str, most: int | None) -> int:
+    """Sequences decoded together; "auto" is as many as the runtime takes."""
+    if str(size).startswith("auto"):
+        return most or MAX_BATCH
+    if not str(size).isdigit() or int(size) < 1:
+        raise ConfigError(f"batch_size={size!r} must be a positive number or 'auto'")
+    return int(size)
+
+
+def _option(name: str, value: Any) -> Any:
+    """A policy's option from the harness' argument string, which knows numbers, words and True."""
+    if name == "dense_layers" and not isinstance(value, (tuple, list)):
+        return () if value == "none" else tuple(int(layer) for layer in str(value).split(":"))
+    return None if value == "none" else value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The harness' own command line with `arguments`, by default this process'. Raises SystemExit as it does."""
+    from lm_eval.__main__ import cli_evaluate
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    flags = {argument.split("=")[0] for argument in given}
+    if given and given[0] not in ("ls", "validate", "-h", "--help"):
+        if not flags & {"--model", "-M", "--config", "-C"}:
+            given += ["--model", "offload-rt"]
+        if "--device" not in flags:
+            given += ["--device", "auto"]  # the harness' own default is cuda:0 on every machine
+        if "--include_path" not in flags:
+            given += ["--include_path", str(TASKS)]
+    before, sys.argv = sys.argv, ["lm-eval", *given]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except OffloadError as error:
+        sys.exit(f"lm-eval: {error}")

@@ -1,0 +1,227 @@
+"""Tasks of the LM Evaluation Harness under each policy: its prompts and metrics, compared request by request with
+`full`, and `full` with the harness' own transformers class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...models.checkpoint import locate
+from ..core.model_under_test import Subject, Variant
+from ..core.report import Column, Report, Row, RowStore
+from ..core.stats import paired_bootstrap, perplexity_change
+
+OWN = "transformers (the harness' own class)"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """tasks: the harness' names, or ours over local files (piqa_local ...). num_fewshot: None takes each task's own.
+    limit: documents of each task (None: all). decode_from: tokens of a request that are prefilled at most (None: all
+    of the context but its last; 1 sends every token through the policy). include_path: more task files."""
+
+    tasks: tuple[str, ...]
+    num_fewshot: int | None = None
+    limit: int | None = None
+    decode_from: int | None = None
+    include_path: str | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("name at least one task, such as piqa_local")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit={self.limit} must be at least 1")
+
+
+def run_tasks(
+    subject: Subject,
+    variants: Sequence[Variant],
+    config: TasksConfig,
+    out: Path,
+    *,
+    own_class: bool = False,
+    say: Say = lambda line: None,
+) -> Report:
+    """Runs every task under every variant, compared with the first, which should be full; with `own_class` also under
+    the harness' transformers class. Writes tasks.json, .csv and .md to `out`; rows that it holds are not run again."""
+    store = RowStore(out)
+    shared = {"suite": "tasks", **subject.identity, **asdict(config)}
+    runs: list[tuple[str, Variant | None]] = [(variant.label, variant) for variant in variants]
+    runs += [(OWN, None)] if own_class else []
+    rows: list[Row] = []
+    base: dict[str, Row] = {}
+    for label, variant in runs:
+        model: Any = None
+        for task in config.tasks:
+            key = shared | {"tasks": task, "variant": subject.key(variant) if variant else OWN}
+            row = store.get(key)
+            if row is None:
+                model = model or make_model(subject, variant, config)
+                row = measure(model, task, config)
+                store.put(key, row)
+            row = (subject.describe(variant) if variant else subject.identity | {"variant": label}) | row
+            row |= {"task": task}
+            base.setdefault(task, row)
+            rows.append(row | compare(row, base[task]))
+            say(f"{task}, {label}: {rows[-1]['metrics_shown']}")
+    rows.sort(key=lambda row: config.tasks.index(row["task"]))
+    about = {**subject.identity, **asdict(config), "harness": "lm-eval 0.4"}
+    report = Report("tasks", f"Harness tasks under {subject.name}", about, COLUMNS, rows, NOTES)
+    report.write(out)
+    return report
+
+
+def make_model(subject: Subject, variant: Variant | None, config: TasksConfig) -> Any:
+    """The harness' model: ours under a variant, or (None) its own transformers class."""
+    from .lm_eval_adapter import OffloadLM
+
+    settings: dict[str, Any] = {"dtype": subject.identity["dtype"], "device": subject.identity["device"]}
+    if variant is None:
+        from lm_eval.models.huggingface import HFLM
+
+        return HFLM(pretrained=str(locate(subject.model)), batch_size=8, **settings)
+    llm = subject.llm(variant)
+    return OffloadLM.around(llm, decode_from=config.decode_from, batch_size=subject.batch)
+
+
+def measure(model: Any, task: str, config: TasksConfig) -> Row:
+    """One task: `metrics` {name: [value, standard error]}, and of each document its metrics, its requests'
+    log-likelihoods and its text; what the model spent on it."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from .lm_eval_adapter import TASKS
+
+    paths = [str(TASKS), *([config.include_path] if config.include_path else [])]
+    for spent in (getattr(model, name, []) for name in ("attended_fractions", "link_fractions")):
+        spent.clear()
+    done = simple_evaluate(
+        model=model,
+        tasks=[task],
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
+        task_manager=TaskManager(include_path=paths),
+        log_samples=True,
+        bootstrap_iters=1000,
+        random_seed=config.seed,
+        numpy_random_seed=config.seed,
+        torch_random_seed=config.seed,
+        fewshot_random_seed=config.seed,
+    )
+    found = done["results"][task]
+    names = [key.removesuffix(",none") for key in found if key.endswith(",none") and "_stderr" not in key]
+    samples = done["samples"][task]
+    return {
+        "metrics": {name: [float(found[f"{name},none"]), _number(found.get(f"{name}_stderr,none"))] for name in names},
+        "documents": len(samples),
+        "requests": sum(len(sample["resps"]) for sample in samples),
+        "attended": _mean(getattr(model, "attended_fractions", [])),
+        "link": _mean(getattr(model, "link_fractions", [])),
+        "samples": [
+            {"metrics": {n: sample[n] for n in names if n in sample}, "responses": _responses(sample)}
+            for sample in samples
+        ],
+    }
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _responses(sample: Mapping[str, Any]) -> list[Any]:
+    """Log-likelihoods of a document's requests (texts of a generating task)."""
+    found = []
+    for (response,) in (responses[:1] for responses in sample["resps"]):
+        found.append(response[0] if isinstance(response, (tuple, list)) else response)
+    return [float(value) if isinstance(value, (int, float)) else value for value in found]
+
+
+def compare(row: Row, base: Row) -> Row:
+    """Against `base`: share of documents with the same answer, |difference| of log-likelihoods, and of every metric the
+    difference with its paired 95 % interval over documents."""
+    mine, other = ([s["responses"] for s in r["samples"]] for r in (row, base))
+    same = [_choice(a) == _choice(b) for a, b in zip(mine, other, strict=True)]
+    flat = [(a, b) for x, y in zip(mine, other, strict=True) for a, b in zip(x, y, strict=True) if isinstance(a, float)]
+    deltas = [abs(a - b) for a, b in flat]
+    shown = [f"{name} {value:.4f}{'' if error is None else f' ± {error:.4f}'}" for name, (value, error) in metrics(row)]
+    changes = {}
+    for name, _ in metrics(row):
+        a, b = ([s["metrics"].get(name) for s in r["samples"]] for r in (row, base))
+        if all(value is not None for value in (*a, *b)):
+            changes[name] = _change(name, a, b)
+    return {
+        "agreement": sum(same) / len(same),
+        "mean_difference": sum(deltas) / len(deltas) if deltas else None,
+        "largest_difference": max(deltas, default=None),
+        "metrics_shown": ", ".join(shown),
+        "changes": changes,
+        "changes_shown": ", ".join(f"{n} {v:+.4f} [{lo:+.4f}, {hi:+.4f}]" for n, (v, lo, hi) in changes.items()),
+    }
+
+
+def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
+    """(name, (value, standard error)) of a row."""
+    return [(name, (value, error)) for name, (value, error) in row["metrics"].items()]
+
+
+def _choice(responses: Sequence[Any]) -> Any:
+    """The answer: of several requests the likeliest, of one its text, or nothing to compare."""
+    if len(responses) > 1:
+        return max(range(len(responses)), key=lambda i: responses[i])
+    return responses[0] if responses and isinstance(responses[0], str) else None
+
+
+def _change(name: str, values: Sequence[Any], base: Sequence[Any]) -> list[float]:
+    """[difference, low, high]. Per-document values are numbers, or (log-likelihood, weight) of rolling tasks: of a
+    perplexity the relative change, of bits per byte the difference."""
+    if isinstance(values[0], (list, tuple)):
+        weights = np.array([v[1] for v in values], float)
+        nats, other = (-np.array([v[0] for v in part], float) for part in (values, base))
+        if "perplexity" in name:
+            interval = paired_bootstrap(nats, other, weights, change=perplexity_change)
+        else:
+            interval = paired_bootstrap(nats, other, weights * math.log(2))
+    else:
+        numbers, other = (np.array(part, float) for part in (values, base))
+        ones = np.ones(len(numbers))
+        if name == "perplexity":
+            interval = paired_bootstrap(-numbers, -other, ones, change=perplexity_change)
+        else:
+            interval = paired_bootstrap(numbers, other, ones)
+    return [interval.value, interval.low, interval.high]
+
+
+COLUMNS = (
+    Column("model", "model"),
+    Column("task", "task"),
+    Column("policy", "variant"),
+    Column("dense layers", "dense_layers"),
+    Column("attended", "attended", ".1%"),
+    Column("link", "link", ".1%"),
+    Column("documents", "documents"),
+    Column("requests", "requests"),
+    Column("metrics ± SE", "metrics_shown"),
+    Column("against full [95 %]", "changes_shown"),
+    Column("same answer as full", "agreement", ".1%"),
+    Column("mean abs. difference of log-likelihoods", "mean_difference", ".2e"),
+    Column("largest", "largest_difference", ".2e"),
+)
+
+NOTES = (
+    "Metrics, prompts and standard errors are the harness' own; differences are paired over documents (perplexities:",
+    "relative). Agreement is the share of documents on which the likeliest choice is that of full. A small model is",
+    "near chance on these tasks: there agreement and log-likelihoods tell policies apart, accuracies do not.",
+)

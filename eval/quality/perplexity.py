@@ -1,0 +1,312 @@
+"""Perplexity of a text under each policy, every scored token decoded under it, compared window by window with full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError, InputError
+from ..core.figures import lines, picture
+from ..core.model_under_test import Scored, Subject, Text, Variant, text_digest
+from ..core.report import Column, Report, Row, RowStore
+from ..core.stats import paired_bootstrap, perplexity_change, ratio_error
+
+LN2 = math.log(2)
+
+CHUNK = 256
+"""Scored tokens of a decoding chunk (paper, Figure 12)."""
+
+
+@dataclass(frozen=True)
+class PerplexityConfig:
+    """context: tokens of a window. windows: how many, spread evenly over the text. decode_from: tokens of a window
+    that are prefilled exactly (None: three quarters); all after them are decoded under the policy and scored.
+    tail_from: tokens from this one on are also scored by themselves. margin: share of the text at either end that is
+    left out: title pages, tables of contents and licences are no prose (a list of 365 chapters is all repetition)."""
+
+    context: int = 2048
+    windows: int = 32
+    decode_from: int | None = None
+    tail_from: int | None = None
+    margin: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.context < 2:
+            raise ConfigError(f"context={self.context} must be at least 2 tokens")
+        if self.windows < 1:
+            raise ConfigError(f"windows={self.windows} must be at least 1")
+        if not 0 <= self.start <= self.context - 2:
+            raise ConfigError(f"decode_from={self.decode_from} must be between 0 and context - 2 = {self.context - 2}")
+        if not 0 <= self.margin < 0.5:
+            raise ConfigError(f"margin={self.margin} must be a share in [0, 0.5)")
+        if self.tail_from is not None and not self.start < self.tail_from < self.context:
+            raise ConfigError(f"tail_from={self.tail_from} must be between {self.start + 1} and {self.context - 1}")
+
+    @property
+    def start(self) -> int:
+        """Tokens prefilled."""
+        return self.context * 3 // 4 if self.decode_from is None else self.decode_from
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of the text, and the UTF-8 bytes of its scored tokens."""
+
+    text: Text
+    bytes: int
+
+
+def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[Window]:
+    """`config.windows` windows spread evenly over the text between its margins (a text too short for these has none),
+    each begun as the tokenizer begins a text (BOS).
+
+    Raises InputError where the text is shorter than a window.
+    """
+    ids, ends, lead = subject.encode(text)
+    body = config.context - len(lead)
+    if len(ids) < body:
+        raise InputError(f"the text has {len(ids)} tokens, fewer than one window of {body}; lower --context")
+    edge = int(config.margin * len(ids))
+    edge = edge if len(ids) - 2 * edge >= body else 0
+    windows = min(config.windows, max(1, (len(ids) - 2 * edge) // body))
+    scored_from = max(config.start + 1, len(lead))
+    found = []
+    for begin in np.linspace(edge, len(ids) - edge - body, windows).astype(int).tolist():
+        tokens = (*lead, *ids[begin : begin + body])
+        before = ends[begin + scored_from - len(lead) - 1] if begin + scored_from > len(lead) else 0
+        found.append(Window(Text(tokens, config.start, scored_from), ends[begin + body - 1] - before))
+    return found
+
+
+def measure(subject: Subject, variant: Variant, windows: Sequence[Window], tail_from: int | None = None) -> Row:
+    """What the variant's row measures: `samples` holds nats, tokens and bytes of each window, and of its tail."""
+    scored = subject.score(variant, [window.text for window in windows])
+    samples: dict[str, list[Any]] = {
+        "nats": [sum(score.nats) for score in scored],
+        "tokens": [len(score.nats) for score in scored],
+        "bytes": [window.bytes for window in windows],
+        "chunks": [_chunks(score.nats) for score in scored],
+    }
+    if tail_from is not None:
+        tails = [s.nats[max(0, tail_from - w.text.scored_from) :] for s, w in zip(scored, windows, strict=True)]
+        samples |= {"tail_nats": [sum(tail) for tail in tails], "tail_tokens": [len(tail) for tail in tails]}
+    return {
+        "windows": len(windows),
+        "scored_tokens": sum(samples["tokens"]),
+        **costs(scored),
+        **summary(samples),
+        "samples": samples,
+    }
+
+
+def _chunks(nats: Sequence[float]) -> list[float]:
+    """Mean nats of each whole chunk of a window (of a shorter window: of all of it)."""
+    whole = max(1, len(nats) // CHUNK)
+    size = min(CHUNK, len(nats))
+    return [sum(nats[i * size : (i + 1) * size]) / size for i in range(whole)]
+
+
+def costs(scored: Sequence[Scored]) -> Row:
+    """What the texts cost: means over texts, of the worst layers too."""
+    names = (
+        "attended",
+        "link",
+        "sparse_attended",
+        "sparse_link",
+        "missed",
+        "missed_worst",
+        "output_error",
+        "output_error_worst",
+    )
+    found: Row = {}
+    for name in names:
+        values = [value for score in scored if (value := getattr(score, name)) is not None]
+        found[name] = sum(values) / len(values) if values else None
+    return found
+
+
+def summary(samples: dict[str, list[Any]]) -> Row:
+    """Perplexity and bits per byte with standard errors over windows."""
+    nats, tokens, sizes = (np.asarray(samples[name], float) for name in ("nats", "tokens", "bytes"))
+    per_token, error = nats.sum() / tokens.sum(), ratio_error(nats, tokens)
+    tail = {}
+    if "tail_nats" in samples:
+        tail["tail_perplexity"] = math.exp(sum(samples["tail_nats"]) / sum(samples["tail_tokens"]))
+    return {
+        "nats_per_token": float(per_token),
+        "perplexity": math.exp(per_token),
+        "perplexity_error": math.exp(per_token) * error,
+        "bits_per_byte": float(nats.sum() / sizes.sum() / LN2),
+        "bits_per_byte_error": ratio_error(nats, sizes) / LN2,
+        **tail,
+    }
+
+
+def compare(row: Row, base: Row, name: str, part: str = "") -> Row:
+    """Columns `{name}_perplexity` (relative change) and, of whole windows, `{name}_bits_per_byte` (difference) against
+    `base`, each with a 95 % interval from a paired bootstrap over windows. part: "tail_" compares their tails."""
+    mine, other = row["samples"], base["samples"]
+    nats, base_nats, tokens = mine[f"{part}nats"], other[f"{part}nats"], mine[f"{part}tokens"]
+    intervals = {"perplexity": paired_bootstrap(nats, base_nats, tokens, change=perplexity_change)}
+    if not part:
+        intervals["bits_per_byte"] = paired_bootstrap(nats, base_nats, np.asarray(mine["bytes"]) * LN2)
+    found: Row = {}
+    for what, interval in intervals.items():
+        found |= {f"{name}_{what}": interval.value, f"{name}_{what}_low": interval.low}
+        found |= {f"{name}_{what}_high": interval.high}
+    return found
+
+
+def shown_interval(row: Row, name: str) -> str:
+    """`compare`'s change of perplexity written out."""
+    value, low, high = (row[f"{name}_perplexity{end}"] for end in ("", "_low", "_high"))
+    return f"{value:+.2%} [{low:+.2%}, {high:+.2%}]"
+
+
+def measure_all(
+    subject: Subject,
+    text: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: PerplexityConfig,
+    out: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """A row per variant on `text` (called `name`), each compared with the first (which should be full) and with
+    infinigen at its budget. Rows that `out` holds from an earlier run are not measured again."""
+    store = RowStore(out)
+    windows = cut_windows(subject, text, config)
+    shared = {"suite": "perplexity", **subject.identity, "text": text_digest(text), **asdict(config)}
+    shared |= {"path": subject.path}
+    rows: list[Row] = []
+    for variant in variants:
+        key = shared | {"variant": subject.key(variant)}
+        row = store.once(key, partial(measure, subject, variant, windows, config.tail_from))
+        row = subject.describe(variant) | {"text": name, "context": config.context} | row
+        rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
+        say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
+    _against_rivals(rows)
+    return _shown(rows)
+
+
+def about(subject: Subject, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
+    """What holds for all rows of a text."""
+    found = {**subject.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
+    return found | {"decode_from": config.start, "path": subject.path, "bootstrap_seed": 0}
+
+
+def run_perplexity(
+    subject: Subject,
+    text: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: PerplexityConfig,
+    out: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """`measure_all` on `text` (called `name` in the tables), written as perplexity.json, .csv, .md and two pictures."""
+    rows = measure_all(subject, text, name, variants, config, out, say)
+    title = f"Perplexity of {subject.name} on {name}"
+    report = Report("perplexity", title, about(subject, text, name, config), COLUMNS, rows, NOTES)
+    report.write(out)
+    draw(report, out / "perplexity_by_attended_share.png")
+    draw_chunks(report, out / "perplexity_along_the_text.png")
+    return report
+
+
+def _against_rivals(rows: list[Row]) -> None:
+    """infinigen against every other policy of the same budget and dense layers: `against_infinigen_*` columns of the
+    others."""
+    for row in rows:
+        same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
+        mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]
+        if mine and row["policy"] != "infinigen":
+            row |= compare(row, mine[0], "against_infinigen")
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """Rows with their intervals written out."""
+    shown = []
+    for row in rows:
+        cells = dict(row)
+        for name in ("against_full", "against_infinigen"):
+            if f"{name}_perplexity" in row:
+                cells[f"{name}_shown"] = shown_interval(row, name)
+        shown.append(cells)
+    return shown
+
+
+WHAT = (Column("model", "model"), Column("text", "text"), Column("context", "context"), Column("policy", "variant"))
+"""What every row of a table says first."""
+
+COST = (
+    Column("dense layers", "dense_layers"),
+    Column("attended", "attended", ".1%"),
+    Column("of sparse layers", "sparse_attended", ".1%"),
+    Column("link", "link", ".1%"),
+    Column("of sparse layers", "sparse_link", ".1%"),
+)
+"""What stands beside every accuracy."""
+
+COLUMNS = (
+    *WHAT,
+    *COST,
+    Column("missed mass", "missed", ".3f"),
+    Column("worst layer", "missed_worst", ".3f"),
+    Column("output error", "output_error", ".3f"),
+    Column("bits per byte", "bits_per_byte", ".4f"),
+    Column("± SE", "bits_per_byte_error", ".4f"),
+    Column("perplexity", "perplexity", ".3f"),
+    Column("± SE", "perplexity_error", ".3f"),
+    Column("perplexity against full [95 %]", "against_full_shown"),
+    Column("against infinigen of the same budget [95 %]", "against_infinigen_shown"),
+)
+
+NOTES = (
+    "Attended and link are shares of the visible token rows, means over layers and decoded positions; missed mass is",
+    "attention outside the attended rows, output error |out - exact| / |exact| of attention, both over sparse layers.",
+    "Standard errors and paired bootstrap intervals (10,000 draws) are over windows, which leave out the margin (share",
+    "of the text) at its beginning and end: title pages and tables of contents are no prose.",
+)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Perplexity against full over the share attended, a line per policy, with 95 % intervals."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(report.rows, key=lambda row: row["sparse_attended"]):
+        if row["policy"] == "full":
+            continue
+        extra = {k: v for k, v in row["options"].items() if k != "budget"} | row["engine"]
+        name = " ".join([row["policy"], *(f"{k}={v}" for k, v in extra.items())])
+        value, low, high = (row[f"against_full_perplexity{end}"] for end in ("", "_low", "_high"))
+        series.setdefault(name, []).append((row["sparse_attended"], value))
+        errors.setdefault(name, []).append((value - low, high - value))
+    with picture(path, report.title, {"perplexity_against_full_by_attended_share": series}) as (axis,):
+        lines(
+            axis,
+            series,
+            x="attended share of the context in sparse layers",
+            y="perplexity against full",
+            percent="xy",
+            errors=errors,
+        )
+        axis.axhline(0, color="#222222", linewidth=0.8)
+        axis.axhline(0.01, color="#222222", linewidth=0.8, linestyle=":")
+
+
+def draw_chunks(report: Report, path: Path) -> None:
+    """Perplexity of each decoding chunk, in the order of the text (paper, Figure 12)."""
+    start = report.about["decode_from"]
+    series = {}
+    for row in report.rows:
+        chunks = np.exp(np.array(row["samples"]["chunks"]).mean(0))
+        series[row["variant"]] = [(start + CHUNK * (i + 0.5), float(value)) for i, value in enumerate(chunks)]
+    with picture(path, f"{report.title}, by decoding chunk", series) as (axis,):
+        lines(axis, series, x=f"token of the window (chunks of {CHUNK})", y="perplexity")

@@ -1,0 +1,197 @@
+"""Retrieval: the share of needles found under each policy, by kind, length and distance, against full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...config import check_choice
+from ...errors import ConfigError
+from ..core.figures import lines, picture
+from ..core.model_under_test import Subject, Variant, text_digest
+from ..core.needles import KINDS, Haystack, Passage
+from ..core.report import Column, Report, Row, RowStore
+from ..core.stats import paired_bootstrap, share_error
+from .perplexity import COST, WHAT, costs
+
+NEAREST = 128
+"""Upper end of the first band of distances, in tokens; each band is twice as far as the one before."""
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """lengths: tokens of a passage. passages: of each kind and length. kinds: names in KINDS. prefilled: share of a
+    passage that is prefilled exactly (None: all before the first question); the rest is decoded under the policy."""
+
+    lengths: tuple[int, ...] = (1024, 2048)
+    passages: int = 20
+    kinds: tuple[str, ...] = tuple(KINDS)
+    seed: int = 0
+    prefilled: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefilled is not None and not 0 <= self.prefilled < 1:
+            raise ConfigError(f"prefilled={self.prefilled} must be a share in [0, 1)")
+        for kind in self.kinds:
+            check_choice("kind", kind, KINDS)
+        if not self.lengths or min(self.lengths) < 64 or self.passages < 1 or not self.kinds:
+            raise ConfigError(f"need lengths of at least 64, passages and kinds, got {self}")
+
+
+def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind: str) -> list[Passage]:
+    """The passages of one length and kind: the same for every policy, whatever the other lengths and kinds are."""
+    rng = np.random.default_rng([config.seed, length, *kind.encode()])
+    made = [haystack.hide(rng, kind, length) for _ in range(config.passages)]
+    if config.prefilled is None:
+        return made
+    start = int(config.prefilled * length)
+    return [replace(p, text=replace(p.text, decode_from=min(start, p.text.decode_from))) for p in made]
+
+
+def measure(subject: Subject, variant: Variant, passages: Sequence[Passage]) -> Row:
+    """What the variant's row measures; `samples` holds [kind, distance, right] of each question. A question is right if
+    every token of its answers was the likeliest (which is the same as writing them greedily)."""
+    scored = subject.score(variant, [passage.text for passage in passages])
+    samples: list[tuple[str, int, bool]] = []
+    for passage, score in zip(passages, scored, strict=True):
+        first = passage.text.scored_from
+        for question in passage.questions:
+            right = all(score.is_greedy[position - first] for position in question.answers)
+            samples.append((passage.kind, question.distance, right))
+    return {**costs(scored), "samples": [list(sample) for sample in samples]}
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """One row of those that `measure` gave for several kinds, with as many passages of each."""
+    found: Row = {"samples": [sample for row in rows for sample in row["samples"]]}
+    for name in (key for key in rows[0] if key not in found):
+        values = [row[name] for row in rows if row[name] is not None]
+        found[name] = sum(values) / len(values) if values else None
+    return found | accuracies(found["samples"])
+
+
+def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
+    """Share right, its standard error and the number asked: of all, by kind and by distance."""
+    found: Row = _accuracy("", [right for _, _, right in samples])
+    for kind in dict.fromkeys(kind for kind, _, _ in samples):
+        found |= _accuracy(f" {kind}", [right for k, _, right in samples if k == kind])
+    furthest = max(distance for _, distance, _ in samples)
+    edges = [0, NEAREST]
+    while edges[-1] <= furthest:
+        edges.append(2 * edges[-1])
+    for low, high in pairwise(edges):
+        band = [right for _, distance, right in samples if low <= distance < high]
+        if band:
+            found |= _accuracy(f" at {low}-{high - 1}", band)
+    return found
+
+
+def _accuracy(name: str, rights: Sequence[bool]) -> Row:
+    return {
+        f"right{name}": sum(rights) / len(rights),
+        f"error{name}": share_error(sum(rights), len(rights)),
+        f"asked{name}": len(rights),
+    }
+
+
+def against(row: Row, base: Row) -> Row:
+    """Difference of the share right from `base`, with its paired 95 % interval over questions."""
+    mine, other = ([float(right) for _, _, right in r["samples"]] for r in (row, base))
+    change = paired_bootstrap(mine, other, np.ones(len(mine)))
+    shown = f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+    return {
+        "against_full": change.value,
+        "against_full_interval": [change.low, change.high],
+        "against_full_shown": shown,
+    }
+
+
+def run_retrieval(
+    subject: Subject,
+    book: str,
+    name: str,
+    variants: Sequence[Variant],
+    config: RetrievalConfig,
+    out: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Measures every variant at every length, each compared with the first, which should be full; writes
+    retrieval.json, .csv, .md and two pictures to `out`. Rows that it holds are not measured again."""
+    store = RowStore(out)
+    haystack = Haystack(subject, book)
+    rows: list[Row] = []
+    for length in config.lengths:
+        asked = [make_passages(haystack, config, length, kind) for kind in config.kinds]
+        base: Row | None = None
+        for variant in variants:
+            by_kind = [_row(store, subject, variant, length, passages) for passages in asked]
+            row = subject.describe(variant) | {"text": name, "length": length} | together(by_kind)
+            base = base or row
+            rows.append(row | against(row, base))
+            say(f"{length} tokens, {variant.label}: {row['right']:.1%} of {row['asked']} right")
+    about = {**subject.identity, "book": name, "book_digest": text_digest(book), "path": subject.path, **asdict(config)}
+    report = Report("retrieval", f"Needles found by {subject.name} in {name}", about, columns(rows), rows, NOTES)
+    report.write(out)
+    draw(report, config.kinds, out)
+    return report
+
+
+def _row(store: RowStore, subject: Subject, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
+    """`measure` of the passages of one kind, once. The key holds a digest of all that they say: passages made in other
+    words are other passages."""
+    said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
+    key = {"suite": "retrieval", **subject.identity, "path": subject.path, **said, "variant": subject.key(variant)}
+    return store.once(key, partial(measure, subject, variant, passages))
+
+
+NOTES = (
+    "Share of questions whose answers are right in every token, read greedily; ± is the standard error; against full:",
+    "points, with a paired 95 % interval over questions. The question itself goes through the policy, the text before",
+    "it is prefilled exactly.",
+)
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """The table's columns: one for every kind and band of distance that was asked."""
+    names = dict.fromkeys(key[5:] for row in rows for key in row if key.startswith("right"))
+    shares = [
+        c for n in names for c in (Column(n.strip() or "right", f"right{n}", ".2f"), Column("±", f"error{n}", ".2f"))
+    ]
+    head = (
+        *WHAT[:2],
+        Column("length", "length"),
+        WHAT[-1],
+        *COST,
+        Column("missed mass", "missed", ".3f"),
+        Column("asked", "asked"),
+    )
+    return (*head, *shares[:2], Column("against full, points [95 %]", "against_full_shown"), *shares[2:])
+
+
+def draw(report: Report, kinds: Sequence[str], out: Path) -> None:
+    """Share right over the attended share, and by kind."""
+    longest = max(row["length"] for row in report.rows)
+    rows = [row for row in report.rows if row["length"] == longest]
+    series: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["sparse_attended"]):
+        if row["policy"] != "full":
+            series.setdefault(row["policy"], []).append((row["sparse_attended"], row["right"]))
+            errors.setdefault(row["policy"], []).append((row["error"], row["error"]))
+    title = f"{report.title}, {longest:,} tokens"
+    with picture(out / "needles_found_by_attended_share.png", title, series) as (axis,):
+        lines(
+            axis, series, x="attended share of the context in sparse layers", y="needles found", percent="xy",
+            errors=errors,
+        )  # fmt: skip
+        axis.axhline(rows[0]["right"], color="#222222", linewidth=0.8, label=rows[0]["variant"])
+    by_kind = {row["variant"]: [(float(i), row[f"right {kind}"]) for i, kind in enumerate(kinds)] for row in rows}
+    with picture(out / "needles_found_by_kind.png", title, {"kinds": list(kinds), "series": by_kind}) as (axis,):
+        lines(axis, by_kind, x="kind of needle", y="needles found", percent="y")
+        axis.set_xticks(range(len(kinds)), kinds)

@@ -1,0 +1,261 @@
+"""What a working set saves on the link, and which rows it should keep: selections are recorded while a model goes on
+with a book, replayed under every rule, and the runs are repeated with the working set switched on, which must give the
+same tokens. `python -P -m offload_rt.eval.simulate.working_set`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ...config import KVFormatName, SamplingParams
+from ...engine.recording import Recording, RunInfo
+from ...engine.stats import Stats
+from ...errors import InputError, OffloadError
+from ...llm import LLM
+from ...transfer.working_set import rows_within
+from ..core.model_under_test import text_digest
+from ..core.report import Column, Report, Row
+from .replacement_policies import REMEMBERED, Cache, DecayedCache, OptimalCache, RankedCache
+
+DECAYS = (0.5, 0.8, 0.9, 0.95, 1.0)
+"""Besides the extremes that `lru` and `lfu` are."""
+
+SIXTEEN_BIT = 2
+"""Bytes of a number that the shares of KV are of, whatever the model runs in."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way of selecting and of storing rows."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    kv_format: KVFormatName = "auto"
+
+
+SETUPS = (
+    Setup("default: at most 10 % of the candidates, layer 0 dense"),
+    Setup("4 % attended, no dense layer", {"budget": 0.04, "dense_layers": ()}),
+    Setup("5 % attended, no dense layer", {"budget": 0.05, "dense_layers": ()}),
+    Setup("5 % attended, no dense layer, int8 rows", {"budget": 0.05, "dense_layers": ()}, "int8"),
+    Setup("5 % attended, no dense layer, int4 rows", {"budget": 0.05, "dense_layers": ()}, "int4"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """model; texts: token ids to go on from; new_tokens: how many are written for each, drawn at temperature 0.8;
+    shares: sizes of the working set, tables included, as shares of the whole context's KV in 16 bit."""
+
+    model: str
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+    shares: tuple[float, ...]
+    setups: tuple[Setup, ...] = SETUPS
+
+    def llm(self, setup: Setup, working_set: int = 0) -> LLM:
+        """The model under a setup."""
+        options, kv_format = setup.options, setup.kv_format
+        return LLM(
+            self.model, policy_options=options, kv_format=kv_format, working_set=working_set, missed_mass_every=0
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt gone on with: its new tokens, what it cost, and bytes of the layers that select (a dense layer's rows
+    all cross, whatever is kept)."""
+
+    tokens: list[int]
+    stats: Stats
+    selected_bytes: int
+
+
+def run(llm: LLM, prompt: Sequence[int], new_tokens: int, record: Path | None = None) -> Run:
+    """Goes on with `prompt`."""
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.8, seed=1, ignore_eos=True)
+    tokens = [event.token_id for event in llm.stream(list(prompt), params, record)]
+    stats = llm.last_stats
+    assert stats is not None
+    return Run(tokens, stats, stats.link_bytes_to_device - _dense_bytes(llm, stats, len(prompt)))
+
+
+def _dense_bytes(llm: LLM, stats: Stats, prompt: int) -> int:
+    """What dense layers fetched: in each step all rows but the resident ones."""
+    policy, pool = llm._runner.policy, llm._runner.pool
+    rows = sum(max(0, prompt + i + 1 - policy.sinks - policy.recent) for i in range(len(stats.attended_by_step)))
+    return rows * len(stats.dense_layers) * llm.geometry.kv_heads * 2 * pool.layout.row_bytes
+
+
+def sixteen_bit_bytes(llm: LLM, tokens: int) -> int:
+    """KV of `tokens` tokens, 16 bit a number."""
+    geometry = llm.geometry
+    return 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * tokens * SIXTEEN_BIT
+
+
+def sixteen_bit_row(info: RunInfo, llm: LLM) -> int:
+    """Bytes of a row, K and V: a native one as if its numbers had 16 bit, a rounded one as it is."""
+    native = llm._runner.pool.format.exact
+    return 2 * llm.geometry.head_dim * SIXTEEN_BIT if native else info.row_bytes
+
+
+def rules(capacity: int, recording: Recording) -> list[Cache]:
+    """Every rule that is compared."""
+    info = recording.info
+    shape = (len(info.selecting), info.kv_heads, len(info.tokens))
+    ranked = [RankedCache(name, capacity, shape) for name in ("lru", "lfu", "counter", REMEMBERED)]
+    decayed = [DecayedCache(capacity, shape, decay) for decay in DECAYS]
+    return [*ranked, *decayed, OptimalCache(capacity, recording)]
+
+
+def replayed(recording: Recording, capacities: Sequence[int]) -> Iterator[tuple[Cache, int, int]]:
+    """(rule, hits, selected rows) of every rule at every capacity."""
+    caches = [cache for capacity in capacities for cache in rules(capacity, recording)]
+    hits, rows = [0] * len(caches), 0
+    for position, step in recording.steps():
+        rows += sum(one.size for one in step)
+        for i, cache in enumerate(caches):
+            hits[i] += sum(cache.use(layer, one, position) for layer, one in enumerate(step))
+    for cache, found in zip(caches, hits, strict=True):
+        yield cache, found, rows
+
+
+def measure(plan: Plan, setup: Setup, scratch: Path) -> tuple[list[Row], list[Row]]:
+    """Of one setup: rows of the rules that were replayed, and of the runs that were repeated."""
+    llm, plain, recordings = plan.llm(setup), [], []
+    for i, prompt in enumerate(plan.prompts):
+        plain.append(run(plan.llm(setup), prompt, plan.new_tokens, scratch / str(i)))
+        recordings.append(Recording.open(scratch / str(i)))
+    context = len(plan.prompts[0]) + plan.new_tokens
+    whole, info = sixteen_bit_bytes(llm, context), recordings[0].info
+    layers, row = len(info.selecting), sixteen_bit_row(info, llm)
+    sizes = {rows_within(int(share * whole), layers, info.kv_heads, row): share for share in plan.shares}
+    sizes.pop(0, None)
+    shared = {"setup": setup.name, "selected_rows": _mean_rows(recordings)}
+    if not shared["selected_rows"]:
+        raise InputError(f"nothing is selected of {context} tokens ({setup.name}): give a longer --context")
+    tallies: dict[tuple[str, int], list[int]] = {}
+    for recording in recordings:
+        for cache, hits, rows in replayed(recording, list(sizes)):
+            tally = tallies.setdefault((cache.policy, cache.capacity), [0, 0])
+            tally[0], tally[1] = tally[0] + hits, tally[1] + rows
+    ruled = [
+        shared | {"rule": rule, "rows_kept": kept, "share": sizes[kept], "hit_rate": hits / rows,
+                  "link_bytes": (rows - hits) * info.row_bytes, "link_bytes_without": rows * info.row_bytes}
+        for (rule, kept), (hits, rows) in tallies.items()
+    ]  # fmt: skip
+    return ruled, [shared | _repeated(plan, setup, kept, plain) | {"share": sizes[kept]} for kept in sizes]
+
+
+def _mean_rows(recordings: Sequence[Recording]) -> float:
+    """Rows that a layer selects per KV head and step."""
+    steps = [one for recording in recordings for _, step in recording.steps() for one in step]
+    return float(sum(one.shape[1] for one in steps)) / len(steps)
+
+
+def _repeated(plan: Plan, setup: Setup, kept: int, plain: Sequence[Run]) -> Row:
+    """The runs with a working set against those without."""
+    again = [run(plan.llm(setup, kept), prompt, plan.new_tokens) for prompt in plan.prompts]
+    without, crossed = (sum(one.selected_bytes for one in runs) for runs in (plain, again))
+    everything, left = (sum(one.stats.link_bytes_to_device for one in runs) for runs in (plain, again))
+    rates = [one.stats.working_set_hit_rate or 0.0 for one in again]
+    return {
+        "rows_kept": kept,
+        "device_bytes": again[0].stats.working_set_bytes,
+        "hit_rate": sum(rates) / len(rates),
+        "link_bytes_without": without,
+        "link_bytes": crossed,
+        "ratio": crossed / without,
+        "ratio_all_layers": left / everything,
+        "same_tokens": all(a.tokens == b.tokens for a, b in zip(plain, again, strict=True)),
+    }
+
+
+RULES = (
+    Column("setup", "setup"),
+    Column("selected rows a step", "selected_rows", ".0f"),
+    Column("working set of KV", "share", ".1%"),
+    Column("rows kept", "rows_kept"),
+    Column("rule", "rule"),
+    Column("hit rate", "hit_rate", ".1%"),
+    Column("link bytes", "link_bytes", ",d"),
+    Column("without", "link_bytes_without", ",d"),
+)
+
+RUNS = (
+    Column("setup", "setup"),
+    Column("selected rows a step", "selected_rows", ".0f"),
+    Column("working set of KV", "share", ".1%"),
+    Column("rows kept", "rows_kept"),
+    Column("hit rate", "hit_rate", ".1%"),
+    Column("link bytes, selecting layers", "link_bytes", ",d"),
+    Column("without", "link_bytes_without", ",d"),
+    Column("ratio", "ratio", ".1%"),
+    Column("ratio with dense layers", "ratio_all_layers", ".1%"),
+    Column("same tokens", "same_tokens"),
+)
+
+NOTES = (
+    "Rows are per layer that selects and KV head. The size of a working set, tables included, is a share of the KV of",
+    "the whole context at 16 bit a number; native rows count as 16 bit, rounded rows as they are stored.",
+)
+
+
+def report(plan: Plan, about: dict[str, Any], out: Path) -> list[Report]:
+    """Measures everything and writes working_set_rules and working_set as .json, .csv and .md."""
+    ruled: list[Row] = []
+    repeated: list[Row] = []
+    for setup in plan.setups:
+        with TemporaryDirectory() as scratch:
+            rules_of, runs_of = measure(plan, setup, Path(scratch))
+        ruled, repeated = ruled + rules_of, repeated + runs_of
+    reports = [
+        Report("working_set", "A working set on the device", about, RUNS, repeated, NOTES),
+        Report("working_set_rules", "Which rows a working set should keep", about, RULES, ruled, NOTES),
+    ]
+    for one in reports:
+        one.write(out)
+    return reports
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the tables as Markdown and writes them to --out."""
+    parser = argparse.ArgumentParser(prog="working_set", description=__doc__)
+    parser.add_argument("model", nargs="?", default="reference")
+    parser.add_argument("--text", type=Path, required=True, help="a book, UTF-8")
+    parser.add_argument("--context", type=int, help="tokens, prompt and new ones (default: the model's positions)")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--starts", default="0.3,0.7", help="where in the text, as shares of it")
+    parser.add_argument("--shares", default="0.01,0.02,0.04,0.08", help="sizes of the working set, of 16-bit KV")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    args = parser.parse_args(argv)
+    try:
+        text = args.text.read_text(encoding="utf-8")
+        llm = LLM(args.model, policy="full")
+        context, ids = args.context or llm.geometry.max_positions, llm.encode(text)
+        starts = [float(start) for start in args.starts.split(",")]
+        prompts = tuple(tuple(ids[int(s * len(ids)) :][: context - args.new_tokens]) for s in starts)
+        if args.new_tokens >= context or any(len(prompt) < context - args.new_tokens for prompt in prompts):
+            raise InputError(f"the text has {len(ids)} tokens: too few for {context} from {args.starts} of it on")
+        plan = Plan(args.model, prompts, args.new_tokens, tuple(float(share) for share in args.shares.split(",")))
+        about = {
+            "model": args.model,
+            "text": f"{args.text.name} ({text_digest(text)}), from {args.starts} of it on",
+            "context": f"{context} tokens, the last {args.new_tokens} of them new, temperature 0.8, seed 1",
+        }
+        for one in report(plan, about, args.out):
+            print(one.markdown())
+    except (OffloadError, OSError, UnicodeDecodeError, ValueError) as error:
+        print(f"working_set: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,364 @@
+"""What the speed benchmark compares: transformers with each of its caches, and this runtime with each policy, all on
+one random model and one planted context, of one sequence or of several that share nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
+
+from ...config import EngineConfig
+from ...core import KVPart, Lease
+from ...engine.runner import Runner
+from ...engine.stats import Fractions
+from ...forward.sequence import Sequence as Decoded
+from ...forward.sequence import key_reader
+from ...forward.slot_table import AppendOnly
+from ...forward.trace import Trace
+from ...models.registry import LoadedModel, adapter_for
+from ...pool.pool import HostPool
+from ...select.base import Policy
+from ...select.full import Full
+from ...select.registry import make_policy
+from ...transfer.link import Link
+from .step_profiler import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
+from .synthetic_kv import RESIDENT, Given, Planted, PlantedAdapter
+
+TOKEN = 7
+"""The token that every step decodes: speed does not depend on it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama of random weights."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: torch.dtype
+
+    def model(self, positions: int, device: torch.device) -> LlamaForCausalLM:
+        """Weights are drawn in the model's own dtype on its device."""
+        config = LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=positions,
+            bos_token_id=0,
+            eos_token_id=None,
+            dtype=self.dtype,
+        )
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with torch.random.fork_rng(), device:
+                torch.manual_seed(0)
+                model: LlamaForCausalLM = LlamaForCausalLM(config).requires_grad_(False).eval()
+        finally:
+            torch.set_default_dtype(before)
+        return model
+
+
+SHAPES = {
+    "small": Shape(4, 512, 1376, 8, 8, 64, 4096, torch.float32),
+    "medium": Shape(8, 1024, 2752, 16, 16, 64, 4096, torch.float32),
+    "large": Shape(12, 1536, 4096, 24, 24, 64, 4096, torch.float32),
+    "llama-1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256, torch.bfloat16),
+    "llama-3b": Shape(28, 3072, 8192, 24, 8, 128, 128_256, torch.bfloat16),
+    "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128_256, torch.bfloat16),
+    "llama-13b": Shape(40, 5120, 13824, 40, 40, 128, 32_000, torch.bfloat16),
+}
+"""small, medium, large: what a CPU can be measured with. llama-1b, -3b, -8b: Llama 3.x; llama-13b: Llama 2, every head
+with keys of its own."""
+
+
+class Competitor(Protocol):
+    """One way to decode."""
+
+    @property
+    def name(self) -> str:
+        """As printed."""
+        ...
+
+    def fill(self, layer: int, kv: KVPart) -> None:
+        """Takes the context's K and V `[Hkv, N, d]` of one layer; every layer once, in order, before the first step."""
+        ...
+
+    def step(self) -> None:
+        """Decodes one token, the context growing by it."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What the report says beside the times."""
+        ...
+
+
+class Peer:
+    """transformers with one of its caches. The model's own attention (SDPA)."""
+
+    def __init__(self, name: str, model: Any, cache: Cache, length: int, batch: int = 1) -> None:
+        self.name = name
+        self._model, self._cache, self._position = model, cache, length
+        self._tokens = torch.full((batch, 1), TOKEN, device=model.device)
+
+    def fill(self, layer: int, kv: KVPart) -> None:
+        """Through the cache's own `update`, a copy for each sequence."""
+        batch = len(self._tokens)
+        k, v = (x[None].to(self._model.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
+        self._cache.update(k, v, layer)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """A forward of the whole model."""
+        positions = torch.full_like(self._tokens, self._position)
+        self._model(input_ids=self._tokens, position_ids=positions, past_key_values=self._cache, use_cache=True)
+        self._position += 1
+
+    def facts(self) -> dict[str, Any]:
+        """Every row is attended."""
+        return {"attended_fraction": 1.0}
+
+
+class Context:
+    """The planted context in one host pool, once for each sequence of a batch: no chunk is shared. Every policy decodes
+    from forks of it."""
+
+    def __init__(self, pool: HostPool, link: Link, planted: Planted, room: int, batch: int = 1) -> None:
+        self.pool, self.link, self.room = pool, link, room
+        self._leases = [pool.new_lease(planted.length) for _ in range(batch)]
+        for layer, kv in enumerate(planted.layers()):
+            for lease in self._leases:
+                pool.write(lease, layer, 0, kv.k, kv.v)
+        for lease in self._leases:
+            pool.commit(lease, planted.length)
+
+    def forks(self) -> list[Lease]:
+        """Other leases on the same rows."""
+        return [self.pool.fork(lease) for lease in self._leases]
+
+    def blank(self) -> list[Lease]:
+        """Leases without rows."""
+        return [self.pool.new_lease(1) for _ in self._leases]
+
+
+class Ours:
+    """This runtime with one policy on some leases: what `Runner.decode` takes, sampling left out."""
+
+    def __init__(self, name: str, model: LoadedModel, policy: Policy, context: Context, leases: list[Lease]) -> None:
+        self.name = name
+        self._policy = policy
+        config = EngineConfig(missed_mass_every=0)
+        self._runner = Runner(model, policy, context.pool, context.link, config)
+        self._batch = [self._sequence(model, context, lease) for lease in leases]
+
+    def _sequence(self, model: LoadedModel, context: Context, lease: Lease) -> Decoded:
+        context.link.open(lease, self._policy.sinks, self._policy.recent)
+        keys = key_reader(context.pool, lease)
+        trace = Trace(model.adapter.geometry.layers, missed_every=0)
+        state, slots = self._policy.new_state(keys), AppendOnly(context.pool)
+        return Decoded(0, [TOKEN] * context.room, lease, slots, keys, state, trace, lease.length)
+
+    def fill(self, layer: int, kv: KVPart) -> None:
+        """The policy learns the keys; the rows are in the context already."""
+        if layer not in self._policy.dense_layers:
+            adapter = self._runner.adapter
+            keys = kv.k.to(adapter.device, adapter.dtype)
+            for sequence in self._batch:
+                sequence.state.on_keys(layer, keys, 0)
+
+    def step(self) -> None:
+        """One `Runner.decode` of all sequences."""
+        self._runner.decode(self._batch)
+
+    def facts(self) -> dict[str, Any]:
+        """Rows and bytes that crossed the link per token of a sequence, and what the policy keeps on the device for
+        it."""
+        first, dense = self._batch[0], self._policy.dense_layers
+        trace, steps = first.trace, max(1, len(first.trace.attended))
+        shares = Fractions.of(trace, dense)
+        return {
+            "dense_layers": sorted(dense),
+            "attended_fraction": shares.attended,
+            "sparse_attended_fraction": shares.sparse_attended,
+            "link_fraction": shares.link,
+            "link_bytes_per_token": trace.bytes_to_device / steps,
+            "scoring_bytes_device": first.state.device_bytes,
+        }
+
+    def stages(self, steps: int, read: Callable[[], float]) -> dict[str, float]:
+        """Seconds per step in each stage, over `steps` further steps; `read` gives the time. The clock itself adds
+        about a microsecond to each of some ten calls a layer."""
+        clock, runner = StageClock(read), self._runner
+        model = runner.model
+        staged: Any = Staged(model.adapter, clock, ADAPTER, after=REST)
+        link: Any = StagedLink(runner.link, clock)
+        other = Runner(replace(model, adapter=staged), self._policy, runner.pool, link, runner.config)
+        batch = [self._staged(sequence, clock) for sequence in self._batch]
+        clock.reset()
+        for _ in range(steps):
+            other.decode(batch)
+        clock.enter("end")
+        return {stage: seconds / steps for stage, seconds in clock.seconds.items()}
+
+    @staticmethod
+    def _staged(sequence: Decoded, clock: StageClock) -> Decoded:
+        state: Any = Staged(sequence.state, clock, STATE)
+        return replace(sequence, state=state)
+
+
+@dataclass(frozen=True)
+class Field:
+    """What competitors are made from. `model` is for transformers, as transformers makes it; `own`, the same weights,
+    is for us, in the memory order that `load_model` gives a checkpoint. `context` has rows as they are, `other(format)`
+    makes one whose rows are rounded, "device" one whose rows are on the device."""
+
+    model: Any
+    own: Any
+    planted: Planted
+    context: Context
+    other: Callable[[str], Context]
+    room: int
+    """Tokens that preallocated caches hold: the context and all that will be decoded."""
+    batch: int = 1
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model with planted queries."""
+        adapter = PlantedAdapter(adapter_for(self.own), self.planted)
+        return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
+
+    def peer(self, name: str, cache: Cache) -> Peer:
+        """transformers with `cache`."""
+        return Peer(name, self.model, cache, self.planted.length, self.batch)
+
+    def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
+        """This runtime with a policy of the registry."""
+        return Ours(name, self.loaded, self.policy(policy, options), self.context, self.context.forks())
+
+    def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
+        """A policy of the registry."""
+        adapter = adapter_for(self.model)
+        artifact = self.planted.artifact()
+        return make_policy(
+            policy,
+            options,
+            geometry=adapter.geometry,
+            device=adapter.device,
+            dtype=adapter.dtype,
+            artifact=lambda method: artifact,
+        )
+
+
+class Skipped(Exception):  # noqa: N818 - an answer, not an error
+    """Why a competitor cannot run here."""
+
+
+def _static(field: Field) -> Competitor:
+    return field.peer("StaticCache", StaticCache(config=field.model.config, max_cache_len=field.room))
+
+
+def _dynamic(field: Field) -> Competitor:
+    return field.peer("DynamicCache", DynamicCache(config=field.model.config))
+
+
+def _offloaded(field: Field) -> Competitor:
+    if field.model.device.type != "cuda":
+        raise Skipped("offloads from a CUDA device, and this is a CPU")
+    return field.peer("OffloadedCache", DynamicCache(config=field.model.config, offloading=True))
+
+
+def _quantized(field: Field) -> Competitor:
+    backends = {"quanto": "optimum.quanto", "hqq": "hqq"}
+    found = [name for name, module in backends.items() if _installed(module)]
+    if not found:
+        raise Skipped("needs optimum-quanto (pip install offload-rt[bench]) or hqq, and neither is installed")
+    return field.peer("QuantizedCache", QuantizedCache(found[0], field.model.config))
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Competitor]:
+    name = f"infinigen, {label}" if label else "infinigen"
+    return lambda field: field.ours(name, "infinigen", {"dense_layers": ()} | options)
+
+
+def _full(field: Field) -> Competitor:
+    return field.ours("full", "full", {})
+
+
+def _h2o(field: Field) -> Competitor:
+    """As many tokens attended as "infinigen" attends to. Nothing was attended before the first step, so which tokens
+    were heavy is arbitrary: the time is H2O's, the choice is not."""
+    length = field.planted.length
+    first, last = RESIDENT
+    share = field.planted.fraction * (length - first - last) + first + last
+    return field.ours("h2o", "h2o", {"dense_layers": (), "budget": min(1.0, share / length)})
+
+
+def _int4(field: Field) -> Competitor:
+    """All rows, rounded to four bits in host memory and on the link."""
+    context = field.other("int4")
+    return Ours("int4 KV", field.loaded, field.policy("full", {}), context, context.forks())
+
+
+def _ideal(field: Field) -> Competitor:
+    """The selection of "infinigen" for nothing, from rows that are on the device: on a CPU they are anyway."""
+    policy = Given(field.policy("infinigen", {"dense_layers": ()}))
+    context = field.context if field.model.device.type == "cpu" else field.other("device")
+    return Ours("ideal", field.loaded, policy, context, context.forks())
+
+
+def _floor_peer(field: Field) -> Competitor:
+    cache = DynamicCache(config=field.model.config)
+    return _Blank("floor: transformers", field.model, cache, 0, field.batch)
+
+
+def _floor_ours(field: Field) -> Competitor:
+    policy = Full(field.planted.geometry.layers)
+    return Ours("floor: ours", field.loaded, policy, field.context, field.context.blank())
+
+
+class _Blank(Peer):
+    """A peer that starts without a context."""
+
+    def fill(self, layer: int, kv: KVPart) -> None:
+        """Takes nothing."""
+
+
+MAKERS: dict[str, Callable[[Field], Competitor]] = {
+    "static": _static,
+    "dynamic": _dynamic,
+    "offloaded": _offloaded,
+    "quantized": _quantized,
+    "full": _full,
+    "h2o": _h2o,
+    "int4": _int4,
+    "infinigen": _infinigen(),
+    "infinigen-paper": _infinigen("paper", preset="paper"),
+    "infinigen-dense0": _infinigen("layer 0 dense", dense_layers=(0,)),
+    "infinigen-int8": _infinigen("int8", scorer="int8"),
+    "infinigen-int4": _infinigen("int4", scorer="int4"),
+    "infinigen-int2": _infinigen("int2", scorer="int2"),
+    "ideal": _ideal,
+    "floor": _floor_peer,
+    "floor-ours": _floor_ours,
+}
+"""By name, in the order of the report. "floor" decodes without a context: all but long attention."""

@@ -1,0 +1,299 @@
+"""The speed of a decode step against transformers' caches: one process, the competitors in turns, CPU time (on CUDA:
+synchronised wall time), medians and quartiles, over lengths, batches and model sizes. Written as JSON, tables and
+pictures.
+
+Counterparts of InfiniGen's figures: 14 `--batches 1,2,4,8`, 15 `--contexts 8192,16384,...`, 16 `--shape a,b,c`; 18 is
+the breakdown that every run has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ...config import KVFormatName, check_choice
+from ...core import CHUNK
+from ...errors import ConfigError, InputError, OffloadError
+from ...models.column_order import order_by_columns
+from ...models.registry import adapter_for
+from ...pool.pool import HostPool
+from ...transfer.cpu import CpuLink
+from ...transfer.cuda import CudaLink
+from ...transfer.lanes import InlineLane
+from ...transfer.link import Link
+from .baselines import MAKERS, SHAPES, Competitor, Context, Field, Ours, Shape, Skipped
+from .ideal_link import OnDevice
+from .report import Point, Timing, describe, points, table, write_report
+from .synthetic_kv import Planted
+
+BURST = 2
+"""Tokens a competitor decodes in its turn: the first finds the others' data in the processor's caches, the second its
+own."""
+
+WARM_UP = 2
+"""Turns that are not counted."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """shape: a name in SHAPES; layers replaces its number of layers. contexts: tokens, each a multiple of 64. batches:
+    sequences decoded together, none of which shares anything. fraction: share of tokens planted; spread: how much more
+    or less of it single KV heads have. competitors: names in MAKERS. turns: of each competitor, BURST tokens each."""
+
+    shape: str = "small"
+    layers: int | None = None
+    contexts: tuple[int, ...] = (16_384, 32_768)
+    batches: tuple[int, ...] = (1,)
+    fraction: float = 0.05
+    spread: float = 0.5
+    competitors: tuple[str, ...] = ("static", "dynamic", "full", "infinigen", "ideal", "floor", "floor-ours")
+    turns: int = 12
+    threads: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("shape", self.shape, SHAPES)
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        for name in self.competitors:
+            check_choice("competitor", name, MAKERS)
+        for context in self.contexts:
+            if context < 2 * CHUNK or context % CHUNK:
+                raise ConfigError(f"contexts={context} must be a multiple of {CHUNK}, at least {2 * CHUNK}")
+        for batch in self.batches:
+            if batch < 1:
+                raise ConfigError(f"batches={batch} must be at least 1")
+        for name, least in (("layers", 1), ("turns", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}")
+        if not 0 <= self.spread < 1:
+            raise ConfigError(f"spread={self.spread} must be in [0, 1)")
+        if not 0 < self.fraction <= 0.2:
+            raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: max_fraction caps a selection there")
+
+    def made_shape(self, device: torch.device) -> Shape:
+        """The shape with `layers` and `dtype` replaced; on a CPU "auto" is float32, which is faster there."""
+        shape = SHAPES[self.shape]
+        dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
+        return replace(shape, layers=self.layers or shape.layers, dtype=dtype or getattr(torch, self.dtype))
+
+
+def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) -> list[Timing]:
+    """Measures every competitor at every context and batch, with `config.shape` and with the shapes `others`; writes
+    `decode_step.json`, `.md`, `.png` and `breakdown.png` into `out` and prints tables.
+
+    Raises ConfigError for what `BenchConfig` refuses, InputError where `out` cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
+    device = _device(config.device)
+    runs = [config, *(replace(config, shape=shape) for shape in others)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    timings: list[Timing] = []
+    skipped: dict[str, None] = {}
+    try:
+        for run in runs:
+            model = run.made_shape(device).model(max(run.contexts) + 4096, device)
+            for batch in run.batches:
+                for context in run.contexts:
+                    timings += measure(run, model, Point(run.shape, batch, context), console, skipped)
+    finally:
+        torch.set_num_threads(threads)
+    report = describe(config, {run.shape: run.made_shape(device) for run in runs}, device, list(skipped))
+    report["timings"] = [asdict(timing) for timing in timings]
+    paths = write_report(out, report, timings)
+    for point in points(timings):
+        console.print(table(point, timings))
+    console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
+    return timings
+
+
+def measure(config: BenchConfig, model: Any, point: Point, console: Console, skipped: dict[str, None]) -> list[Timing]:
+    """All competitors at one point; those that cannot run are entered in `skipped`, with the reason."""
+    turns = WARM_UP + config.turns
+    stage_steps = 2 * config.turns
+    room = point.context + turns * BURST + stage_steps + CHUNK
+    field = make_field(model, point.context, room, config.fraction, config.spread, point.batch)
+    competitors = _competitors(config.competitors, field, console, skipped)
+    for layer, kv in enumerate(field.planted.layers()):
+        for competitor in competitors:
+            competitor.fill(layer, kv)
+    read = _clock(model.device)
+    seconds: list[list[float]] = [[] for _ in competitors]
+    for turn in range(turns):
+        console.print(f"  {point}: turn {turn + 1} of {turns}", end="\r")
+        for competitor, spent in zip(competitors, seconds, strict=True):
+            for _ in range(BURST):
+                began = read()
+                competitor.step()
+                if turn >= WARM_UP:
+                    spent.append(read() - began)
+    stages = [c.stages(stage_steps, read) if isinstance(c, Ours) else {} for c in competitors]
+    layers = field.planted.geometry.layers
+    return [Timing.of(c, point, s, parts, layers) for c, s, parts in zip(competitors, seconds, stages, strict=True)]
+
+
+def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
+    """Planted contexts of `length` tokens for `model`, in pools that also have room for every policy's new tokens."""
+    geometry = adapter_for(model).geometry
+    planted = Planted.draw(geometry, length, fraction, spread)
+    made = {"auto": _context(model, planted, room, batch, "auto", len(MAKERS))}
+
+    def other(kind: str) -> Context:
+        if kind not in made:
+            made[kind] = _on_device(model, made["auto"], room) if kind == "device" else _rounded(kind)
+        return made[kind]
+
+    def _rounded(kind: Any) -> Context:
+        return _context(model, planted, room, batch, kind, 1)
+
+    return Field(model, _own(model), planted, made["auto"], other, room, batch)
+
+
+def _context(model: Any, planted: Planted, room: int, batch: int, kv_format: KVFormatName, users: int) -> Context:
+    """A context in a pool of its own, with room for `users` policies."""
+    adapter = adapter_for(model)
+    slots = batch * (planted.length + users * (room - planted.length + CHUNK))
+    limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
+    pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_format=kv_format, pin=_is_cuda(model))
+    return Context(pool, _link(model, pool), planted, room, batch)
+
+
+def _on_device(model: Any, context: Context, room: int) -> Context:
+    """The same pool with a link for which every row is on the device."""
+    twin = copy.copy(context)
+    twin.link = OnDevice(context.pool, adapter_for(model).geometry, model.device, room)
+    return twin
+
+
+def _competitors(names: Sequence[str], field: Field, console: Console, skipped: dict[str, None]) -> list[Competitor]:
+    made = []
+    for name in MAKERS:
+        if name in names:
+            try:
+                made.append(MAKERS[name](field))
+            except Skipped as reason:
+                line = f"{name}: it {reason}"
+                if line not in skipped:
+                    console.print(f"skipped {line}", soft_wrap=True)
+                skipped[line] = None
+    return made
+
+
+def _own(model: Any) -> Any:
+    if _is_cuda(model):
+        return model
+    own = copy.deepcopy(model)
+    order_by_columns(own)
+    return own
+
+
+def _is_cuda(model: Any) -> bool:
+    return bool(model.device.type == "cuda")
+
+
+def _link(model: Any, pool: HostPool) -> Link:
+    geometry = adapter_for(model).geometry
+    if _is_cuda(model):
+        return CudaLink(pool, geometry, model.device)
+    if pool.format.exact:
+        return CpuLink(pool)
+    return CudaLink(pool, geometry, model.device, lanes=(InlineLane(), InlineLane()))
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    check_choice("device", name, ("cpu", "cuda"))
+    if name == "cuda" and not available:
+        raise ConfigError("device='cuda' was asked for, and there is no CUDA device here")
+    return torch.device(name)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds: of this process' CPU time, or of wall time with the device's work done."""
+    if device.type == "cpu":
+        return time.process_time
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `bench`."""
+    default = BenchConfig()
+    parser.add_argument("--out", default="out", metavar="DIR", help="folder for JSON, tables, pictures (default: out)")
+    parser.add_argument(
+        "--shape", type=_words, default=(default.shape,), metavar="A,B", help=f"random Llamas: {', '.join(SHAPES)}"
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of each shape")
+    parser.add_argument("--contexts", type=_numbers, default=default.contexts, metavar="16384,32768", help="tokens")
+    parser.add_argument("--batches", type=_numbers, default=default.batches, metavar="1,4", help="sequences")
+    parser.add_argument("--fraction", type=float, default=default.fraction, metavar="F", help="share of planted tokens")
+    parser.add_argument(
+        "--spread", type=float, default=default.spread, metavar="F", help="single KV heads have up to F more or less"
+    )
+    parser.add_argument("--turns", type=int, default=default.turns, metavar="N", help=f"of {BURST} tokens each")
+    parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
+    parser.add_argument("--device", default=default.device, metavar="auto|cpu|cuda")
+    parser.add_argument("--dtype", default=default.dtype, metavar="auto|float32|bfloat16|float16")
+    parser.add_argument(
+        "--competitors", type=_names, default=default.competitors, metavar="A,B", help=f"of {', '.join(MAKERS)}, or all"
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; write 16384,32768") from None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(MAKERS) if text == "all" else _words(text)
+
+
+def bench(argv: Sequence[str] | None = None) -> int:
+    """The command `offload-rt bench`, from its arguments: 0. Raises what `run_bench` raises."""
+    parser = argparse.ArgumentParser(
+        prog="offload-rt bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    bench_flags(parser)
+    args = vars(parser.parse_args(argv))
+    out, shapes = Path(args.pop("out")), args.pop("shape")
+    for shape in shapes:
+        check_choice("shape", shape, SHAPES)
+    run_bench(BenchConfig(shape=shapes[0], **args), out, Console(), *shapes[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        bench()
+    except OffloadError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,124 @@
+"""The link of the benchmark's "ideal": every row is on the device, so nothing crosses. What the link costs a policy is
+the distance to it (the paper's Figure 18 has it as "Ideal")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...core import KVPart, Lease, ModelGeometry, Selection, Visible
+from ...pool.pool import HostPool
+from ...transfer.link import PrefilledLayer, Spared, Ticket
+from ...transfer.row_lists import RowLists
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """Rows `[2, Hkv, room, d]` of a layer, of which `tokens` are attended to: the candidates (None: all of `all`), with
+    `counts` of them meant, and the resident ones."""
+
+    rows: torch.Tensor
+    all: range
+    visible: Visible | None = None
+    selection: Selection | None = None
+    bytes: int = 0
+    spared: Spared | None = None
+
+    def wait(self) -> list[KVPart]:
+        """As `Ticket.wait`."""
+        if self.selection is None:
+            k, v = self.rows[:, :, self.all.start : self.all.stop]
+            return [KVPart(k, v)]
+        ranges = () if self.visible is None else (self.visible.sinks, self.visible.recent)
+        resident = [KVPart(*self.rows[:, :, r.start : r.stop]) for r in ranges if r]
+        tokens, room = self.selection.tokens, self.rows.shape[2]
+        if not tokens.shape[1]:
+            return resident
+        heads = torch.arange(0, 2 * len(tokens) * room, room, device=tokens.device).view(2, -1, 1)
+        picked = self.rows.flatten(0, 2).index_select(0, (heads + tokens).flatten()).view(2, *tokens.shape, -1)
+        return [*resident, KVPart(picked[0], picked[1], self.selection.counts)]
+
+
+class OnDevice:
+    """`Link` whose rows `[L, 2, Hkv, room, d]` of each open sequence are on the device, copied there when it opens; the
+    pool gets none of the new ones. For decoding only: it neither prefills nor moves rows."""
+
+    def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device, room: int) -> None:
+        """room: tokens that a sequence may come to."""
+        self._pool, self._geometry, self._device, self._room = pool, geometry, device, room
+        self._rows: dict[int, torch.Tensor] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Rows of all open sequences."""
+        return sum(rows.nbytes for rows in self._rows.values())
+
+    def working_set_bytes(self, lease: Lease) -> int:
+        """There is none."""
+        return 0
+
+    def open(self, lease: Lease, sinks: int, recent: int, origin: Lease | None = None) -> None:
+        """See `Link.open`."""
+        geometry = self._geometry
+        shape = (geometry.layers, 2, geometry.kv_heads, self._room, geometry.head_dim)
+        rows = torch.empty(shape, dtype=self._pool.format.dtype, device=self._device)
+        for layer in range(geometry.layers):
+            at = 0
+            for run in self._pool.runs(lease, layer, range(lease.length)):
+                rows[layer, 0, :, at : at + run.k.shape[1]] = run.k.to(self._device)
+                rows[layer, 1, :, at : at + run.k.shape[1]] = run.v.to(self._device)
+                at += run.k.shape[1]
+        self._rows[id(lease)] = rows
+
+    def close(self, lease: Lease) -> None:
+        """See `Link.close`."""
+        del self._rows[id(lease)]
+
+    def settle(self, lease: Lease) -> None:
+        """See `Link.settle`: nothing is on its way."""
+
+    def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        """See `Link.append`: k, v `[Hkv, m, d]`; nothing is written back."""
+        rows = self._rows[id(lease)][layer]
+        rows[0, :, start : start + k.shape[1]] = k
+        rows[1, :, start : start + k.shape[1]] = v
+        return 0
+
+    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+        """Never asked: the benchmark does not evict."""
+        raise AssertionError("rows on the device are not moved")
+
+    def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> _Ticket:
+        """See `Link.fetch`."""
+        return _Ticket(self._rows[id(lease)][layer], visible.all, visible, selection)
+
+    def fetch_range(self, lease: Lease, layer: int, tokens: range) -> _Ticket:
+        """See `Link.fetch_range`."""
+        return _Ticket(self._rows[id(lease)][layer], tokens)
+
+    def fetch_together(
+        self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
+    ) -> list[Ticket]:
+        """See `Link.fetch_together`."""
+        each = zip(leases, visible, selections, strict=True)
+        return [self.fetch(lease, layer, seen, selection) for lease, seen, selection in each]
+
+    def row_lists(self, batch: int, tokens: int) -> None:
+        """See `Link.row_lists`: there are none."""
+
+    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+        """Never asked: there are no lists."""
+        raise AssertionError("this link has no lists")
+
+    def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> _Ticket:
+        """See `Link.fetch_more`."""
+        return _Ticket(self._rows[id(lease)][layer], range(0), None, extra)
+
+    def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+        """Never asked: the benchmark's context is there already."""
+        raise AssertionError("rows on the device are not prefilled")
+
+    def check_integrity(self) -> None:
+        """There is nothing to check."""

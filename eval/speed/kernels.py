@@ -1,0 +1,253 @@
+"""Each operation of the decode step on its own: time against the floor of the bytes that it must move, and error
+against float64. On a CUDA device the Triton kernels run, elsewhere the torch definitions (to see that this runs)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...kernels import dispatch, lists, segments
+from ...kernels.pointer_table import Addressed
+from ...kernels.segments import Run
+from ...kernels.selection import pack
+from ..core.report import Row
+
+KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
+"""One layer of an 8B Llama; columns of the scoring keys at partial_ratio 0.3."""
+
+REPEATS = 30
+
+
+@dataclass(frozen=True)
+class Size:
+    """tokens: in context. share: of them fetched. batch, prefix, own: sequences on a shared prefix, and their own."""
+
+    tokens: int = 131_072
+    share: float = 0.05
+    batch: int = 32
+    prefix: int = 4096
+    own: int = 64
+
+
+SMALL = Size(1024, 0.05, 3, 128, 64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation. moved: bytes it must move, across the link where `over_link`. error: largest distance to float64,
+    in units of what is allowed (kernels/README.md); it runs the operation once."""
+
+    name: str
+    moved: int
+    over_link: bool
+    call: Callable[[], Any]
+    error: Callable[[], float]
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Median and least of `REPEATS` calls after three: CUDA events around each, or CPU time of the process."""
+    spent = []
+    for turn in range(REPEATS + 3):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize(device)
+            took = begin.elapsed_time(end)
+        else:
+            began = time.process_time()
+            call()
+            took = 1e3 * (time.process_time() - began)
+        if turn >= 3:
+            spent.append(took)
+    return statistics.median(spent), min(spent)
+
+
+def measure(device: torch.device, size: Size, rates: dict[str, float]) -> list[Row]:
+    """A row for each operation. rates: bytes a second of `device` memory (read) and of the `link`, measured."""
+    rows = []
+    for case in cases(device, size):
+        error = case.error()
+        median, least = milliseconds(case.call, device)
+        floor = 1e3 * case.moved / rates["link" if case.over_link else "device"]
+        rows.append(
+            {"kernel": case.name, "bytes": case.moved, "over_link": case.over_link, "ms": median, "least_ms": least}
+            | {"floor_ms": floor, "times_floor": median / floor, "error": error}
+        )
+    return rows
+
+
+def cases(device: torch.device, size: Size) -> Iterator[Case]:
+    """All operations, one after the other; the memory of each is given back before the next."""
+    torch.manual_seed(0)
+    for make in (_gather, _partial, _quantised, _select, _attend, _runs, _append):
+        yield from make(device, size)
+
+
+def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """starts and stops of the lists of one sequence: all tokens."""
+    zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
+    return zeros, zeros + tokens
+
+
+def _chosen(size: Size) -> int:
+    return max(1, int(size.share * size.tokens))
+
+
+def _gather(device: torch.device, size: Size) -> Iterator[Case]:
+    n, cuda = _chosen(size), device.type == "cuda"
+    rows = torch.randint(0, 1 << 15, (2 * KV_HEADS * size.tokens, D), dtype=torch.int16)
+    rows = rows.pin_memory() if cuda else rows
+    ids = torch.randint(0, len(rows), (2 * KV_HEADS, n), device=device)
+    counts = torch.full((len(ids),), n, dtype=torch.int32, device=device)
+    out = torch.empty(len(ids), n, D, dtype=rows.dtype, device=device)
+
+    def error() -> float:
+        dispatch.gather_rows(rows, ids, counts, out)
+        return 0.0 if torch.equal(out.cpu(), rows[ids.cpu()]) else float("inf")
+
+    moved = out.numel() * out.itemsize
+    yield Case("gather_rows", moved, True, lambda: dispatch.gather_rows(rows, ids, counts, out), error)
+
+
+def _score_error(got: lists.Scores, want: lists.Scores, bound: torch.Tensor) -> float:
+    return float(((got.scores.double() - want.scores).abs() / bound).max())
+
+
+def _partial(device: torch.device, size: Size) -> Iterator[Case]:
+    q = torch.randn(KV_HEADS, GROUP, COLUMNS, device=device)
+    keys = torch.randn(KV_HEADS, COLUMNS, size.tokens, device=device).half()
+    starts, stops = _bounds(device, size.tokens)
+    own = Addressed.of([keys])
+
+    def call() -> lists.Scores:
+        return dispatch.partial_scores(q, own, starts, stops, size.tokens)
+
+    def error() -> float:
+        bound = COLUMNS * 2.0**-24 * q.double().abs().sum(-1, keepdim=True) * keys.abs().max().double()
+        return _score_error(call(), lists.partial_scores(q.double(), own, starts, stops, size.tokens), bound)
+
+    moved = keys.numel() * 2 + KV_HEADS * GROUP * size.tokens * 4
+    yield Case("partial_scores, fp16", moved, False, call, error)
+
+
+def _quantised(device: torch.device, size: Size) -> Iterator[Case]:
+    starts, stops = _bounds(device, size.tokens)
+    for bits, d in ((8, COLUMNS), (4, D), (2, D)):
+        mean, step = torch.zeros(KV_HEADS, d, device=device), torch.rand(KV_HEADS, d, device=device) + 0.01
+        codes = torch.randint(0, 1 << bits, (KV_HEADS, size.tokens, d), dtype=torch.uint8, device=device)
+        packed, q = Addressed.of([pack(codes, bits)]), torch.randn(KV_HEADS, GROUP, d, device=device)
+        del codes
+
+        def call(
+            bits: int = bits, q: torch.Tensor = q, packed: Addressed = packed, mean: torch.Tensor = mean,
+            step: torch.Tensor = step,
+        ) -> lists.Scores:  # fmt: skip
+            return dispatch.quantised_scores(q, packed, mean, step, bits, starts, stops, size.tokens)
+
+        def error(
+            call: Callable[[], lists.Scores] = call, bits: int = bits, q: torch.Tensor = q,
+            packed: Addressed = packed, mean: torch.Tensor = mean, step: torch.Tensor = step,
+        ) -> float:  # fmt: skip
+            want = lists.quantised_scores(q, packed, mean, step, bits, starts, stops, size.tokens)
+            wide = (q.double().abs() * step.double().unsqueeze(1) * (1 << bits)).sum(-1, keepdim=True)
+            return _score_error(call(), want, 2 * q.shape[-1] * 2.0**-24 * wide)
+
+        moved = packed.tensors[0].numel() + KV_HEADS * GROUP * size.tokens * 4
+        yield Case(f"quantised_scores, int{bits}", moved, False, call, error)
+
+
+def _select(device: torch.device, size: Size) -> Iterator[Case]:
+    starts, stops = _bounds(device, size.tokens)
+    found = lists._within(4 * torch.randn(KV_HEADS, GROUP, size.tokens, device=device), starts, stops)
+    cap = _chosen(size)
+    limits = torch.tensor([cap], dtype=torch.int32, device=device)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return dispatch.select_tokens(found, starts, stops, KV_HEADS, 5.0, limits, cap)
+
+    def error() -> float:
+        pairs = zip(call(), lists.select_tokens(found, starts, stops, KV_HEADS, 5.0, limits, cap), strict=True)
+        return 0.0 if all(torch.equal(got, want) for got, want in pairs) else float("inf")
+
+    moved = 2 * KV_HEADS * GROUP * size.tokens * 4 + 7 * KV_HEADS * size.tokens * 4
+    yield Case("select_tokens", moved, False, call, error)
+
+
+def _half(device: torch.device) -> torch.dtype:
+    """bf16 products on a CPU say nothing about a kernel."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _attend(device: torch.device, size: Size) -> Iterator[Case]:
+    n, dtype = _chosen(size), _half(device)
+    q = torch.randn(KV_HEADS, GROUP, D, device=device).to(dtype)
+    k, v = torch.randn(2, KV_HEADS, n, D, device=device).to(dtype)
+    counts = torch.full((KV_HEADS,), n, dtype=torch.int32, device=device)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return dispatch.attend_counted(q, k, v, counts, D**-0.5)
+
+    def error() -> float:
+        want, _ = lists.attend_counted(q.double(), k.double(), v.double(), counts, D**-0.5)
+        return float((call()[0] - want).abs().max() / (_rounding(dtype) * v.abs().max()))
+
+    yield Case(f"attend_counted, {_name(dtype)}", 2 * k.numel() * k.itemsize, False, call, error)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return 4e-6 + (2.0**-9 if dtype == torch.bfloat16 else 0.0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _runs(device: torch.device, size: Size) -> Iterator[Case]:
+    dtype = _half(device)
+
+    def rows(first: int, stop: int, n: int) -> Run:
+        k, v = torch.randn(2, KV_HEADS, n, D, device=device).to(dtype)
+        return Run(first, stop, k, v)
+
+    runs = [rows(0, size.batch, size.prefix), *(rows(b, b + 1, size.own) for b in range(size.batch))]
+    q = torch.randn(KV_HEADS * GROUP, size.batch, D, device=device).to(dtype)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return dispatch.attend_runs(q, runs, D**-0.5)
+
+    def error() -> float:
+        wide = [Run(run.first, run.stop, run.k.double(), run.v.double()) for run in runs]
+        want, _ = segments.attend_runs(q.double(), wide, D**-0.5)
+        largest = max(float(run.v.abs().max()) for run in runs)
+        return float((call()[0] - want).abs().max()) / (_rounding(dtype) * largest)
+
+    moved = sum(2 * run.k.numel() * run.k.itemsize for run in runs)
+    name = f"attend_runs, {size.batch} on {size.prefix:,}"
+    yield Case(name, moved, False, call, error)
+
+
+def _append(device: torch.device, size: Size) -> Iterator[Case]:
+    basis = torch.randn(KV_HEADS, D, COLUMNS, device=device) / D**0.5
+    k = torch.randn(KV_HEADS, D, device=device).to(_half(device))
+    keys = torch.zeros(KV_HEADS, COLUMNS, size.tokens, dtype=torch.float16, device=device)
+    slots = torch.full((KV_HEADS,), size.tokens - 1, device=device)
+    own = Addressed.of([keys])
+
+    def call() -> None:
+        dispatch.append_partial(k, basis, own, slots)
+
+    def error() -> float:
+        call()
+        want = torch.zeros(KV_HEADS, COLUMNS, 1, dtype=torch.float64, device=device)
+        lists.append_partial(k.double(), basis.double(), Addressed.of([want]), torch.zeros_like(slots))
+        return float(((keys[:, :, -1:] - want).abs() / (2.0**-10 * want.abs() + 1e-6)).max())
+
+    moved = basis.numel() * 4 + k.numel() * k.itemsize + KV_HEADS * COLUMNS * 2
+    yield Case("append_partial, fp16", moved, False, call, error)

@@ -1,0 +1,279 @@
+"""Time to first token of a session's next turn: recomputed, from host memory, from disk warm and cold; with a reader
+throttled to a stated bandwidth, with and without the read buffer (CachedAttention §3.2.1, figures 14 and 19)."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import SamplingParams
+from ...core import CHUNK
+from ...engine.request import Event
+from ...llm import LLM
+from ...storage.disk_store import DiskStore, StoredChunk
+from ..core.report import Column, Report, Row
+
+TURN = 64
+"""Tokens of the new turn."""
+LONG_TURN = 512
+"""Tokens of the turn where pre-loading is compared: computing them takes about as long as loading."""
+EARLY = 0.5
+"""Seconds that a read buffer has to fill before the turn begins."""
+SHORT = SamplingParams(max_new_tokens=2, temperature=0, ignore_eos=True)
+"""An answer that goes on behind its first token: what ends a turn (writing the history) is not timed."""
+
+COLUMNS = (
+    Column("model", "model"), Column("history", "history", ",d"), Column("from", "source"),
+    Column("TTFT s", "seconds", ".3f"), Column("spread s", "spread", ".3f"), Column("times faster", "speedup", ".1f"),
+    Column("stalled s", "stall", ".3f"), Column("read buffer", "ahead"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to time. `make` gives a fresh `LLM` with nothing in its pool."""
+
+    name: str
+    make: Callable[[], LLM]
+    histories: Sequence[int]
+
+
+def shape_model(layers: int = 12, hidden: int = 512, heads: int = 8, kv_heads: int = 4) -> Any:
+    """A random Llama; time does not depend on what weights say."""
+    from transformers import LlamaConfig
+    from transformers.models.auto import AutoModelForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=1 << 16,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def fresh(subject: Subject, history: int) -> LLM:
+    """A runtime that knows nothing of the history. What is not asked about has happened: its weights have been used,
+    and memory for `history` tokens and a turn has been touched, as pinned memory is (on a busy machine the first touch
+    of a page can take longer than reading it from disk)."""
+    llm = subject.make()
+    list(llm.stream(tokens(TURN, "warm up"), SHORT))
+    pool = llm._runner.pool
+    count = history + LONG_TURN + CHUNK
+    lease = pool.new_lease(count)
+    for layer in range(llm.geometry.layers):
+        for part in pool.stored(lease, layer, range(count)):
+            part.k.zero_()
+            part.v.zero_()
+    pool.release(lease)
+    return llm
+
+
+def tokens(count: int, name: str) -> list[int]:
+    """Uniform token ids. Other names, other tokens: a turn that was taken before would be found, not computed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    found: list[int] = torch.randint(1, 2048, (count,), generator=generator).tolist()
+    return found
+
+
+def first_token(ask: Callable[[], Iterator[Event]]) -> float:
+    """Seconds from asking to the first event."""
+    gc.collect()  # what was closed gives its memory back before, not meanwhile
+    began = time.perf_counter()
+    events = ask()
+    next(events)
+    seconds = time.perf_counter() - began
+    list(events)
+    return seconds
+
+
+def begin(subject: Subject, history: int, store: Path, turn: int) -> tuple[LLM, float]:
+    """Stores a session "s" of `history` tokens. Returns a runtime that has its rows in host memory, and the seconds
+    that history and turn take as a plain prompt, with nothing to reuse or to save."""
+    llm, prompt = fresh(subject, history), tokens(history, "history")
+    seconds = first_token(lambda: llm.stream([*prompt, *tokens(turn, "recomputed")], SHORT))
+    session = llm.session("s", store)
+    list(session.send(prompt, SHORT))
+    session.close()
+    return llm, seconds
+
+
+def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
+    """Rows of one model: every history from every source, `repeats` times, sources in turn. Sessions about one text
+    would find each other's chunks: each history has a store of its own."""
+    rows = []
+    for history in subject.histories:
+        store = folder / f"{history}"
+        llm, recomputed = begin(subject, history, store, TURN)
+        times: dict[str, list[float]] = {"recomputed": [recomputed], "host": [], "disk warm": [], "disk cold": []}
+        stalls: dict[str, list[float]] = {}
+        for i in range(repeats):
+            for source in ("host", "disk warm", "disk cold"):
+                if source != "host":
+                    llm = fresh(subject, history)
+                if source == "disk warm":
+                    fill_cache(store)
+                if source == "disk cold":
+                    drop_cache(store)
+                seconds, stalled = timed_fork(llm, store, f"{source} {i}")
+                times[source].append(seconds)
+                stalls.setdefault(source, []).append(stalled)
+        for source, found in times.items():
+            rows.append(row(subject, history, source, found, recomputed, stalls.get(source, [0.0])))
+    return rows
+
+
+def timed_fork(
+    llm: LLM, store: Path, name: str, bandwidth: float | None = None, ahead: int | None = None, turn: int = TURN
+) -> tuple[float, float]:
+    """Time to the first token of a fork's turn (the session itself stays as it was), and what of it was waiting. With
+    `ahead` the session is asked to prefetch `EARLY` seconds before its turn, as while another one computes."""
+    session = llm.session("s", store)
+    fork = session.fork(name)
+    if bandwidth is not None:
+        throttle(fork.store.disk, bandwidth)
+    if ahead is not None:
+        fork.store.read_buffer = lambda loaded_bytes, new_tokens: ahead  # type: ignore[method-assign]
+        fork.prefetch()
+        time.sleep(EARLY)
+    before = fork.store.tiers.stats.stall_seconds
+    seconds = first_token(lambda: fork.send(tokens(turn, name), SHORT))
+    stalled = fork.store.tiers.stats.stall_seconds - before
+    session.close()
+    fork.discard()
+    return seconds, stalled
+
+
+def throttle(disk: DiskStore, bandwidth: float) -> None:
+    """Reads of `disk` take as long as at `bandwidth` bytes a second."""
+    real = disk.read_layer
+
+    def slow(chunk: StoredChunk, layer: int, into: memoryview) -> bool:
+        until = time.perf_counter() + len(into) / bandwidth
+        whole = real(chunk, layer, into)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return whole
+
+    disk.read_layer = slow  # type: ignore[method-assign]
+
+
+def buffers(subject: Subject, history: int, folder: Path, bandwidths: Sequence[float]) -> list[Row]:
+    """Stall of pre-loading at stated bandwidths, `EARLY` seconds before the turn and while it is computed: no buffer (a
+    layer is read when it is needed), one layer, half of all layers, all of them."""
+    store, found = folder / "buffers", []
+    llm, whole = begin(subject, history, store, LONG_TURN)
+    for bandwidth in bandwidths:
+        for ahead in (0, 1, llm.geometry.layers // 2, llm.geometry.layers):
+            runs = [
+                timed_fork(fresh(subject, history), store, f"{bandwidth} {ahead} {i}", bandwidth, ahead, LONG_TURN)
+                for i in range(3)
+            ]
+            source = f"disk at {bandwidth / 1e6:g} MB/s, turn of {LONG_TURN}"
+            line = row(subject, history, source, [run[0] for run in runs], whole, [run[1] for run in runs])
+            found.append(line | {"ahead": str(ahead)})
+    return found
+
+
+def row(subject: Subject, history: int, source: str, found: list[float], whole: float, stalls: list[float]) -> Row:
+    """One line of the table."""
+    seconds = statistics.median(found)
+    return {
+        "model": subject.name, "history": history, "source": source, "seconds": seconds, "samples": found,
+        "spread": max(found) - min(found), "speedup": whole / seconds, "stall": statistics.median(stalls),
+    }  # fmt: skip
+
+
+def fill_cache(folder: Path) -> None:
+    """Reads the files, so that the kernel has their pages."""
+    for path in folder.rglob("*.kv"):
+        path.read_bytes()
+
+
+def drop_cache(folder: Path) -> None:
+    """Tells the kernel that the files' pages are not needed: the next read comes from the disk."""
+    for path in folder.rglob("*.kv"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def break_even(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Of each model and source, the history from which on it is quicker than computing: where the straight lines
+    between the measured lengths cross."""
+    notes = []
+    for model, source in dict.fromkeys((row["model"], row["source"]) for row in rows if row["source"] != "recomputed"):
+        here = {
+            kind: {row["history"]: row["seconds"] for row in rows if row["model"] == model and row["source"] == kind}
+            for kind in ("recomputed", source)
+        }
+        gains = [(n, here["recomputed"][n] - here[source][n]) for n in sorted(here[source])]
+        notes.append(f"- {model}, {source}: {_crossing(gains)}.")
+    return tuple(notes)
+
+
+def _crossing(gains: Sequence[tuple[int, float]]) -> str:
+    """gains: (history, seconds won), by history."""
+    worse = [i for i, (_, gain) in enumerate(gains) if gain <= 0]
+    if not worse:
+        return f"quicker at every history tried, from {gains[0][0]:,} tokens on"
+    if worse[-1] == len(gains) - 1:
+        return f"not quicker at the longest history tried, {gains[-1][0]:,} tokens"
+    (left, lost), (right, won) = gains[worse[-1]], gains[worse[-1] + 1]
+    return f"quicker from about {left + (right - left) * -lost / (won - lost):,.0f} tokens on"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes resume.{json,csv,md} and read_buffer.{json,csv,md}."""
+    parser = argparse.ArgumentParser(prog="offload_rt.eval.speed.session_ttft", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--histories", default="16,64,256,1024,2048,4096,8192,16384", help="of the random shape")
+    parser.add_argument("--reference", default="16,64,256,1024,1920", help="within its 2,048 positions")
+    parser.add_argument("--buffer-history", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    random = shape_model()
+    shape = Subject(
+        "random 12 layers, 8/4 heads of 64",
+        lambda: LLM(random, policy="full", host_memory="3GiB"),
+        [int(n) for n in args.histories.split(",")],
+    )
+    reference = Subject(
+        "reference",
+        lambda: LLM("reference", policy="full", host_memory="1GiB"),
+        [int(n) for n in args.reference.split(",")],
+    )
+    about = {"policy": "full", "threads": torch.get_num_threads(), "repeats": f"{args.repeats}, sources in turn"}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(reference, args.repeats, Path(folder) / "reference")
+        rows += measure(shape, args.repeats, Path(folder) / "shape")
+        told = about | {
+            "turn": f"{TURN} new tokens",
+            "recomputed": "history and turn as a plain prompt, once; nothing is saved meanwhile",
+            "host": "whole chunks in host memory; what fills none comes from disk",
+            "disk warm": "the files were read just before",
+            "disk cold": "the files' pages were given back to the kernel (posix_fadvise)",
+        }
+        title = "Time to first token of a resumed session"
+        Report("resume", title, told, COLUMNS, rows, break_even(rows)).write(args.out)
+        rows = buffers(shape, args.buffer_history, Path(folder) / "shape", (50e6, 200e6, 800e6))
+    told = about | {"turn": f"{LONG_TURN} new tokens, the session asked for {EARLY} s before", "repeats": "3"}
+    title = "Pre-loading with a read buffer, a throttled reader"
+    Report("read_buffer", title, told, COLUMNS, rows).write(args.out)
+
+
+if __name__ == "__main__":
+    main()

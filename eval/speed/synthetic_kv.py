@@ -1,0 +1,183 @@
+"""A long context without a prefill: random keys and values in which a stated share of tokens attracts every query.
+
+Random weights spread attention evenly, so that every threshold passes every token. Here a constant vector `c` is added
+to all queries of a KV head (one small addition a layer), keys are noise, and planted keys have `HEIGHT / |c|` along `c`
+besides: whatever the query, planted tokens score `HEIGHT` above the others, and within a nat of each other. Planted
+tokens are drawn for each layer and KV head on its own, in some heads more than in others: with the same count for all,
+a head's tokens above the threshold are its selection, and ranking, which costs time on real text, would never run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ...core import KVPart, ModelGeometry, Selection, Visible
+from ...models.adapter import ModelAdapter
+from ...models.forwarding import ForwardingAdapter
+from ...select.base import KeyReader, Moment, Policy, PolicyState
+from ...select.passive import PassiveState
+from ...skewing.artifact import SkewArtifact
+from ...skewing.guess import Correction
+
+HEIGHT = 40.0
+"""Score, scale included, that planted tokens have above the others: also int2 keys keep them apart."""
+
+NOISE = 0.1
+"""Standard deviation of every number of a key."""
+
+RESIDENT = (4, 64)
+"""First and last tokens of the context that are never planted: the default preset's sinks and window."""
+
+
+@dataclass(frozen=True, eq=False)
+class Planted:
+    """directions: float32 `[L, Hkv, d]`, `c` of each KV head. tokens: of each layer and KV head int64 `[n]`, planted
+    token indices, rising. length: tokens of the context. fraction: n over the tokens that could be planted, mean over
+    the KV heads of a layer; spread: how far a head's share may lie from that, as a part of it."""
+
+    geometry: ModelGeometry
+    length: int
+    fraction: float
+    spread: float
+    seed: int
+    directions: torch.Tensor
+    tokens: list[list[torch.Tensor]]
+
+    @classmethod
+    def draw(cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0) -> Planted:
+        """Draws directions and planted tokens for a context of `length` tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        layers, kv_heads, d = geometry.layers, geometry.kv_heads, geometry.head_dim
+        directions = torch.randn(layers, kv_heads, d, generator=generator)
+        sizes = torch.tensor([2.0 / scale for scale in geometry.scales]).view(-1, 1, 1)
+        directions *= sizes / directions.norm(dim=-1, keepdim=True)
+        first, last = RESIDENT
+        room = length - first - last
+        assert room > 0, f"a context of {length} tokens has no place to plant"
+        n = max(1, round(fraction * room))
+        counts = _counts(n, kv_heads, spread)
+        tokens = []
+        for _ in range(layers):
+            mixed = [counts[i] for i in torch.randperm(kv_heads, generator=generator).tolist()]
+            drawn = [torch.randperm(room, generator=generator)[:count] for count in mixed]
+            tokens.append([first + chosen.sort().values for chosen in drawn])
+        return cls(geometry, length, fraction, spread, seed, directions, tokens)
+
+    def layers(self) -> Iterator[KVPart]:
+        """K and V `[Hkv, N, d]` of each layer in turn, float32, on the CPU; the same at every call."""
+        geometry = self.geometry
+        shape = (geometry.kv_heads, self.length, geometry.head_dim)
+        for layer in range(geometry.layers):
+            generator = torch.Generator().manual_seed(self.seed + 1 + layer)
+            k = torch.randn(shape, generator=generator).mul_(NOISE)
+            v = torch.randn(shape, generator=generator)
+            for head, tokens in enumerate(self.tokens[layer]):
+                k[head, tokens] += self.directions[layer, head] * self._along(layer)
+            yield KVPart(k, v)
+
+    def _along(self, layer: int) -> float:
+        """What a planted key has of `c`: HEIGHT = scale * along * |c|^2."""
+        return HEIGHT / (self.geometry.scales[layer] * float(self.directions[layer, 0].square().sum()))
+
+    def artifact(self) -> SkewArtifact:
+        """The skewing that a calibration on such keys would find: `c` is the first column, the others share the rest,
+        and means and deviations are those of the planted keys."""
+        generator = torch.Generator().manual_seed(self.seed)
+        layers, kv_heads, d = self.directions.shape
+        columns = torch.randn(layers, kv_heads, d, d, generator=generator)
+        columns[..., 0] = self.directions
+        basis = torch.linalg.qr(columns).Q
+        first = (basis[..., 0] * self.directions).sum(-1).sign()
+        basis[..., 0] *= first.unsqueeze(-1)
+        mean, std = torch.zeros(layers, kv_heads, d), torch.full((layers, kv_heads, d), NOISE)
+        for layer in range(layers):
+            height = self._along(layer) * float(self.directions[layer, 0].norm())
+            for head, tokens in enumerate(self.tokens[layer]):
+                share = len(tokens) / self.length
+                mean[layer, head, 0] = share * height
+                std[layer, head, 0] = math.hypot(NOISE, height * math.sqrt(share * (1 - share)))
+        right = Correction.none(layers)
+        return SkewArtifact(
+            "svd", basis, basis, mean, std, right.slope, right.offset, fingerprint="planted", calibration="planted keys"
+        )
+
+
+def _counts(n: int, heads: int, spread: float) -> list[int]:
+    """A count for each of `heads`, evenly from `(1 - spread) n` to `(1 + spread) n`, in all `heads * n`, each at least
+    1."""
+    steps = [2 * i / (heads - 1) - 1 if heads > 1 else 0.0 for i in range(heads)]
+    counts = [max(1, round(n * (1 + spread * step))) for step in steps]
+    counts[-1] += heads * n - sum(counts)
+    return counts
+
+
+class PlantedAdapter(ForwardingAdapter):
+    """A model's adapter whose queries have `c` added; everything else is the model's own."""
+
+    def __init__(self, inner: ModelAdapter, planted: Planted) -> None:
+        super().__init__(inner)
+        group = inner.geometry.group
+        added = planted.directions.repeat_interleave(group, dim=1).unsqueeze(2)
+        self._added = list(added.to(inner.device, inner.dtype))  # of each layer `[H, 1, d]`
+
+    def qkv(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The model's k and v `[Hkv, T, d]`; its q `[H, T, d]` with `c` added."""
+        q, k, v = super().qkv(layer, attention_input, positions)
+        return q.add(self._added[layer]), k, v
+
+    def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's q `[H, T, d]` with `c` added."""
+        return super().query(layer, attention_input, positions).add(self._added[layer])
+
+
+class GivenState(PassiveState):
+    """Lets another state select once for each layer, and gives that selection ever after, for nothing."""
+
+    def __init__(self, inner: PolicyState, given: dict[int, Selection]) -> None:
+        self._inner, self._given = inner, given
+
+    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Keys `[Hkv, m, d]` matter until the layer's selection is known."""
+        if layer not in self._given:
+            self._inner.on_keys(layer, k, start)
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        """What was selected the first time."""
+        if layer not in self._given:
+            self._given[layer] = self._inner.select(layer, q, visible)
+        return self._given[layer]
+
+    def fork(self, keys: KeyReader) -> GivenState:
+        """The same selections."""
+        return GivenState(self._inner.fork(keys), dict(self._given))
+
+
+class Given:
+    """The policy "ideal": what `inner` selects at its first step, without scoring anything. What selection costs is the
+    distance to it."""
+
+    name = "ideal"
+    moment: Moment = "attention_input"
+    wants_weights = False
+    wants_queries = False
+    rule = None
+    evictable = False
+    lineage = "ideal"
+
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+        self.sinks, self.recent, self.dense_layers = inner.sinks, inner.recent, inner.dense_layers
+
+    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """As it is, `[T, D]`."""
+        return attention_input
+
+    def new_state(self, keys: KeyReader) -> GivenState:
+        """A state that has not selected yet."""
+        return GivenState(self._inner.new_state(keys), {})

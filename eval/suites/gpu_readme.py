@@ -1,0 +1,164 @@
+"""README's section on a real GPU, written from `eval/results/gpu/*.json` and nothing else, with a plot of time per
+token over context for every competitor: `python -P -m offload_rt.eval.suites.gpu_readme`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError, OffloadError
+from ..core.figures import lines, picture
+from ..core.report import write_atomic
+from .gpu import PARTS, ROOT
+
+BEGIN, END = "<!-- gpu: begin (written by eval/suites/gpu_readme.py) -->", "<!-- gpu: end -->"
+
+PICTURE = "time_per_token.png"
+
+Record = Mapping[str, Any]
+
+
+def load(folder: Path) -> dict[str, Record]:
+    """What was measured, by part. Raises InputError for a file that is not a part's result."""
+    found: dict[str, Record] = {}
+    for name in PARTS:
+        path = folder / f"{name}.json"
+        if path.exists():
+            try:
+                found[name] = json.loads(path.read_text("utf-8"))
+                found[name]["machine"], found[name]["results"]
+            except (ValueError, KeyError, TypeError):
+                raise InputError(
+                    f"{str(path)!r} is no result of `make gpu`: delete it and run the part again"
+                ) from None
+    return found
+
+
+def section(records: Mapping[str, Record], folder: str) -> str:
+    """The section's Markdown; `folder` is where the results lie, from README's place."""
+    if not records:
+        return "No GPU was at hand: nothing here has been measured on one (`make gpu` does, where there is one)."
+    parts = [_machine(next(iter(records.values()))["machine"])]
+    writers = {"tests": _tests, "decode": _decode, "kernels": _kernels, "prefill": _prefill, "sessions": _sessions}
+    parts += [write(records[name]["results"]) for name, write in writers.items() if name in records]
+    if "decode" in records:
+        parts.append(f"![Time per token over context]({folder}/{PICTURE})")
+    missing = [name for name in PARTS if name not in records]
+    if missing:
+        parts.append(f"Not run: {', '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _machine(about: Record) -> str:
+    gpu, rates = about.get("gpu", {}), about["bandwidth"]
+    link = f"PCIe {gpu.get('pcie.link.gen.max', '?')} x{gpu.get('pcie.link.width.max', '?')}"
+    return (
+        f"One {gpu.get('name', 'GPU')}, driver {gpu.get('driver_version', '?')}, {link}: measured "
+        f"{rates['host_to_device'] / 1e9:.1f} GB/s to the device and {rates['device_to_host'] / 1e9:.1f} GB/s back "
+        f"through pinned memory, {rates['device'] / 1e12:.2f} TB/s device memory; torch {about['versions']['torch']}, "
+        f"CUDA {about.get('cuda', '?')}, commit {about['commit']}, {about['finished'][:10]}."
+    )
+
+
+def _tests(results: Record) -> str:
+    cells = []
+    for name, found in results.items():
+        if isinstance(found, str):
+            cells.append([name, found, "", ""])
+        else:
+            cells.append([name, str(found["passed"]), str(found.get("failures", 0) + found.get("errors", 0)),
+                          str(found["exit_code"])])  # fmt: skip
+    return table(("tests", "passed", "failed", "exit code"), cells)
+
+
+def _decode(results: Record) -> str:
+    timings = results["timings"]
+    contexts = sorted({t["context"] for t in timings})
+    by_name: dict[str, dict[int, float]] = {}
+    for t in timings:
+        by_name.setdefault(t["name"], {})[t["context"]] = t["median"]
+    rows = [[name, *(f"{at[c]:.1f}" if c in at else "–" for c in contexts)] for name, at in by_name.items()]
+    shape = results["shape"]
+    about = (
+        f"**A decode step**, ms a token, {shape['layers']} layers, hidden {shape['hidden']}, {shape['kv_heads']} KV "
+        f"heads, {shape['dtype']}, {results['config']['fraction']:.0%} of the tokens planted (medians):"
+    )
+    return f"{about}\n\n{table(('', *(f'{c:,} tokens' for c in contexts)), rows)}"
+
+
+def _kernels(results: Record) -> str:
+    rows = [
+        [r["kernel"], f"{r['bytes'] / 1e6:.1f}", "link" if r["over_link"] else "device", f"{1e3 * r['ms']:.0f}",
+         f"{1e3 * r['floor_ms']:.0f}", f"{r['times_floor']:.1f}", f"{r['error']:.2f}"]
+        for r in results["rows"]
+    ]  # fmt: skip
+    head = ("kernel", "MB", "of", "us", "floor us", "times floor", "error, of its bound")
+    return f"**Kernels**, one layer at {results['size']['tokens']:,} tokens:\n\n{table(head, rows)}"
+
+
+def _prefill(results: Record) -> str:
+    rows = [
+        [f"{r['tokens']:,}", f"{r['seconds']:.2f}", f"{r['tokens_per_second']:,.0f}",
+         f"{r['peak_device_bytes'] / 2**30:.1f}", f"{(r['peak_device_bytes'] - r['weight_bytes']) / 2**30:.2f}"]
+        for r in results["rows"]
+    ]  # fmt: skip
+    head = ("tokens", "seconds", "tokens/s", "peak device GiB", "beside weights")
+    return f"**Prefill**, `full`:\n\n{table(head, rows)}"
+
+
+def _sessions(results: Record) -> str:
+    rows = [[f"{r['history']:,}", r["source"], f"{r['seconds']:.3f}", f"{r['speedup']:.1f}"] for r in results["rows"]]
+    return f"**First token of a session's next turn**:\n\n{table(('history', 'from', 's', 'times faster'), rows)}"
+
+
+def draw(results: Record, path: Path) -> None:
+    """Milliseconds a token over tokens in context, quartiles as bars."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for t in results["timings"]:
+        series.setdefault(t["name"], []).append((t["context"], t["median"]))
+        errors.setdefault(t["name"], []).append((t["median"] - t["lower"], t["upper"] - t["median"]))
+    with picture(path, "Decode step", series) as [axis]:
+        lines(axis, series, x="tokens in context", y="ms a token", errors=errors)
+        axis.set(xscale="log", yscale="log")
+
+
+def write_readme(readme: Path, folder: Path) -> None:
+    """Replaces what stands between the two marks. Raises InputError where they are missing."""
+    text = readme.read_text("utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InputError(f"{str(readme)!r} has no lines {BEGIN!r} and {END!r}")
+    records = load(folder)
+    place = folder.resolve().relative_to(readme.resolve().parent).as_posix()
+    if "decode" in records:
+        draw(records["decode"]["results"], folder / PICTURE)
+    write_atomic(readme, f"{before}{BEGIN}\n{section(records, place)}\n{END}{after}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the section; 2 with one line on stderr where that cannot be."""
+    parser = argparse.ArgumentParser(prog="offload_rt.eval.suites.gpu_readme", description=__doc__)
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "eval" / "results" / "gpu")
+    args = parser.parse_args(argv)
+    try:
+        write_readme(args.readme, args.results)
+    except OffloadError as error:
+        print(f"gpu_page: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""Counterparts of the paper's tables and figures for models of ours: one command, `make paper`.
+
+    python -P -m offload_rt.eval.suites.paper --out eval/results --book BOOK [--processes 2] [--quick]
+
+Each picture is named by what it shows, has its data beside it, and stands in a folder named by the model. Rows are kept
+by what they were measured with, the model's fingerprint among it: what is done is not done again, and another model is
+measured anew. Accuracy axes are needles found and perplexity; harness tasks too where their files are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ...core import CHUNK
+from ...errors import OffloadError
+from ..core.figures import lines, picture
+from ..core.model_under_test import Subject, Variant, grid, text_digest
+from ..core.report import Report, Row, RowStore
+from ..quality.ablation import run_ablation
+from ..quality.attention_analysis import run_analysis
+from ..quality.bounded_pool import EVICTIONS, LIMIT, BoundedPoolConfig, run_bounded_pool
+from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, cut_windows, measure_all, run_perplexity
+from ..quality.retrieval import RetrievalConfig, run_retrieval
+
+POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+"""Windows of Figure 19b, as far as they fit."""
+
+MILLISECONDS = 0.45
+"""Of one decoded position in one layer, mean of the policies, on one core of an AMD EPYC."""
+
+LAYERS = 8
+"""Of the reference model."""
+
+ASKED = 60
+"""Decoded positions that a needle's passage or a harness document costs, its prefill included."""
+
+TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
+FORMATS = ("int8", "int4", "int2")
+WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
+"""Resident tokens of every policy where budgets are compared: few enough that the smallest budget can select."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured. context: tokens of a window; windows: of the perplexity of all policies, the other tables'
+    are given by themselves; lengths, passages: of needles; limit: documents of a harness task; timed_tokens: of each of
+    three timings; also_dense: choices of dense layers with which all policies are compared too."""
+
+    context: int = 2048
+    windows: int = 14
+    budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
+    length_windows: int = 8
+    pool_windows: int = 12
+    ablation_windows: int = 8
+    lengths: tuple[int, ...] = (1024, 2048)
+    passages: int = 14
+    limit: int = 25
+    timed_tokens: int = 32
+    also_dense: tuple[tuple[int, ...], ...] = ()
+
+    def positions(self) -> dict[str, int]:
+        """Decoded positions of each step, all variants together, as far as they can be counted beforehand: what the
+        time of a step goes by."""
+        compared = 1 + len(POLICIES) * len(self.budgets) * (1 + len(self.also_dense)) + 2 * len(FORMATS)
+        asked = 5 * self.passages * ASKED
+        contexts = sum(c for c in CONTEXTS if c <= self.context)
+        old = 2 * max(1, self.passages // 2) * self.lengths[0] * 2 // 5
+        return {
+            "perplexity": compared * self.windows * self.context // 4,
+            "retrieval": compared * asked * len(self.lengths),
+            "pool_limit": (2 + len(EVICTIONS)) * (self.pool_windows * self.context // 2 + old),
+            "ablation": 32 * self.ablation_windows * self.context // 8,
+            "sensitivity": 15 * asked // 2 + 36 * self.timed_tokens * 8,
+            "lengths": (1 + len(POLICIES)) * self.length_windows * contexts // 4,
+            "attention": 8 * max(1, self.windows // 12) * self.context * 3 // 4,
+            "tasks": 5 * len(TASKS) * self.limit * ASKED,
+        }
+
+
+SIBLING = Size(
+    windows=12,
+    budgets=(0.1,),
+    also_dense=((0, 1),),
+    length_windows=4,
+    pool_windows=8,
+    ablation_windows=6,
+    lengths=(1024,),
+    passages=10,
+)
+"""Of every model but the first. The second layer of the OPT sibling attends to nearly everything a little, as first
+layers do."""
+
+QUICK = Size(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """One model's counterparts. `book` is called `name`; results go to `out`."""
+
+    subject: Subject
+    book: str
+    name: str
+    size: Size
+    out: Path
+    say: Say
+
+    @property
+    def title(self) -> str:
+        """For pictures."""
+        return f"{self.subject.name} on {self.name}"
+
+    def run(self, steps: Sequence[str]) -> None:
+        """Makes what the named steps (of STEPS) stand for."""
+        for name in steps:
+            began, step = time.monotonic(), STEPS[name]
+            step(self)
+            took = time.monotonic() - began
+            self.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
+
+    def attention(self) -> None:
+        """Table 1, Figures 4, 5, 13, 17b, 20: what attention looks like."""
+        context = self.size.context
+        config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
+        run_analysis(self.subject, self.book, self.name, config, self.out, self.say)
+
+    def perplexity(self) -> None:
+        """Figures 12 and 19a: perplexity by attended share and along the text; rounded rows beside it."""
+        config = PerplexityConfig(self.size.context, self.size.windows)
+        run_perplexity(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
+
+    def _compared(self) -> list[Variant]:
+        """Every policy at every budget and choice of dense layers; full and infinigen at a tenth, rows rounded in the
+        pool and on the link."""
+        rounded: list[Variant] = []
+        for kv_format in FORMATS:
+            engine = {"kv_format": kv_format}
+            rounded += [Variant("full", {}, engine), Variant("infinigen", WINDOW | {"budget": 0.1}, engine)]
+        compared = grid(POLICIES, self.size.budgets, WINDOW)
+        for dense in self.size.also_dense:
+            compared += grid(POLICIES, self.size.budgets, WINDOW | {"dense_layers": dense})[1:]
+        return compared + rounded
+
+    def lengths(self) -> None:
+        """Figure 19b: perplexity by context, 64 tokens attended."""
+        series: dict[str, list[tuple[float, float]]] = {}
+        rows: list[Row] = []
+        for context in (c for c in CONTEXTS if c <= self.size.context):
+            options: dict[str, Any] = WINDOW | {"budget": 64 / context}
+            variants = [Variant("full"), *(Variant(policy, options) for policy in POLICIES)]
+            config = PerplexityConfig(context, self.size.length_windows)
+            measured = measure_all(self.subject, self.book, self.name, variants, config, self.out, self.say)
+            rows += measured
+            for row in measured:
+                series.setdefault(row["policy"], []).append((context, row["perplexity"]))
+        title = f"Perplexity by context with 64 tokens attended, {self.title}"
+        with picture(self.out / "perplexity_by_context_with_64_tokens.png", title, series) as (axis,):
+            lines(axis, series, x="tokens of a window", y="perplexity")
+            axis.set_xscale("log", base=2)
+        shared = {**self.subject.identity, "text": self.name, "text_digest": text_digest(self.book)}
+        Report("perplexity_by_context", title, shared, COLUMNS, rows, NOTES).write(self.out)
+
+    def pool_limit(self) -> None:
+        """Table 2: a pool of 80 % of the KV cache; perplexity, and needles that are old when they are asked for."""
+        config = BoundedPoolConfig(self.size.context, self.size.pool_windows)
+        run_bounded_pool(self.subject, self.book, self.name, config, self.out, self.say)
+        length, kinds = self.size.lengths[0], ("single", "several queries")
+        limit = int(LIMIT * length) // CHUNK * self.subject.geometry.kv_bytes(CHUNK, self.subject.loaded.adapter.dtype)
+        bounded = [Variant("infinigen", {}, {"host_memory": limit, "eviction": e}) for e in EVICTIONS.values()]
+        needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
+        out = self.out / "needles_with_a_bounded_pool"
+        variants = [Variant("full"), Variant("infinigen"), *bounded]
+        run_retrieval(self.subject, self.book, self.name, variants, needles, out, self.say)
+
+    def retrieval(self) -> None:
+        """Figure 11's question on needles: accuracy by attended share."""
+        config = RetrievalConfig(self.size.lengths, self.size.passages)
+        run_retrieval(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
+
+    def sensitivity(self) -> None:
+        """Figures 13 and 17: needles found by skew, alpha and partial ratio, with the cost of each."""
+        ours = {"scorer": "partial", "columns": "prompt"}
+        skews = [Variant("infinigen", ours | {"budget": 0.2, "skew": skew}) for skew in ("svd", "balanced", "none")]
+        alphas = [Variant("infinigen", {"alpha": float(a), "max_fraction": 1.0}) for a in (1, 2, 3, 4, 5, 7, 9)]
+        ratios = [Variant("infinigen", {"scorer": "partial", "partial_ratio": r}) for r in (0.1, 0.2, 0.3, 0.5, 0.9)]
+        config = RetrievalConfig(self.size.lengths[:1], max(1, self.size.passages // 2))
+        variants = [Variant("full"), *skews, *alphas, *ratios]
+        out = self.out / "sensitivity"
+        rows = run_retrieval(self.subject, self.book, self.name, variants, config, out, self.say).rows
+        found = dict(zip((variant.label for variant in variants), rows, strict=True))
+        self._draw_cost({"alpha": alphas, "partial_ratio": ratios}, found)
+        skewed = {v.options["skew"]: [found[v.label][key] for key in ("right", "error", "missed")] for v in skews}
+        title = f"Needles found by skew, {self.title}"
+        with picture(self.out / "needles_found_with_and_without_skewing.png", title, skewed) as (axis,):
+            axis.bar(list(skewed), [v[0] for v in skewed.values()], yerr=[v[1] for v in skewed.values()], capsize=3)
+            axis.axhline(rows[0]["right"], color="#222222", linewidth=0.8, label="full")
+            axis.set(xlabel="skew (20 % attended, columns by prompt)", ylabel="needles found")
+
+    def _draw_cost(self, swept: dict[str, list[Variant]], found: dict[str, Row]) -> None:
+        """Accuracy above, time of a decode step below, for each swept option (Figure 17 with its latency axis)."""
+        data: dict[str, list[dict[str, Any]]] = {}
+        for option, variants in swept.items():
+            for variant in variants:
+                row = {key: found[variant.label][key] for key in ("right", "error", "link", "sparse_attended")}
+                cost = self._milliseconds(variant)
+                data.setdefault(option, []).append({option: variant.options[option], "ms_per_token": cost, **row})
+        title = f"Needles found and cost, {self.title}"
+        with picture(self.out / "needles_and_cost_by_alpha_and_ratio.png", title, data, panels=(2, 2)) as axes:
+            for column, (option, points) in enumerate(data.items()):
+                right = {"needles found": [(p[option], p["right"]) for p in points]}
+                errors = {"needles found": [(p["error"], p["error"]) for p in points]}
+                lines(axes[column], right, x=option, y="needles found", percent="y", errors=errors)
+                time_of = {"decode on this CPU, one sequence": [(p[option], p["ms_per_token"]) for p in points]}
+                lines(axes[2 + column], time_of, x=option, y="ms per token")
+
+    def _milliseconds(self, variant: Variant) -> float:
+        """Mean of a decode step on this machine, one sequence; the median of three runs."""
+        store = RowStore(self.out)
+        key = {
+            "suite": "cost",
+            **self.subject.identity,
+            "variant": self.subject.key(variant),
+            "length": self.size.lengths[0],
+        }
+        row = store.get(key)
+        if row is None:
+            tokens, length = self.size.timed_tokens, self.size.lengths[0]
+            config = PerplexityConfig(length, 1, length - tokens - 1)
+            text = cut_windows(self.subject, self.book, config)[0].text
+            llm = self.subject.llm(variant)
+            prompt, rest = text.tokens[: text.scored_from], text.tokens[text.scored_from :]
+            times = []
+            for _ in range(3):
+                stats = llm.score([prompt], [rest], text.decode_from)[0].stats
+                times.append(1000 * stats.decode_seconds / len(stats.attended_by_step))
+            row = {"ms_per_token": sorted(times)[1]}
+            store.put(key, row)
+        return float(row["ms_per_token"])
+
+    def ablation(self) -> None:
+        """Figure 13's question: each part of the selection replaced."""
+        context = self.size.context
+        config = PerplexityConfig(context, self.size.ablation_windows, decode_from=context * 7 // 8)
+        run_ablation(self.subject, self.book, self.name, (0.1, 0.2), config, self.out, self.say)
+
+    def tasks(self) -> None:
+        """Figure 11: harness tasks by attended share, 5-shot."""
+        from ..quality.lm_eval_tasks import TasksConfig, run_tasks
+
+        config = TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit)
+        variants = grid(("infinigen", "h2o"), self.size.budgets[:2], WINDOW)
+        report = run_tasks(self.subject, variants, config, self.out, say=self.say)
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in report.rows:
+            name = f"{row['task'].removesuffix('_local')}, {row['policy']}"
+            series.setdefault(name, []).append((row["attended"], row["metrics"]["acc"][0]))
+        with picture(self.out / "task_accuracy_by_attended_share.png", report.title, series) as (axis,):
+            lines(axis, series, x="attended share, all layers", y="accuracy", percent="xy")
+
+
+STEPS: dict[str, Callable[[Paper], None]] = {
+    "perplexity": Paper.perplexity,
+    "retrieval": Paper.retrieval,
+    "pool_limit": Paper.pool_limit,
+    "ablation": Paper.ablation,
+    "sensitivity": Paper.sensitivity,
+    "lengths": Paper.lengths,
+    "attention": Paper.attention,
+    "tasks": Paper.tasks,
+}
+"""What is made, by name; the longest first."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step for one model, for a process of its own."""
+
+    model: str
+    step: str
+    size: Size
+    book: Path
+    out: Path
+
+    def __call__(self) -> str:
+        """Runs it; its name."""
+        subject = Subject(self.model, batch=1)
+        out = self.out / Path(self.model).name
+        Paper(subject, self.book.read_text(encoding="utf-8"), self.book.name, self.size, out, _say).run([self.step])
+        return f"{self.model}: {self.step}"
+
+
+def estimate(jobs: Sequence[Job], processes: int) -> str:
+    """How long the jobs take where nothing is done yet."""
+    seconds = [job.size.positions()[job.step] * LAYERS * MILLISECONDS / 1000 + 15 for job in jobs]
+    most = max(sum(seconds) / processes, *seconds) / 60
+    return f"{len(jobs)} steps, {processes} at a time: about {most:.0f} min on a quiet machine, less what is done"
+
+
+def run_jobs(jobs: Sequence[Job], processes: int) -> None:
+    """Runs the jobs in order, `processes` at a time, each with the threads that this process' environment gives it.
+    What the first failed one raises is raised, after those that run have ended."""
+    if processes == 1:
+        for job in jobs:
+            job()
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        began, waiting = time.monotonic(), [pool.submit(job) for job in jobs]
+        try:
+            for done, future in enumerate(as_completed(waiting), start=1):
+                _say(f"{done} of {len(jobs)} done after {(time.monotonic() - began) / 60:.1f} min ({future.result()})")
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("eval") / "results")
+    parser.add_argument("--book", type=Path, help="a text the model was not trained on (default: the packaged one)")
+    parser.add_argument("--models", nargs="+", default=["reference"], help="the first is measured most thoroughly")
+    parser.add_argument("--steps", nargs="+", choices=list(STEPS), help="what to make (default: all but tasks)")
+    parser.add_argument("--tasks", action="store_true", help="harness tasks too (files in $OFFLOAD_RT_DATA/tasks)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="steps side by side (1)")
+    parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
+    args = parser.parse_args(arguments)
+    book = args.book or Path(str(files("offload_rt").joinpath("data", "black_arrow.txt")))
+    steps = args.steps or [step for step in STEPS if step != "tasks" or args.tasks]
+    sizes = [QUICK if args.quick else SIBLING if i else Size() for i in range(len(args.models))]
+    jobs = [Job(m, step, size, book, args.out) for m, size in zip(args.models, sizes, strict=True) for step in steps]
+    try:
+        book.open().close()
+        _say(estimate(jobs, max(1, args.processes)))
+        run_jobs(jobs, max(1, args.processes))
+    except (OffloadError, OSError) as error:
+        print(f"paper: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

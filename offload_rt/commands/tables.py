@@ -1,0 +1,291 @@
+"""A run as a table for the terminal and as a picture: both are pure functions of its `Stats`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from ..config import format_size
+from ..engine.stats import Stats
+from ..errors import InputError
+from ..planning.device_plan import DevicePlan
+from ..planning.memory_model import Machine, Requirements
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    from ..skewing.fold import SkewReport
+
+Rows = list[tuple[str, str]]
+"""Name and value."""
+
+BAR, LINE, WORST = "#4c78a8", "#222222", "#e45756"
+
+
+def _percent(fraction: float | None) -> str:
+    return "not measured" if fraction is None else f"{fraction:.2%}"
+
+
+def _rate(count: float, seconds: float) -> str:
+    return f" ({count / seconds:,.1f} tokens/s)" if seconds > 0 and count else ""
+
+
+def _dense(stats: Stats) -> str:
+    """The dense layers in words: "all 6", "none of 6", "0, 1 of 6"."""
+    if len(stats.dense_layers) == stats.layers:
+        return f"all {stats.layers}"
+    return f"{', '.join(map(str, stats.dense_layers)) or 'none'} of {stats.layers}"
+
+
+def _on_device(stats: Stats) -> str:
+    """How much of the weights is on the device, if not all."""
+    if stats.weight_bytes_device >= stats.weight_bytes:
+        return ""
+    return f", {format_size(stats.weight_bytes_device)} of it on the device"
+
+
+def _present(name: str, size: int) -> Rows:
+    """A row, where there is anything to say."""
+    return [(name, format_size(size))] if size else []
+
+
+def _working_set(stats: Stats) -> Rows:
+    """What the working set had, where there is one."""
+    if stats.working_set_hit_rate is None:
+        return []
+    size = f"{stats.working_set_rows:,} rows per layer and KV head, {format_size(stats.working_set_bytes)}"
+    return [("working set", size), ("  had of the selected rows", _percent(stats.working_set_hit_rate))]
+
+
+def _sections(stats: Stats) -> list[Rows]:
+    """The table's sections."""
+    steps = len(stats.attended_by_step)
+    per_token = f" ({format_size(stats.link_bytes_to_device / steps)} per decoded token)" if steps else ""
+    reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
+    return [
+        [
+            ("model", stats.model),
+            ("policy", stats.policy),
+            ("device, dtype", f"{stats.device}, {stats.dtype}"),
+            ("dense layers", _dense(stats)),
+        ],
+        [
+            ("prompt", f"{stats.prompt_tokens:,} tokens{reused}"),
+            ("written", f"{stats.new_tokens:,} tokens"),
+            (
+                "prefill",
+                f"{stats.prefill_seconds:.2f} s"
+                f"{_rate(stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds)}",
+            ),
+            ("decode", f"{stats.decode_seconds:.2f} s{_rate(steps, stats.decode_seconds)}"),
+        ],
+        [
+            ("link, host to device", f"{format_size(stats.link_bytes_to_device)}{per_token}"),
+            ("link, device to host", format_size(stats.link_bytes_to_host)),
+            *_present("link, weights", stats.link_bytes_weights),
+            *_working_set(stats),
+            ("link fraction", _percent(stats.link_fraction)),
+            ("attended fraction", _percent(stats.attended_fraction)),
+            ("  in layers that select", _percent(stats.sparse_attended_fraction)),
+            ("missed attention mass", _percent(stats.missed_mass)),
+            ("  of the worst layer", _percent(stats.missed_mass_worst_layer)),
+        ],
+        [
+            ("KV in host memory", format_size(stats.kv_bytes_host)),
+            ("KV on the device", format_size(stats.kv_bytes_device)),
+            ("scoring keys on the device", format_size(stats.scoring_bytes_device)),
+            *_present("scoring keys on the host", stats.scoring_bytes_host),
+            ("weights", f"{format_size(stats.weight_bytes)}{_on_device(stats)}"),
+            ("peak on the device", format_size(stats.peak_device_bytes)),
+        ],
+    ]
+
+
+def table_of(title: str, *sections: Rows) -> Table:
+    """A table of two columns, name and value, in sections."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for section in sections:
+        for name, value in section:
+            table.add_row(name, value)
+        table.add_section()
+    return table
+
+
+def stats_table(stats: Stats) -> Table:
+    """What the runtime did. Fractions are means over layers and decode steps."""
+    return table_of("What the runtime did", *_sections(stats))
+
+
+def skew_table(model: str, report: SkewReport) -> Table:
+    """What skewing made of a model."""
+    made = [("artifact", str(report.artifact))]
+    if report.folded is not None:
+        made += [
+            ("folded checkpoint", str(report.folded)),
+            ("  largest logit difference", f"{report.logit_difference:.1e} of the largest logit"),
+        ]
+    energy = f"{report.energy_kept_plain:.1%} plain, {report.energy_kept_skewed:.1%} skewed"
+    return table_of(
+        f"Skewing of {model}",
+        made,
+        [
+            ("method", report.method),
+            ("calibrated on", report.calibration),
+            ("model fingerprint", report.fingerprint),
+            ("scores in 30 % of the columns", energy),
+        ],
+    )
+
+
+def _plan_rows(plan: DevicePlan) -> Rows:
+    """Where a plan puts weights and scoring keys, and what crosses the link for every step of one sequence."""
+    costs, layers = plan.costs, plan.costs.shape.geometry.layers
+    keys = "on the host" if plan.keys_on_host else "on the device" if costs.demand.key_bytes else "none"
+    streamed = ", ".join(map(str, plan.streamed))
+    streamed += f" ({format_size(plan.streamed_bytes)} in host memory)" if streamed else "none"
+    rows = costs.link_bytes(plan.context)
+    return [
+        ("plan: limit of the device", format_size(plan.limit)),
+        ("plan: resident layers", f"{layers - len(plan.streamed)} of {layers}"),
+        ("plan: streamed layers", streamed),
+        ("plan: scoring keys", keys),
+        ("plan: link, weights of a step", format_size(plan.streamed_bytes)),
+        ("plan: link, rows of a step", f"at most {format_size(rows)}"),
+    ]
+
+
+def requirements_table(
+    model: str, policy: str, needed: Requirements, machine: Machine, plan: DevicePlan | None = None
+) -> Table:
+    """What one sequence will need, what is free here, and where a plan under a limit of the device puts it."""
+    free = [("host memory", f"{format_size(machine.host_free)}, of it for KV {format_size(machine.pool_limit)}")]
+    if machine.device_free is not None:
+        free.append((f"on {machine.device}", format_size(machine.device_free)))
+    return table_of(
+        f"{model}, policy {policy}, {needed.context:,} tokens",
+        [
+            ("host: KV of one token", format_size(needed.kv_per_token)),
+            ("host: KV of the context", format_size(needed.kv_host)),
+        ],
+        [
+            ("device: weights", format_size(needed.weights)),
+            ("device: scoring keys", format_size(needed.scoring)),
+            ("device: sinks and recent window", format_size(needed.resident)),
+            *_present("device: working set", needed.kept),
+            ("device: fetched rows", format_size(needed.staging)),
+            ("device: activations of a step", format_size(needed.decode)),
+            ("device: prefill, for a time", format_size(needed.prefill)),
+            ("device: largest sum", format_size(needed.device)),
+        ],
+        [] if plan is None else _plan_rows(plan),
+        [(f"free: {name}", value) for name, value in free],
+    )
+
+
+def _title(stats: Stats) -> str:
+    tokens = f"{stats.prompt_tokens:,} + {stats.new_tokens:,} tokens"
+    return f"{stats.model} · {stats.policy} · {tokens} · dense layers: {_dense(stats)}"
+
+
+def _attended_panel(figure: Figure, axes: Axes, stats: Stats) -> None:
+    """Heat map of the attended fraction: layers down, decode steps across, logarithmic colour."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    axes.set_title("Attended fraction of the context", loc="left", fontsize=10)
+    axes.set(xlabel="decode step", ylabel="layer")
+    if not stats.attended_by_step:
+        axes.text(0.5, 0.5, "no decode steps", ha="center", va="center", transform=axes.transAxes)
+        return
+    attended = np.asarray(stats.attended_by_step).T
+    lowest = max(1e-4, min(0.1, float(attended.min())))
+    image = axes.imshow(
+        attended.clip(min=lowest), aspect="auto", interpolation="nearest", cmap="viridis", norm=LogNorm(lowest, 1.0)
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
+    steps = [f for f in (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0) if lowest <= f]
+    bar = figure.colorbar(image, ax=axes, ticks=steps, format=PercentFormatter(1.0), pad=0.015)
+    bar.minorticks_off()
+    bar.set_label("share of token rows")
+
+
+def _missed_by_layer_panel(axes: Axes, missed: NDArray[np.float64], dense: tuple[int, ...]) -> None:
+    """Mean of `missed` `[sampled steps, layers]` per layer, its range as whiskers, the mean of the selecting layers."""
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    layers = np.arange(missed.shape[1])
+    selecting = np.setdiff1d(layers, dense)
+    mean = missed.mean(axis=0)
+    spread = np.abs(np.stack((mean - missed.min(axis=0), missed.max(axis=0) - mean)))
+    axes.bar(layers[selecting], mean[selecting], color=BAR, label="mean over sampled steps")
+    axes.errorbar(
+        layers[selecting], mean[selecting], spread[:, selecting], fmt="none", ecolor=LINE, capsize=3, label="range"
+    )
+    axes.axhline(float(mean[selecting].mean()), color=WORST, linestyle="--", linewidth=1.2, label="mean of the layers")
+    for layer in dense:
+        axes.annotate("dense", (layer, 0), ha="center", va="bottom", fontsize=8, rotation=90, color="grey")
+    axes.set_xlim(-0.6, missed.shape[1] - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+
+
+def _missed_by_step_panel(axes: Axes, steps: list[int], missed: NDArray[np.float64], dense: tuple[int, ...]) -> None:
+    """Mean and worst of the selecting layers at each sampled step."""
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    chosen = np.delete(missed, list(dense), axis=1)
+    axes.plot(steps, chosen.max(axis=1), color=WORST, marker=".", label="worst layer")
+    axes.plot(steps, chosen.mean(axis=1), color=BAR, marker=".", label="mean of the layers")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _missed_panels(by_layer: Axes, by_step: Axes, stats: Stats) -> None:
+    """Both panels of the missed attention mass, or the word that nothing was measured."""
+    import numpy as np
+    from matplotlib.ticker import PercentFormatter
+
+    by_layer.set_title("Missed attention mass per layer", loc="left", fontsize=10)
+    by_layer.set(xlabel="layer", ylabel="share of the softmax")
+    by_step.set_title("Missed attention mass over time", loc="left", fontsize=10)
+    by_step.set(xlabel="decode step", ylabel="share of the softmax")
+    if not stats.missed_by_step or len(stats.dense_layers) >= stats.layers:
+        for axes in (by_layer, by_step):
+            axes.text(0.5, 0.5, "nothing was left out or measured", ha="center", transform=axes.transAxes)
+            axes.set(xticks=[], yticks=[])
+        return
+    missed = np.asarray([masses for _, masses in stats.missed_by_step])
+    _missed_by_layer_panel(by_layer, missed, stats.dense_layers)
+    _missed_by_step_panel(by_step, [step for step, _ in stats.missed_by_step], missed, stats.dense_layers)
+    for axes in (by_layer, by_step):
+        axes.set_ylim(0.0, max(0.01, float(missed.max()) * 1.35))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.legend(fontsize=8, frameon=False, loc="upper right", ncols=2)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_run(stats: Stats, path: Path | str) -> None:
+    """Writes a PNG of the run to `path`: attended fraction by layer and step, missed attention mass by layer and by
+    step. Raises InputError where the file cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_title(stats), fontsize=11, wrap=True)
+    grid = figure.add_gridspec(2, 2)
+    _attended_panel(figure, figure.add_subplot(grid[0, :]), stats)
+    _missed_panels(figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1]), stats)
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise InputError(f"cannot write the plot {str(path)!r}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""Requests, their order, and what runs them."""

@@ -1,0 +1,234 @@
+"""Beam search by forking: the beams of a prompt share their chunks, never copying a full one.
+
+`Beams` is the search itself, pure bookkeeping of scores and tokens that repeats transformers' `generate(num_beams=...)`
+step by step; `BeamGeneration` moves sequences as it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
+
+from ..config import SamplingParams
+from ..core import Request
+from ..errors import InputError
+from ..forward.prefill import Prefill
+from ..forward.sequence import Sequence
+from .request import Completion, Event, FinishReason, Generation, Served
+from .runner import Runner
+from .stats import Stats
+
+_NEVER = -1.0e9
+"""Score of what does not exist, as transformers has it: the order of ties depends on it."""
+
+Ended = Callable[[list[int]], FinishReason | None]
+"""Of a continuation's new tokens: why the last one ends it; None where it goes on."""
+
+
+class Beams:
+    """The best `num_beams` unfinished continuations and the best finished ones. Scores are sums of log-probabilities
+    (float32); a finished one's is divided by its length to the power `length_penalty`."""
+
+    def __init__(self, params: SamplingParams, prompt: tuple[int, ...], eos_tokens: int, ended: Ended) -> None:
+        """eos_tokens: how many tokens end a text; that many more candidates are kept, as any of them may end."""
+        width = params.num_beams
+        self._params, self._prompt, self._ended = params, prompt, ended
+        self._candidates = max(2, 1 + eos_tokens) * width
+        self._processors = LogitsProcessorList()
+        if params.repetition_penalty != 1.0:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        self.running: list[list[int]] = [[]] * width
+        self._scores = torch.full((width,), _NEVER)
+        self._scores[0] = 0  # all beams are the prompt: only the first one's continuations count
+        self.finished: list[list[int]] = [[]] * width
+        self._finished_scores = torch.full((width,), _NEVER)
+        self._is_finished = torch.zeros(width, dtype=torch.bool)
+        self._improvable = True
+        self.done = False
+
+    def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
+        """One step, from logits `[num_beams, V]` of the running beams. Returns the new running beams, best first, each
+        as (beam it continues, token); `done` says that nothing can improve any more."""
+        params, width = self._params, self._params.num_beams
+        log_probs = torch.log_softmax(logits.float(), dim=-1)
+        if self._processors:
+            history = torch.tensor([[*self._prompt, *tokens] for tokens in self.running], device=logits.device)
+            log_probs = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, log_probs))
+        total = (log_probs.cpu() + self._scores[:, None]).flatten()
+        scores, flat = torch.topk(total, self._candidates)
+        parents, tokens = (flat // logits.shape[1]).tolist(), (flat % logits.shape[1]).tolist()
+        grown = [[*self.running[parent], token] for parent, token in zip(parents, tokens, strict=True)]
+        ends = torch.tensor([self._ended(candidate) is not None for candidate in grown])
+        self._finish(grown, scores, ends)
+        going_on = scores + ends.float() * _NEVER
+        kept = torch.topk(going_on, width).indices.tolist()
+        self.running, self._scores = [grown[i] for i in kept], going_on[kept]
+        self._improvable &= self._could_improve(len(grown[0]))
+        full = params.early_stopping is True and bool(self._is_finished.all())
+        self.done = not self._improvable or full or bool(ends.all())
+        return [(parents[i], tokens[i]) for i in kept]
+
+    def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
+        """Takes those among the first `num_beams` candidates that end into the best finished ones."""
+        params, width = self._params, self._params.num_beams
+        ending = ends & (torch.arange(len(grown)) < width)
+        penalised = scores / len(grown[0]) ** params.length_penalty
+        closed = not self._improvable or (params.early_stopping is True and bool(self._is_finished.all()))
+        penalised = penalised + closed * _NEVER + (~ending).float() * _NEVER
+        merged = torch.cat((self._finished_scores, penalised))
+        best = torch.topk(merged, width).indices
+        every = self.finished + grown
+        self.finished = [every[i] for i in best.tolist()]
+        self._finished_scores = merged[best]
+        self._is_finished = torch.cat((self._is_finished, ending))[best]
+
+    def _could_improve(self, length: int) -> bool:
+        """Whether the best running beam could still beat the worst finished one; `length` new tokens so far."""
+        params = self._params
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            length = params.max_new_tokens
+        best = self._scores[0] / length**params.length_penalty
+        worst = torch.where(self._is_finished, self._finished_scores.min(), _NEVER)
+        return bool((best > worst).any())
+
+
+class BeamGeneration:
+    """A beam search being served. Dropped, it starts again from its prompt: it is deterministic."""
+
+    def __init__(
+        self,
+        request: Request,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.request, self.params = request, params
+        self.sequences: list[Sequence] = []
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
+        self._eos = frozenset() if params.ignore_eos else eos_token_ids
+        self._beams = self._new_beams()
+        self._final: Stats | None = None
+
+    @property
+    def width(self) -> int:
+        """All beams."""
+        return self.params.num_beams
+
+    @property
+    def samples(self) -> list[Served]:
+        """See `Served.samples`."""
+        return [self]
+
+    @property
+    def tokens(self) -> None:
+        """Each beam has its own."""
+        return
+
+    def resume(self, sequence: Sequence) -> None:
+        """Beams start again."""
+        raise AssertionError("beams are not restored")
+
+    def start(self, runner: Runner) -> Prefill:
+        """See `Served.start`."""
+        assert not self.sequences
+        if runner.config.eviction is not None:
+            raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
+        prompt = self.request.prompt
+        runner.check_fits(len(prompt) + self.params.max_new_tokens)
+        sequence = runner.with_room(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
+        self.sequences = [sequence]
+        runner.with_room(lambda: runner.check_spare(self.width - 1))
+        return runner.begin_prefill(sequence, len(prompt), want_logits=True)
+
+    def take_pending(self) -> list[Generation]:
+        """Beams fork as the search goes."""
+        return []
+
+    def reserve(self, runner: Runner) -> None:
+        """Room for the next token of every beam, and for the last chunk of every fork that may follow."""
+        for sequence in self.sequences:
+            runner.with_room(partial(runner.reserve, sequence))
+        runner.with_room(lambda: runner.check_spare(self.width))
+
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
+        """One step of the search, from logits `[S, V]`; S is 1 after the prefill. All events come at the end."""
+        chosen = self._beams.advance(logits.expand(self.width, -1))
+        if self._beams.done:
+            self.finish_reason = self._ended(self._beams.finished[0]) or "length"
+            return self._events()
+        self._move(runner, [(parent % len(self.sequences), token) for parent, token in chosen])
+        return []
+
+    def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
+        """Makes the sequences those of the chosen beams: the first beam that continues a sequence keeps it, the others
+        fork it, and a sequence that nothing continues goes first."""
+        parents = {parent for parent, _ in chosen}
+        for i, sequence in enumerate(self.sequences):
+            if i not in parents:
+                runner.free(sequence)
+        moved: list[Sequence] = []
+        kept: set[int] = set()
+        for parent, _ in chosen:
+            before = self.sequences[parent]
+            moved.append(self._fork(runner, before) if parent in kept else before)
+            kept.add(parent)
+        for sequence, (_, token) in zip(moved, chosen, strict=True):
+            sequence.tokens.append(token)
+        self.sequences = moved
+
+    def _fork(self, runner: Runner, beam: Sequence) -> Sequence:
+        return runner.with_room(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
+
+    def drop(self, runner: Runner) -> None:
+        """See `Served.drop`."""
+        for sequence in self.sequences:
+            runner.free(sequence)
+        self.sequences = []
+        if self.finish_reason is None:
+            self._beams = self._new_beams()
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        """See `Served.finish`."""
+        self._final = self.stats(runner)
+        self.finish_reason = self.finish_reason or reason
+        self.drop(runner)
+
+    def stats(self, runner: Runner) -> Stats | None:
+        """What the best beam's sequence cost; all beams shared its prefill."""
+        return runner.stats(self.sequences[0]) if self.sequences else self._final
+
+    def completions(self) -> list[Completion]:
+        """The best `params.n` finished continuations, best first."""
+        assert self._final is not None
+        best = self._beams.finished[: self.params.n]
+        return [Completion(self._text(tokens), tokens, self._ended(tokens) or "length", self._final) for tokens in best]
+
+    def _new_beams(self) -> Beams:
+        return Beams(self.params, self.request.prompt, len(self._eos), self._ended)
+
+    def _ended(self, tokens: list[int]) -> FinishReason | None:
+        if tokens and tokens[-1] in self._eos:
+            return "eos"
+        if self.params.stop and any(stop in self._decode(tokens) for stop in self.params.stop):
+            return "stop"
+        return "length" if len(tokens) >= self.params.max_new_tokens else None
+
+    def _events(self) -> list[Event]:
+        return [
+            Event(self.request.id, self._text(tokens), tokens[-1], len(tokens) - 1, self._ended(tokens), i)
+            for i, tokens in enumerate(self._beams.finished[: self.params.n])
+        ]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _text(self, tokens: list[int]) -> str:
+        """What was generated, up to the first stop string."""
+        text = self._decode(tokens)
+        found = [at for at in (text.find(stop) for stop in self.params.stop) if at >= 0]
+        return text[: min(found, default=len(text))]

@@ -1,0 +1,123 @@
+"""The engine: `step()` makes room, admits, decodes, prefills and samples; requests join and leave between steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ..config import SamplingParams
+from ..core import Request
+from ..errors import PoolFullError
+from ..forward.batch import Recorder
+from .beam_search import BeamGeneration
+from .request import Event, Generation, Served, StartAgainError
+from .runner import Runner
+from .scheduler import Scheduler
+from .swap import Spill
+
+
+class Engine:
+    """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
+    layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
+    `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select; `spill`
+    may keep what is preempted."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_batch: int,
+        on_prefill: Callable[[Served, int], None] = lambda served, layers: None,
+        recorder: Recorder | None = None,
+        spill: Spill | None = None,
+    ) -> None:
+        self.runner = runner
+        self._recorder = recorder
+        self.scheduler = Scheduler(runner, max_batch, spill)
+        self._on_prefill = on_prefill
+        self._ids = itertools.count()
+
+    def add(self, prompt: Seq[int], params: SamplingParams) -> Served:
+        """Queues a prompt of at least one token."""
+        model = self.runner.model
+        request = Request(next(self._ids), tuple(prompt))
+        kind = BeamGeneration if params.num_beams > 1 else Generation
+        served: Served = kind(request, params, model.tokenizer, model.eos_token_ids)
+        self.submit(served)
+        return served
+
+    def submit(self, served: Served) -> None:
+        """Queues what can serve itself, such as a turn of a session."""
+        self.scheduler.add(served)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits, prefills or runs."""
+        return self.scheduler.idle
+
+    def step(self) -> list[Event]:
+        """One step: a new token for everything that runs, and prefill work for at most one request. Raises
+        PoolFullError for one that can never fit, before anything else happens (it has left the queue; the others go on
+        with the next step)."""
+        self.scheduler.make_room()
+        self.scheduler.admit()
+        return self._decode() + self._advance_prefill()
+
+    def cancel(self, served: Served) -> None:
+        """Ends a request with all its completions where they stand; nothing happens to those that have ended."""
+        for sample in served.samples:
+            if sample.finish_reason is None:
+                self._retire(sample)
+
+    def _decode(self) -> list[Event]:
+        running = list(self.scheduler.running)
+        if not running:
+            return []
+        widths = [len(served.sequences) for served in running]
+        logits = self.runner.decode([s for served in running for s in served.sequences], self._recorder)
+        pairs = zip(running, logits.split(widths), strict=True)
+        return [event for served, rows in pairs for event in self._accept(served, rows)]
+
+    def _advance_prefill(self) -> list[Event]:
+        scheduler, spent = self.scheduler, 0.0
+        while scheduler.prefilling is not None:
+            served, prefill = scheduler.prefilling
+            try:
+                self.runner.advance_prefill(prefill)
+            except StartAgainError:
+                scheduler.restart(served)
+                break
+            self._on_prefill(served, prefill.layer)
+            if prefill.done:
+                assert prefill.logits is not None
+                logits = prefill.logits.unsqueeze(0)
+                return [event for one in scheduler.prefilled() for event in self._accept(one, logits)]
+            spent += prefill.tokens / self.runner.adapter.geometry.layers
+            if scheduler.running and spent >= self.runner.config.prefill_tokens:
+                break
+        return []
+
+    def _accept(self, served: Served, logits: torch.Tensor) -> list[Event]:
+        try:
+            events = served.accept(self.runner, logits)
+        except PoolFullError:  # beams that fork; they start again when there is room
+            if self.scheduler.running == [served]:
+                self._retire(served)
+                raise
+            self.scheduler.preempt(served)
+            return []
+        if served.finish_reason is not None:
+            self._retire(served)
+        return events
+
+    def _retire(self, served: Served) -> None:
+        self.scheduler.remove(served)
+        served.finish(self.runner, "cancelled")
+
+    def check_integrity(self) -> None:
+        """Asserts that queues, sequences and pool agree."""
+        self.scheduler.check_integrity()
+        self.runner.check_integrity()

@@ -1,0 +1,185 @@
+"""What a run selected, as a folder: `run.json` and shards of selections, written while the run goes on.
+
+A shard is a safetensors file of two int32 tensors: `counts` `[steps, S]`, tokens that each KV head attended to besides
+the resident ones in each of the S layers that select, and `positions` `[sum(counts) * Hkv]`, those tokens' positions
+step by step, layer by layer, head by head, ascending. Four bytes a selected row; what waits in memory is one shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InputError
+from .detokenizer import TextStream
+
+VERSION: Final = 1
+SHARD_BYTES: Final = 4 << 20
+"""Of positions that are kept in memory before they are written."""
+
+_FORMAT: Final = "offload-rt recording"
+_ABOUT: Final = "run.json"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What holds for a whole run. `row_bytes`: K and V of one token, layer and KV head as they cross the link.
+    `selecting`: the layers that select. `tokens`, `pieces`: ids and texts, prompt and new ones (no tokenizer: no
+    pieces); together the pieces are the text."""
+
+    model: str
+    fingerprint: str
+    policy: str
+    options: Mapping[str, Any]
+    layers: int
+    kv_heads: int
+    row_bytes: int
+    selecting: tuple[int, ...]
+    sinks: int
+    recent: int
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...] = ()
+
+
+class RunWriter:
+    """The recorder of one sequence, into a folder of its own. `close` writes what is left and is to be called whatever
+    happens; a run that was killed lacks its last shard and its new tokens' text.
+
+    Raises InputError where the folder holds something already or cannot be written.
+    """
+
+    def __init__(self, folder: Path, info: RunInfo) -> None:
+        self.folder, self._info = folder, info
+        self._layer_of = {layer: i for i, layer in enumerate(info.selecting)}
+        self._counts: list[list[int]] = []
+        self._positions: list[NDArray[np.int32]] = []
+        self._held = self._shards = self.bytes = 0
+        self._last = -1
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise InputError(f"{str(folder)!r} is not empty: give a new folder for the recording")
+            self._write_info(info)
+        except OSError as error:
+            raise InputError(f"cannot record to {str(folder)!r}: {error.strerror}") from error
+
+    def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
+        """See `Recorder.selected`."""
+        if position != self._last:
+            assert position > self._last, "one sequence, step by step"
+            if self._held >= SHARD_BYTES:
+                self._flush()
+            self._counts.append([0] * len(self._layer_of))
+            self._last = position
+        rows = tokens.detach().to("cpu", torch.int32).sort(dim=1).values.numpy()
+        self._counts[-1][self._layer_of[layer]] = rows.shape[1]
+        self._positions.append(rows.reshape(-1))
+        self._held += rows.nbytes
+
+    def close(self, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Ends the recording; `tokens` are all of the sequence, prompt and new ones."""
+        try:
+            self._flush()
+            self._write_info(replace(self._info, tokens=tuple(tokens), pieces=_pieces(tokens, tokenizer)))
+        except OSError as error:
+            raise InputError(f"cannot record to {str(self.folder)!r}: {error.strerror}") from error
+
+    def _flush(self) -> None:
+        if not self._counts:
+            return
+        shard = {
+            "counts": np.asarray(self._counts, np.int32),
+            "positions": np.concatenate(self._positions) if self._positions else np.empty(0, np.int32),
+        }
+        path = self.folder / f"selections-{self._shards:05d}.safetensors"
+        save_file(shard, path)
+        self.bytes += path.stat().st_size
+        self._counts, self._positions, self._held = [], [], 0
+        self._shards += 1
+
+    def _write_info(self, info: RunInfo) -> None:
+        record = {"format": _FORMAT, "version": VERSION, **asdict(info)}
+        temporary = self.folder / f".{_ABOUT}.tmp"
+        temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        os.replace(temporary, self.folder / _ABOUT)
+
+
+def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
+    """The text of each token; one that completes nothing by itself has "", its text comes with a later one."""
+    if tokenizer is None:
+        return ()
+    stream = TextStream(tokenizer, ())
+    pieces = [stream.push(token) for token in tokens]
+    pieces[-1] += stream.flush()
+    return tuple(pieces)
+
+
+Step = list[NDArray[np.int32]]
+"""Of each layer that selects, in order: the positions `[Hkv, n]`, ascending in each row."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded run on disk. Shards are read one at a time."""
+
+    folder: Path
+    info: RunInfo
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Raises InputError where there is none, or one of another version."""
+        try:
+            record = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"{str(folder)!r} is no recording ({error.strerror}): make one with --record") from error
+        except ValueError as error:
+            raise InputError(f"{str(folder / _ABOUT)!r} is damaged: {error}; record the run again") from error
+        if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
+            raise InputError(f"{str(folder / _ABOUT)!r} is no recording of offload-rt")
+        if (version := record.pop("version", None)) != VERSION:
+            raise InputError(f"{str(folder)!r} is a recording of version {version}, this program reads {VERSION}")
+        try:
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+            info = RunInfo(**fields)
+        except TypeError as error:
+            raise InputError(f"{str(folder / _ABOUT)!r} is damaged: {error}; record the run again") from error
+        return cls(folder, info)
+
+    def steps(self) -> Iterator[tuple[int, Step]]:
+        """(position of the token that attends, what it selected), in order. The first new token comes from the prefill:
+        the first step is that token's own, at position `prompt_tokens`. Raises InputError for a damaged shard."""
+        position = self.info.prompt_tokens
+        for path in sorted(self.folder.glob("selections-*.safetensors")):
+            counts, positions = self._shard(path)
+            start = 0
+            for row in counts.tolist():
+                step: Step = []
+                for count in row:
+                    stop = start + count * self.info.kv_heads
+                    step.append(positions[start:stop].reshape(self.info.kv_heads, count))
+                    start = stop
+                yield position, step
+                position += 1
+
+    def _shard(self, path: Path) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        try:
+            shard = load_file(path)
+            counts, positions = shard["counts"], shard["positions"]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise InputError(f"{str(path)!r} is damaged: {error}; record the run again") from error
+        wanted = (len(self.info.selecting), int(counts.sum()) * self.info.kv_heads)
+        if counts.ndim != 2 or (counts.shape[1], positions.size) != wanted:
+            raise InputError(f"{str(path)!r} is damaged: it does not hold what it counts; record the run again")
+        return counts, positions

@@ -1,0 +1,358 @@
+"""What can be done with one model, one policy and one pool: prefill, decode, fork, free. No queue, no sampling."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TypeVar
+
+import torch
+
+from ..config import EngineConfig
+from ..core import Lease, ModelGeometry
+from ..errors import ConfigError, DeviceFullError, InputError, ModelError, PoolFullError
+from ..forward.batch import Recorder, Step
+from ..forward.batched import Ways
+from ..forward.cuda_graphs import steps_for
+from ..forward.prefill import Prefill
+from ..forward.rebalance import make_room
+from ..forward.sequence import Sequence, key_reader
+from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
+from ..forward.slot_table import AppendOnly, Overwriting, Slots
+from ..forward.trace import Trace
+from ..models.registry import LoadedModel
+from ..planning.device_plan import DevicePlan
+from ..pool.pool import HostPool
+from ..select.base import Policy
+from ..transfer.link import Link
+from ..transfer.weights import WeightStream
+from .reclaim import Holder, with_room
+from .stats import Accounting, Stats
+
+T = TypeVar("T")
+
+EXACT = "exact"
+"""Lineage of rows that exact attention made, by prefill or under policy "full"."""
+
+
+class Runner:
+    """Owns the pool and the link of one model and runs sequences on them. Every sequence it makes must go through
+    `free`; between calls each one's lease, resident rows and policy state agree."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        pool: HostPool,
+        link: Link,
+        config: EngineConfig,
+        plan: DevicePlan | None = None,
+        weights: WeightStream | None = None,
+    ) -> None:
+        """plan: what the device may hold, where there is a limit. weights: what streams those that are not on it."""
+        self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
+        self.plan, self.weights = plan, weights
+        self.adapter = model.adapter
+        self._ids = itertools.count()
+        self._open: dict[int, Sequence] = {}
+        self.ways = Ways()
+        self.steps = steps_for(config, self.adapter.device, self.ways, streams=weights is not None)
+        self.holders: list[Holder] = []
+        self._accounting = Accounting(model, policy, pool, link, config, weights)
+        geometry = self.adapter.geometry
+        # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
+        pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
+        self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
+        if config.eviction is not None:
+            _check_evictable(policy, geometry)
+
+    @property
+    def approximates(self) -> bool:
+        """Whether tokens decoded under the policy and the pool's format have other rows than a prefill gives them."""
+        return self.policy.lineage != EXACT or not self.pool.format.exact
+
+    @property
+    def _shares(self) -> bool:
+        """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
+        return self.config.prefix_sharing and self.pool.format.exact
+
+    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
+        """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
+        `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
+
+        Raises InputError for token ids the model does not have, PoolFullError where the pool has no room. Whether the
+        whole sequence can ever fit is `check_fits`' to say.
+        """
+        geometry = self.adapter.geometry
+        wrong = next((t for t in tokens if not 0 <= t < geometry.vocab), None)
+        if wrong is not None:
+            raise InputError(f"token id {wrong} is not in the vocabulary of {self.model.name} (0-{geometry.vocab - 1})")
+        lease = self._lease(tokens[:reuse], capacity)
+        keys, known = key_reader(self.pool, lease), lease.length
+        trace = Trace(geometry.layers, self.config.missed_mass_every, reused_tokens=known)
+        state, slots = self.policy.new_state(keys), self._new_slots()
+        return self._register(
+            Sequence(next(self._ids), list(tokens), lease, slots, keys, state, trace, known, known, known)
+        )
+
+    def _lease(self, known: Seq[int], capacity: int) -> Lease:
+        """Room for `capacity` tokens, behind what the prefix tree has of `known`."""
+        if not self._shares or self.policy.wants_queries:
+            return self.pool.new_lease(capacity)
+        lease = self.pool.match(known, EXACT)
+        if not lease.length:
+            return self.pool.new_lease(capacity)
+        return self._reserved(lease, capacity)
+
+    def _reserved(self, lease: Lease, capacity: int) -> Lease:
+        """The lease with room for `capacity` tokens; given back where there is none (PoolFullError)."""
+        try:
+            self.pool.reserve(lease, capacity)
+        except PoolFullError:
+            self.pool.release(lease)
+            raise
+        return lease
+
+    def check_fits(self, tokens: int) -> None:
+        """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
+        where it would not fit an empty pool and nothing may give way."""
+        self._check_positions(tokens)
+        if self.plan is not None:
+            self.plan.check([tokens])
+        if self.config.eviction is None:
+            self.pool.check_fits(tokens)
+
+    def with_room(self, action: Callable[[], T]) -> T:
+        """What `action` returns; where it finds no room, what lies in memory without being used (`holders`) gives way
+        until it does: `idle.with_room`. Raises PoolFullError."""
+        return with_room(action, self.holders)
+
+    def check_spare(self, chunks: int) -> None:
+        """Raises PoolFullError where the pool has no `chunks` chunks to give."""
+        self.pool.check_spare(chunks)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Room for the next token. Raises PoolFullError; with eviction, which makes room by itself, only where the
+        device has none."""
+        if self.config.eviction is None:
+            self.pool.reserve(sequence.lease, sequence.position + 1)
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """Raises DeviceFullError where the open sequences could take more of the device than it may hold."""
+        if self.plan is not None:
+            self.plan.check([sequence.lease.capacity for sequence in self._open.values()])
+
+    def room(self, computed: int, total: int) -> int:
+        """Slots to take for a sequence of `total` tokens of which `computed` are there or are prefilled: all of them,
+        or with eviction, which makes room by itself, one more than is computed."""
+        return total if self.config.eviction is None else computed + 1
+
+    def _new_slots(self) -> Slots:
+        if self.config.eviction is None:
+            return AppendOnly(self.pool)
+        return Overwriting(self.pool, self.config.eviction, self.policy.sinks, self.policy.recent)
+
+    def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
+        """A sequence with the same computed tokens, sharing their chunks, with room for `capacity` tokens: only the
+        filled slots of a partly filled last chunk are copied. What it cost so far is counted as reused, or with
+        `same_trace` goes on with the original's counts. Raises PoolFullError."""
+        self.link.settle(sequence.lease)
+        lease = self._reserved(self.pool.fork(sequence.lease), capacity)
+        keys, before = key_reader(self.pool, lease), sequence.trace
+        trace = before.copy() if same_trace else before.restart(reused=sequence.position)
+        return self._register(
+            Sequence(
+                next(self._ids),
+                list(sequence.tokens),
+                lease,
+                sequence.slots.fork(),
+                keys,
+                sequence.state.fork(keys),
+                trace,
+                sequence.position,
+                sequence.exact,
+                sequence.unlearned,
+                sequence.shift,
+                sequence.cut,
+            ),
+            origin=sequence.lease,
+        )
+
+    def match(self, tokens: Seq[int], cut: str = "") -> Lease:
+        """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them."""
+        if not self._shares:
+            return Lease()
+        return self.pool.match(tokens, EXACT + cut, self.policy.lineage + cut)
+
+    def adopt(
+        self, tokens: Seq[int], lease: Lease, *, capacity: int, known: int, exact: int, shift: int = 0, cut: str = ""
+    ) -> Sequence:
+        """A sequence whose first `known` tokens were computed before: rows of `lease.length` of them are in the lease,
+        the others will be when the next prefill comes to their layer. It takes the lease, with room for `capacity`
+        tokens; PoolFullError gives the lease back."""
+        self._reserved(lease, capacity)
+        self.pool.commit(lease, known)
+        keys = key_reader(self.pool, lease)
+        trace = Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
+        state, slots = self.policy.new_state(keys), self._new_slots()
+        sequence = Sequence(
+            next(self._ids), list(tokens), lease, slots, keys, state, trace, known, exact, known, shift, cut
+        )
+        return self._register(sequence)
+
+    def reload(self, sequence: Sequence) -> None:
+        """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
+        self.link.close(sequence.lease)
+        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent)
+
+    def relearn(self, sequence: Sequence) -> None:
+        """Forgets what only this process knows of a sequence: resident rows and the policy's state come from the
+        pool's rows again, the latter with the next prefill."""
+        self.reload(sequence)
+        sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
+        sequence.torn = False
+
+    def _register(self, sequence: Sequence, origin: Lease | None = None) -> Sequence:
+        """Opens the sequence, or gives its lease back where the device has no room for it (DeviceFullError)."""
+        self._open[sequence.id] = sequence
+        try:
+            self._check_device()
+        except DeviceFullError:
+            del self._open[sequence.id]
+            self.pool.release(sequence.lease)
+            raise
+        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent, origin)
+        return sequence
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
+        del self._open[sequence.id]
+        self.ways.forget()
+        self.link.close(sequence.lease)
+        self._publish(sequence)
+        self.pool.release(sequence.lease)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
+        the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
+        if self._shares:
+            lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
+            self.pool.publish(sequence.lease, sequence.tokens, lineage + sequence.cut)
+
+    @torch.inference_mode()
+    def begin_prefill(
+        self,
+        sequence: Sequence,
+        stop: int,
+        *,
+        want_logits: bool,
+        before_layer: Callable[[int], None] = lambda layer: None,
+        after_layer: Callable[[int], None] = lambda layer: None,
+    ) -> Prefill:
+        """The exact prefill of tokens [position, stop), to be advanced with `advance_prefill`; `before_layer(layer)`
+        returns when the rows of a layer that were computed before are in the pool, `after_layer(layer)` is called when
+        a layer is done."""
+        sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
+        size = self.config.prefill_slice
+        return Prefill(
+            sequence,
+            stop,
+            self.adapter,
+            self.link,
+            slice_tokens=size,
+            want_logits=want_logits,
+            before_layer=before_layer,
+            after_layer=after_layer,
+        )
+
+    @torch.inference_mode()
+    def advance_prefill(self, prefill: Prefill) -> None:
+        """Runs one layer; commits the tokens after the last."""
+        began, crossed = time.perf_counter(), self._accounting.weights_crossed
+        prefill.run_layer()
+        sequence = prefill.sequence
+        sequence.trace.weight_bytes += self._accounting.weights_crossed - crossed
+        if prefill.done:
+            self.pool.commit(sequence.lease, prefill.stop)
+            sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
+            sequence.position, sequence.unlearned = prefill.stop, 0
+            self.link.settle(sequence.lease)
+            self._publish(sequence)
+        sequence.trace.prefill_seconds += time.perf_counter() - began
+        prefill.after_layer(prefill.layer - 1)
+
+    def prefill(
+        self,
+        sequence: Sequence,
+        stop: int,
+        *,
+        want_logits: bool = False,
+        on_layer: Callable[[int], None] = lambda layer: None,
+    ) -> torch.Tensor | None:
+        """All of it in one call, `on_layer(layers done)` after each layer. Returns logits `[V]` if wanted."""
+        prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
+        while not prefill.done:
+            self.advance_prefill(prefill)
+            on_layer(prefill.layer)
+        return prefill.logits
+
+    @torch.inference_mode()
+    def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
+        """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
+        began, crossed = time.perf_counter(), self._accounting.weights_crossed
+        make_room(batch, self.pool, self.link, self.policy)
+        for sequence in batch:
+            sequence.slots.begin_step(sequence.lease, sequence.position)
+            sequence.torn = True
+        sharing = self.prefixes.of([sequence.lease for sequence in batch])
+        ordered = [batch[i] for i in sharing.order]
+        step = Step(ordered, self.adapter, self.policy, self.link, sharing, recorder)
+        logits = sharing.restore(self.steps.run(step))
+        for sequence in batch:
+            sequence.position += 1
+            sequence.torn = False
+            self.pool.commit(sequence.lease, sequence.slots.context)
+        batch[0].trace.weight_bytes += self._accounting.weights_crossed - crossed
+        seconds = time.perf_counter() - began
+        for sequence in batch:
+            sequence.trace.decode_seconds += seconds
+        return logits
+
+    def stats(self, sequence: Sequence) -> Stats:
+        """What the sequence cost so far; to be taken before `free`."""
+        scoring = sum(one.state.device_bytes for one in self._open.values())
+        return self._accounting.stats(sequence, self._accounting.peak_device_bytes(scoring))
+
+    def _check_positions(self, tokens: int) -> None:
+        geometry = self.adapter.geometry
+        if tokens <= geometry.max_positions:
+            return
+        needed = f"{tokens} positions (prompt and new tokens) are needed and {self.model.name} has"
+        if geometry.absolute_positions:
+            raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_new_tokens")
+        warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
+
+    def check_integrity(self) -> None:
+        """Asserts that pool, sequences and states agree."""
+        self.pool.check_integrity()
+        self.link.check_integrity()
+        for sequence in self._open.values():
+            sequence.check_integrity()
+
+
+def _check_evictable(policy: Policy, geometry: ModelGeometry) -> None:
+    """Raises ConfigError where overwriting slots would not mean what it says."""
+    if not policy.evictable:
+        raise ConfigError(
+            f"policy {policy.name!r} knows tokens by their place and cannot run with eviction, which moves them; use "
+            "'full', 'infinigen' or 'oracle', or leave eviction out"
+        )
+    if any(window is not None for window in geometry.windows):
+        raise ConfigError(
+            "eviction overwrites tokens in any order, but this model's sliding window hides them by age: leave "
+            "eviction out (tokens outside the window are never attended anyway)"
+        )

@@ -1,0 +1,148 @@
+"""Log-probabilities of given continuations, through the decode path: every scored token's predecessor is decoded under
+the policy, so the policy is what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from ..errors import PoolFullError
+from ..forward.sequence import Sequence
+from .runner import Runner
+from .stats import Stats
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one continuation of n tokens: natural log-probability `[n]` of each, whether each was the likeliest token
+    `[n]`, and what computing it cost."""
+
+    logprobs: list[float]
+    is_greedy: list[bool]
+    stats: Stats
+
+
+@dataclass(eq=False)
+class _Task:
+    """tokens: prompt and continuation; tokens [scored_from, end) are scored. The last one is never computed."""
+
+    tokens: list[int]
+    scored_from: int
+    logprobs: list[float] = field(default_factory=list)
+    is_greedy: list[bool] = field(default_factory=list)
+    score: Score | None = None
+
+    @property
+    def computed(self) -> int:
+        """How many of its tokens are computed in the end."""
+        return len(self.tokens) - 1
+
+
+def score(
+    runner: Runner,
+    prompts: Seq[Seq[int]],
+    continuations: Seq[Seq[int]],
+    *,
+    decode_from: int | None,
+    batch: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Score]:
+    """Scores `continuations[i]` (at least one token) after `prompts[i]` (at least one), up to `batch` at a time, fewer
+    where the pool has no room for more.
+
+    Prefilled exactly are all but the last token of each prompt, or its first `decode_from` tokens if that is fewer;
+    equal prompts are prefilled once and forked. `on_done` is called after each continuation. With eviction they go one
+    by one: what a sequence loses must not depend on what runs beside it. Raises PoolFullError where not even one fits.
+    """
+    tasks = [_Task([*p, *c], len(p)) for p, c in zip(prompts, continuations, strict=True)]
+    groups: dict[tuple[int, ...], list[_Task]] = {}
+    for task in tasks:
+        stop = task.scored_from - 1 if decode_from is None else min(decode_from, task.scored_from - 1)
+        groups.setdefault(tuple(task.tokens[:stop]), []).append(task)
+    batches = _Batches(runner, batch if runner.config.eviction is None else 1, on_done)
+    try:
+        for prefix, members in groups.items():
+            batches.start(prefix, members)
+        batches.decode()
+    finally:
+        batches.close()
+    return [task.score for task in tasks if task.score is not None]
+
+
+class _Batches:
+    """Teacher-forced sequences that wait to be decoded together; owns them until they are."""
+
+    def __init__(self, runner: Runner, size: int, on_done: Callable[[], None]) -> None:
+        self._runner, self._size, self._on_done = runner, size, on_done
+        self._pending: list[tuple[Sequence, _Task]] = []
+        self._origin: Sequence | None = None
+
+    def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
+        """A sequence for each of `members`: the last one's own prefill of `prefix`, the others its forks."""
+        self._origin = origin = self._with_room(partial(self._prefilled, prefix, members[-1]))
+        for task in members[:-1]:
+            fork = self._with_room(partial(self._fork, origin, task))
+            self._pending.append((fork, task))
+        self._with_room(partial(self._grown, origin, members[-1]))
+        self._pending.append((origin, members[-1]))
+        self._origin = None
+
+    def _with_room(self, make: Callable[[], Sequence]) -> Sequence:
+        """What `make` makes, if need be after those that wait have been decoded and gave back their room."""
+        if len(self._pending) >= self._size:
+            self.decode()
+        try:
+            return self._runner.with_room(make)
+        except PoolFullError:
+            if not self._pending:
+                raise
+            self.decode()
+            return self._runner.with_room(make)
+
+    def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
+        self._runner.check_fits(task.computed)
+        sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
+        sequence.trace.prompt_tokens = len(prefix)
+        if prefix:
+            self._runner.prefill(sequence, len(prefix))
+        return sequence
+
+    def _grown(self, origin: Sequence, task: _Task) -> Sequence:
+        self._runner.pool.reserve(origin.lease, self._runner.room(origin.position, task.computed))
+        return origin
+
+    def _fork(self, origin: Sequence, task: _Task) -> Sequence:
+        fork = self._runner.fork(origin, self._runner.room(origin.position, task.computed))
+        fork.tokens = list(task.tokens)
+        return fork
+
+    def decode(self) -> None:
+        """Runs those that wait to their ends, and frees them."""
+        while self._pending:
+            logprobs = torch.log_softmax(self._runner.decode([sequence for sequence, _ in self._pending]), dim=-1)
+            for (sequence, task), row in zip(self._pending, logprobs, strict=True):
+                self._advance(sequence, task, row)
+            self._pending = [(sequence, task) for sequence, task in self._pending if task.score is None]
+
+    def _advance(self, sequence: Sequence, task: _Task, logprobs: torch.Tensor) -> None:
+        """Enters what logprobs `[V]` say of the next token; scores and frees the sequence after the last."""
+        target = sequence.position
+        if target >= task.scored_from:
+            value = logprobs[task.tokens[target]]
+            task.logprobs.append(float(value))
+            task.is_greedy.append(bool(value == logprobs.max()))
+        if target == task.computed:
+            task.score = Score(task.logprobs, task.is_greedy, self._runner.stats(sequence))
+            self._runner.free(sequence)
+            self._on_done()
+
+    def close(self) -> None:
+        """Frees what an error left behind."""
+        left = [sequence for sequence, task in self._pending if task.score is None]
+        for sequence in left if self._origin is None else [*left, self._origin]:
+            self._runner.free(sequence)
+        self._pending, self._origin = [], None

@@ -1,0 +1,194 @@
+"""What a sequence cost, put together from its trace and from what model, pool and link hold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..config import EngineConfig
+from ..forward.sequence import Sequence
+from ..forward.trace import Trace
+from ..models.registry import LoadedModel
+from ..pool.pool import HostPool
+from ..select.base import Policy
+from ..transfer.link import Link
+from ..transfer.weights import WeightStream
+
+
+def _mean(rows: list[list[float]]) -> float:
+    values = [value for row in rows for value in row]
+    return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one request cost and how much of the context it used. Times are wall-clock seconds, sizes bytes.
+
+    link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device. Rows that several sequences
+        share cross once a step and are counted for the first of them: the sum over the batch is what crossed.
+    reused_tokens: prompt tokens whose KV another sequence had computed.
+    link_bytes_weights: weights that crossed for this sequence's prefill and steps, not in `link_bytes_to_device`; for a
+        batch they cross once and are counted for its first sequence.
+    kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
+    scoring_bytes_device / scoring_bytes_host: scoring keys of this sequence, on the device or where they are scored.
+    weight_bytes / weight_bytes_device: all weights / those on the device, buffers for the others included.
+    link_fraction, attended_fraction: mean over layers and decode steps, dense layers included.
+    sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
+    missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
+        `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured.
+    working_set_rows: rows of each KV head and layer that stay on the device (`working_set=`); working_set_bytes: what
+        this sequence's take, tables included, in `kv_bytes_device`; working_set_hit_rate: share of the selected rows
+        that they had, None without one. Such rows are not in `link_bytes_to_device` and `link_fraction`.
+    peak_device_bytes: on CUDA the allocator's peak; on the CPU weight_bytes_device + kv_bytes_device + scoring keys, as
+        counted.
+    """
+
+    model: str
+    policy: str
+    device: str
+    dtype: str
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    link_bytes_to_device: int
+    link_bytes_to_host: int
+    link_bytes_weights: int
+    kv_bytes_host: int
+    kv_bytes_device: int
+    scoring_bytes_device: int
+    scoring_bytes_host: int
+    weight_bytes: int
+    weight_bytes_device: int
+    peak_device_bytes: int
+    link_fraction: float
+    attended_fraction: float
+    sparse_link_fraction: float
+    sparse_attended_fraction: float
+    dense_layers: tuple[int, ...]
+    layers: int
+    missed_mass: float | None
+    missed_mass_worst_layer: float | None
+    working_set_rows: int
+    working_set_bytes: int
+    working_set_hit_rate: float | None
+    attended_by_step: list[list[float]]
+    missed_by_step: list[tuple[int, list[float]]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, ready for JSON."""
+        return asdict(self)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens per second of decoding; the first new token comes from the prefill."""
+        return len(self.attended_by_step) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
+    """(mean, worst layer's mean) of the sampled missed mass over the layers that select; None where none was."""
+    selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
+    if not trace.missed or not selecting:
+        return None, None
+    means = [sum(masses[layer] for _, masses in trace.missed) / len(trace.missed) for layer in selecting]
+    return sum(means) / len(means), max(means)
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """Means over layers and decode steps of the share of visible rows fetched across the link (`link`) and attended;
+    `sparse_*` over the layers that select, 0 where none does."""
+
+    link: float
+    attended: float
+    sparse_link: float
+    sparse_attended: float
+
+    @classmethod
+    def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
+        """Of all steps of a trace."""
+        trace.settle()
+        selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
+        fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
+        hits = sum(trace.hit_shares())
+        link, sparse = _mean(trace.fetched) - hits / trace.layers, _mean(fetched) - hits / max(1, len(selecting))
+        return cls(link, _mean(trace.attended), sparse, _mean(attended))
+
+
+class Accounting:
+    """Reads, never changes, what one runner's parts hold."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        pool: HostPool,
+        link: Link,
+        config: EngineConfig,
+        weights: WeightStream | None,
+    ) -> None:
+        self._model, self._policy, self._pool, self._link, self._config = model, policy, pool, link, config
+        self._weights = weights
+
+    @property
+    def weights_crossed(self) -> int:
+        """Bytes of weights that have crossed the link so far."""
+        return 0 if self._weights is None else self._weights.bytes
+
+    @property
+    def weights_on_device(self) -> int:
+        """Bytes of weights on the device, and of the buffers for the others."""
+        if self._weights is None:
+            return self._model.weight_bytes
+        return self._model.weight_bytes - self._weights.numbers + self._weights.device_bytes
+
+    def peak_device_bytes(self, scoring: int) -> int:
+        """The device's peak where it counts; else what is held now, `scoring` bytes of all sequences' scoring keys."""
+        device = self._model.adapter.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return self.weights_on_device + self._link.device_bytes + scoring
+
+    def stats(self, sequence: Sequence, peak_device_bytes: int) -> Stats:
+        """What the sequence cost so far."""
+        trace, adapter, dense = sequence.trace, self._model.adapter, self._policy.dense_layers
+        trace.settle()
+        shares = Fractions.of(trace, dense)
+        missed, worst = layer_means(trace, dense)
+        return Stats(
+            model=self._model.name,
+            policy=self._policy.name,
+            device=str(adapter.device),
+            dtype=str(adapter.dtype).removeprefix("torch."),
+            prompt_tokens=trace.prompt_tokens,
+            reused_tokens=trace.reused_tokens,
+            new_tokens=len(sequence.tokens) - trace.prompt_tokens,
+            prefill_seconds=trace.prefill_seconds,
+            decode_seconds=trace.decode_seconds,
+            link_bytes_to_device=trace.bytes_to_device,
+            link_bytes_to_host=trace.bytes_to_host,
+            link_bytes_weights=trace.weight_bytes,
+            kv_bytes_host=len(sequence.lease.chunks) * self._pool.chunk_bytes,
+            kv_bytes_device=self._link.device_bytes,
+            scoring_bytes_device=sequence.state.device_bytes,
+            scoring_bytes_host=sequence.state.host_bytes,
+            weight_bytes=self._model.weight_bytes,
+            weight_bytes_device=self.weights_on_device,
+            peak_device_bytes=peak_device_bytes,
+            link_fraction=shares.link,
+            attended_fraction=shares.attended,
+            sparse_link_fraction=shares.sparse_link,
+            sparse_attended_fraction=shares.sparse_attended,
+            dense_layers=tuple(sorted(dense)),
+            layers=adapter.geometry.layers,
+            missed_mass=missed,
+            missed_mass_worst_layer=worst,
+            working_set_rows=self._config.working_set,
+            working_set_bytes=self._link.working_set_bytes(sequence.lease),
+            working_set_hit_rate=trace.hit_rate if self._config.working_set else None,
+            attended_by_step=trace.attended,
+            missed_by_step=trace.missed,
+        )

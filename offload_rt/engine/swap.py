@@ -1,0 +1,207 @@
+"""Preempted sequences on disk, where that is estimated cheaper than computing them again (PagedAttention §4.5)."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..config import StoreOptions
+from ..core import CHUNK, Lease
+from ..errors import PoolFullError
+from ..forward.sequence import Sequence
+from ..pool.prefix_tree import TOKEN_BYTES, chunk_key
+from ..storage.disk_store import DiskStore, StoredChunk
+from ..storage.loader import DamagedChunkError, Preload
+from ..storage.saver import NamedChunk, Saver
+from .runner import EXACT, Runner
+
+BYTES_PER_SECOND = 500e6
+"""What a disk is taken to write and to read until it has been measured."""
+
+FOLDER = "preempted"
+"""Below the user's folder, so that nothing else there is touched."""
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """A sequence on disk: its chunks from the first on, and what `Runner.adopt` needs to know."""
+
+    names: Seq[NamedChunk]
+    position: int
+    exact: int
+    shift: int
+    cut: str
+
+
+class Spill:
+    """Writes what a preempted sequence has computed to a folder of its own and brings it back, bit for bit; whatever
+    fails (no room, a damaged file) means that the sequence is computed again.
+
+    Only where rows and the policy's state can be restored exactly: the pool keeps rows as they are, and the policy
+    learns from keys alone. Chunks that came from exact prefill have names that do not depend on the sequence: several
+    that share a prompt store it once. Nothing outlives the object; one process at a time may use a folder.
+
+    Raises StoreError.
+    """
+
+    def __init__(self, runner: Runner, folder: Path, options: StoreOptions | None = None) -> None:
+        self._runner = runner
+        model, place = runner.model, folder / FOLDER
+        namespace = f"{model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {FOLDER}"
+        self._disk = DiskStore(place, namespace, runner.adapter.geometry.layers, options)
+        for path in place.glob("*/*/*.kv"):  # of a process that died
+            self._disk.remove([bytes.fromhex(path.stem)], path.parent.parent.name)
+        self._saver = Saver(self._disk, runner.pool, runner.link)
+        self._users: Counter[bytes] = Counter()
+        self._ids = itertools.count()
+        self._write_rate = self._read_rate = 1 / BYTES_PER_SECOND
+        self._prefill_rate = 0.0
+        self.close = weakref.finalize(self, _close, self._saver, self._disk, self._users)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of all files."""
+        return self._disk.bytes_used
+
+    def keep(self, sequence: Sequence, batch: int) -> Spilled | None:
+        """Writes what the sequence has computed, if bringing it back is estimated to take less time than computing it
+        again; `batch` sequences decode together. None: it has to be computed again."""
+        if not self._can(sequence):
+            return None
+        names = list(self._names(sequence))
+        fresh = [name for name in names if name.key not in self._disk]
+        token_bytes = self._runner.pool.chunk_bytes // CHUNK
+        written = sum(name.count for name in fresh) * token_bytes
+        read = sequence.position * token_bytes
+        if written * self._write_rate + read * self._read_rate >= self._recompute_seconds(sequence, batch):
+            return None
+        began = time.perf_counter()
+        while fresh:
+            taken = self._saver.save(sequence.lease, fresh)
+            self._saver.flush()
+            fresh = fresh[taken:]
+        self._users.update(name.key for name in names)
+        self._disk.pin(name.key for name in names)
+        spilled = Spilled(names, sequence.position, sequence.exact, sequence.shift, sequence.cut)
+        if any(name.key not in self._disk for name in names):
+            self.forget(spilled)
+            return None
+        if written:
+            self._write_rate = (time.perf_counter() - began) / written
+        return spilled
+
+    def restore(self, spilled: Spilled, tokens: Seq[int], spare: int = 0) -> Sequence | None:
+        """The sequence as it was, with room for one more of `tokens`; what the prefix tree still has is not read. None
+        where the files are not what was written. Raises PoolFullError, before anything is read, where the pool has not
+        `spare` chunks besides."""
+        runner, pool = self._runner, self._runner.pool
+        lease = self._known(spilled, tokens)
+        found = self._find(spilled, lease)
+        try:
+            pool.check_spare(-(-(spilled.position + 1) // CHUNK) - len(lease.chunks) + spare)
+        except PoolFullError:
+            pool.release(lease)
+            raise
+        if found is None:
+            pool.release(lease)
+            return None
+        known = lease.length
+        sequence = runner.adopt(
+            tokens, lease, capacity=spilled.position + 1, known=spilled.position, exact=spilled.exact,
+            shift=spilled.shift, cut=spilled.cut,
+        )  # fmt: skip
+        if not self._load(lease, found):
+            pool.truncate(lease, known)
+            runner.free(sequence)
+            return None
+        runner.reload(sequence)
+        self._learn(sequence)
+        return sequence
+
+    def forget(self, spilled: Spilled) -> None:
+        """Removes the files that no other sequence needs."""
+        keys = [name.key for name in spilled.names]
+        self._disk.unpin(keys)
+        self._users.subtract(keys)
+        self._users += Counter()
+        self._disk.remove(key for key in keys if key not in self._users)
+
+    def _can(self, sequence: Sequence) -> bool:
+        runner = self._runner
+        learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
+        complete = sequence.position and not sequence.unlearned and sequence.lease.length == sequence.position
+        return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
+
+    def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
+        """Of the prefill, and of decoding again what a prefill would give other rows; as if the prefix tree had kept
+        nothing of it."""
+        trace, decoded = sequence.trace, sequence.position - sequence.exact
+        computed = trace.prompt_tokens - trace.reused_tokens
+        if computed > 0:
+            self._prefill_rate = trace.prefill_seconds / computed
+        step = trace.decode_seconds / max(1, len(trace.attended))
+        if not self._runner.approximates:
+            return sequence.position * (self._prefill_rate or step)
+        return sequence.exact * (self._prefill_rate or step) + decoded * step / batch
+
+    def _names(self, sequence: Sequence) -> Iterator[NamedChunk]:
+        """Chunks of all computed tokens. Exact ones are named by what they hold, the others after this sequence."""
+        own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
+        for start in range(0, sequence.position, CHUNK):
+            stop = min(start + CHUNK, sequence.position)
+            lineage = (EXACT if stop <= sequence.exact else own) + sequence.cut
+            tokens = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in sequence.tokens[start:stop])
+            key = chunk_key(parent, lineage, tokens)
+            yield NamedChunk(start // CHUNK, parent, lineage, tokens, key)
+            parent = key
+
+    def _known(self, spilled: Spilled, tokens: Seq[int]) -> Lease:
+        """What the prefix tree has of the tokens that an exact prefill computed."""
+        if not self._runner.config.prefix_sharing:
+            return Lease()
+        return self._runner.pool.match(tokens[: spilled.exact + 1], EXACT + spilled.cut)
+
+    def _find(self, spilled: Spilled, lease: Lease) -> list[tuple[int, StoredChunk]] | None:
+        names = spilled.names[lease.length // CHUNK :]
+        chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
+        found = [(name.index, chunk) for name, chunk in zip(names, chunks, strict=True) if chunk is not None]
+        return found if len(found) == len(names) else None
+
+    def _load(self, lease: Lease, found: list[tuple[int, StoredChunk]]) -> bool:
+        if not found:
+            return True
+        layers = self._disk.layers
+        preload = Preload(self._runner.pool, self._disk, lease, found, ahead=layers)
+        try:
+            for layer in range(layers):
+                preload.wait(layer)
+        except DamagedChunkError:
+            return False
+        finally:
+            preload.close()
+        self._read_rate = preload.load_seconds / (layers * sum(chunk.header.layer_bytes for _, chunk in found))
+        return True
+
+    @torch.inference_mode()
+    def _learn(self, sequence: Sequence) -> None:
+        """The policy's state as it was: it is made from keys alone."""
+        runner = self._runner
+        for layer in range(runner.adapter.geometry.layers):
+            if layer not in runner.policy.dense_layers:
+                keys = sequence.keys(layer, range(sequence.position))
+                sequence.state.on_keys(layer, keys.to(runner.adapter.device), 0)
+        sequence.unlearned = 0
+
+
+def _close(saver: Saver, disk: DiskStore, users: Counter[bytes]) -> None:
+    saver.close()
+    disk.remove(list(users))
+    disk.close()

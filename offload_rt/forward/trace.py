@@ -1,0 +1,181 @@
+"""What a run did, counted where it happens: a `Trace` per sequence, which `engine.stats` sums up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..core import Visible
+from ..transfer.link import Ticket
+
+COUNTED_AT_ONCE = 4096
+"""Counts left on the device before they are read: a wait in more than a hundred steps of a large model."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What of a selection crosses the link: its rows of each of `heads` KV heads, K and V of one `pair_bytes` bytes.
+    Where some of it does not, `tally` int64 `[2]` on the device says how many rows do, and how many the working set
+    had."""
+
+    heads: int
+    pair_bytes: int
+    tally: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Rows of a KV head that a layer attended to in a step, `count` (an integer without axes) on the device; `resident`
+    more, of `context`."""
+
+    step: int
+    layer: int
+    resident: int
+    context: int
+    count: torch.Tensor
+    crossing: Crossing | None = None
+
+
+@dataclass
+class Trace:
+    """Counts of one sequence. Fractions are over the token rows that the model itself would attend to in the layer
+    (a sliding window's rows where there is one), the newest token included.
+
+    attended, fetched: `[steps][layers]` fractions of each decode step.
+    missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
+    spared: float64 `[4, layers]` on the device: bytes of `bytes_asked` that did not cross the link, token rows that the
+        working set had, the sum over steps of their share of the context, and rows that were looked for; None where
+        nothing could be spared.
+    counted_later: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
+    """
+
+    layers: int
+    missed_every: int
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    bytes_asked: int = 0
+    bytes_to_host: int = 0
+    weight_bytes: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    attended: list[list[float]] = field(default_factory=list)
+    fetched: list[list[float]] = field(default_factory=list)
+    missed: list[tuple[int, list[float]]] = field(default_factory=list)
+    spared: torch.Tensor | None = None
+    counted_later: list[_Counted] = field(default_factory=list)
+
+    @property
+    def bytes_to_device(self) -> int:
+        """Bytes of rows that crossed the link. Waits for the device where only it knows."""
+        self.settle()
+        return self.bytes_asked - (0 if self.spared is None else int(self.spared[0].sum()))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rows looked for that the working set had."""
+        self.settle()
+        if self.spared is None:
+            return 0.0
+        return float(self.spared[1].sum()) / max(1.0, float(self.spared[3].sum()))
+
+    def hit_shares(self) -> list[float]:
+        """`[layers]`: rows that the working set had over rows in context, mean over steps."""
+        self.settle()
+        if self.spared is None or not self.fetched:
+            return [0.0] * self.layers
+        shares: list[float] = (self.spared[2] / len(self.fetched)).tolist()
+        return shares
+
+    @property
+    def probing(self) -> bool:
+        """Whether the current step measures the missed mass."""
+        return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
+
+    @property
+    def measures(self) -> bool:
+        """Whether the next step will measure it."""
+        return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
+
+    def settle(self) -> None:
+        """Enters what only the device knew, and waits for it."""
+        if not self.counted_later:
+            return
+        counts = torch.stack([one.count for one in self.counted_later]).tolist()
+        for one, count in zip(self.counted_later, counts, strict=True):
+            self._enter(one.step, one.layer, one.resident, one.context, count)
+            if one.crossing is not None and one.crossing.tally is None:
+                self.bytes_asked += count * one.crossing.heads * one.crossing.pair_bytes
+        self._settle_crossings(counts)
+        self.counted_later.clear()
+
+    def _settle_crossings(self, counts: list[int]) -> None:
+        """Of selections that do not cross the link as a whole."""
+        told = [(one, c, n) for one, n in zip(self.counted_later, counts, strict=True) if (c := one.crossing)]
+        known = [(one, c, n) for one, c, n in told if c.tally is not None]
+        if not known:
+            return
+        tallies = torch.stack([c.tally for _, c, _ in known if c.tally is not None])
+        sums = torch.zeros(4, self.layers, dtype=torch.float64)
+        for (one, crossing, count), (rows, had) in zip(known, tallies.tolist(), strict=True):
+            self.bytes_asked += rows * crossing.pair_bytes
+            shares = [had, had / crossing.heads / one.context, count * crossing.heads]
+            sums[1:, one.layer] += torch.tensor(shares, dtype=torch.float64)
+        sums = sums.to(tallies.device)
+        self.spared = sums if self.spared is None else self.spared + sums
+
+    def copy(self) -> Trace:
+        """An independent copy."""
+        self.settle()
+        rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
+        spared = None if self.spared is None else self.spared.clone()
+        return replace(self, **rows, spared=spared)  # type: ignore[arg-type]
+
+    def restart(self, reused: int) -> Trace:
+        """Of a sequence that begins with `reused` computed tokens of this one's: nothing has been spent on it."""
+        return Trace(self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused)
+
+    def begin_step(self) -> None:
+        """A decode step starts."""
+        if len(self.counted_later) >= COUNTED_AT_ONCE:
+            self.settle()
+        self.attended.append([0.0] * self.layers)
+        self.fetched.append([0.0] * self.layers)
+        if self.probing:
+            self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
+
+    def rows(self, layer: int, visible: Visible, fetched: int | torch.Tensor) -> None:
+        """`fetched` rows per KV head, besides the resident ones, are attended in `layer`; adds up over repairs. A
+        tensor is the counts of a `Selection`, which are read when they are needed."""
+        step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
+        if isinstance(fetched, torch.Tensor):
+            self.counted_later.append(_Counted(step, layer, resident, context, fetched[0]))
+        else:
+            self._enter(step, layer, resident, context, fetched)
+
+    def crossing(self, layer: int, visible: Visible, count: torch.Tensor, crossing: Crossing) -> None:
+        """As `rows` of a selection of `count` tokens, and the bytes of it on the link; read when they are needed."""
+        step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
+        self.counted_later.append(_Counted(step, layer, resident, context, count, crossing))
+
+    def _enter(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
+        self.fetched[step][layer] += fetched / context
+        self.attended[step][layer] = resident / context + self.fetched[step][layer]
+
+    def spare(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
+        """Enters what of a ticket for `rows` rows per KV head did not cross the link, without asking the device."""
+        if ticket.spared is None or not rows:
+            return
+        rows_of_all, hits = ticket.spared.rows, ticket.spared.hits
+        if self.spared is None:
+            self.spared = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
+        asked = ticket.spared.asked
+        self.spared[0, layer] += rows_of_all * (ticket.bytes // asked)
+        self.spared[1, layer] += hits
+        self.spared[2, layer] += hits.double() * (rows / asked / len(visible.all))
+        self.spared[3, layer] += ticket.spared.sought
+
+    def miss(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
+        """Records 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""
+        mass = 1.0 - (attended_lse.to(full_lse) - full_lse).exp()
+        self.missed[-1][1][layer] = max(0.0, float(mass.mean()))

@@ -1,0 +1,1 @@
+"""What a model and a context will need, from shapes alone."""

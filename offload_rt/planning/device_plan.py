@@ -1,0 +1,150 @@
+"""What lies on the device under a limit of its bytes (`device_memory`): decided before anything is loaded.
+
+First choice: everything. Then weights give way: whole decoder layers, spread evenly so that the link never rests, stay
+in host memory and stream through two buffers. Last, when not even two layers at a time leave room for them, the scoring
+keys: they stay on the host and are scored there (InfiniGen §6.2), which is slower than any link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import EngineConfig, format_size
+from ..core import CHUNK
+from ..errors import DeviceFullError, MemoryLimitError
+from ..models.registry import ModelShape
+from ..pool.machine import available_memory
+from ..select.registry import parse_options
+from ..transfer.weights import BUFFERS
+from .memory_model import Demand, DeviceCosts
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """`limit` bytes on the device hold `weights` bytes of weights (buffers for the `streamed` layers among them) and
+    what the sequences that run take at most, as `costs` has it. `context` is how many tokens of one sequence the plan
+    was made for."""
+
+    limit: int
+    costs: DeviceCosts
+    context: int
+    streamed: tuple[int, ...]
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights and their buffers on the device."""
+        return _weights(self.costs, self.streamed)
+
+    @property
+    def resident_layers(self) -> tuple[int, ...]:
+        """Decoder layers whose weights are always on the device."""
+        return tuple(i for i in range(self.costs.shape.geometry.layers) if i not in self.streamed)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What the streamed layers' weights take in host memory, and cross the link for every step of a batch."""
+        return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the host keeps for the device, besides the pool."""
+        if not self.keys_on_host:
+            return self.streamed_bytes
+        there = replace(self.costs, keys_on_host=False)
+        return self.streamed_bytes + there.basis() - self.costs.basis() + there.scoring(self.context)
+
+    @property
+    def keys_on_host(self) -> bool:
+        """Whether scoring keys lie, and score, in host memory."""
+        return self.costs.keys_on_host
+
+    @property
+    def room(self) -> int:
+        """Bytes for everything that is no weight."""
+        return self.limit - self.weights
+
+    def check(self, contexts: Sequence[int]) -> None:
+        """Raises DeviceFullError where sequences with room for so many tokens could take more than the limit."""
+        needed = self.costs.total([_slots(context) for context in contexts]) if contexts else 0
+        if needed > self.room:
+            who = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
+            raise DeviceFullError(
+                f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} beside the weights, and "
+                f"{who} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, shorten "
+                f"the prompt, or give a larger max_context, for which more layers' weights would stay on the host "
+                f"(this plan is for {self.context:,} tokens)"
+            )
+
+
+def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
+    """The plan that keeps most weights on the device for one sequence of `context` tokens within `limit` bytes.
+
+    Raises MemoryLimitError where none holds, with what is missing and what would fit.
+    """
+    layers = costs.shape.geometry.layers
+    for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
+        chosen = replace(costs, keys_on_host=keys_on_host)
+        room = limit - chosen.total([_slots(context)])
+        for count in (0, *range(BUFFERS + 1, layers + 1)):
+            streamed = _spread(count, layers)
+            if _weights(chosen, streamed) <= room:
+                return DevicePlan(limit, chosen, context, streamed)
+    raise MemoryLimitError(_too_small(limit, chosen, context))
+
+
+def plan_for(
+    config: EngineConfig, shape: ModelShape, policy: str, options: Mapping[str, Any], *, rounded: bool
+) -> DevicePlan:
+    """The plan of a runtime with `config.device_memory`. Raises ConfigError for the policy's options,
+    MemoryLimitError."""
+    assert config.device_memory is not None
+    geometry = shape.geometry
+    demand = Demand.of(policy, parse_options(policy, options), geometry, shape.dtype)
+    costs = DeviceCosts(shape, demand, config.prefill_slice, rounded=rounded, working_set=config.working_set)
+    pool = config.host_memory or available_memory() // 2
+    held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
+    return plan_device(config.device_memory, costs, config.max_context or held)
+
+
+def _spread(count: int, layers: int) -> tuple[int, ...]:
+    """`count` of `layers` layers, evenly."""
+    return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
+
+
+def _slots(context: int) -> int:
+    """The slots of whole chunks that so many tokens take."""
+    return -(-context // CHUNK) * CHUNK
+
+
+def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
+    sizes = costs.shape.sizes
+    staying = sum(size for layer, size in enumerate(sizes.layers) if layer not in streamed)
+    return sizes.fixed + staying + (BUFFERS * max(sizes.layers[layer] for layer in streamed) if streamed else 0)
+
+
+def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
+    """The message of a limit under which nothing holds: `costs` with as little on the device as there can be."""
+    layers = costs.shape.geometry.layers
+    least = min(_weights(costs, _spread(count, layers)) for count in {0, layers} if count == 0 or count > BUFFERS)
+    rest = costs.total([_slots(context)])
+    where = ", scoring keys on the host" if costs.keys_on_host else ""
+    message = (
+        f"device_memory={format_size(limit)} cannot hold {context:,} tokens: even with as few weights on the device as "
+        f"possible ({format_size(least)}: embeddings, head and {BUFFERS} layers at a time){where}, the tokens take "
+        f"{format_size(rest)}; {format_size(least + rest - limit)} are missing"
+    )
+    fits = _longest(limit - least, costs, context)
+    if fits:
+        return f"{message}. Up to {fits:,} tokens would fit: pass max_context, or raise device_memory"
+    return f"{message}. Not even one token fits: raise device_memory"
+
+
+def _longest(room: int, costs: DeviceCosts, context: int) -> int:
+    """The most tokens of one sequence, below `context`, that `room` bytes hold; 0 where none."""
+    low, high = 0, context
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if costs.total([_slots(middle)]) <= room else (low, middle)
+    return low

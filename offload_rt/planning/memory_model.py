@@ -1,0 +1,306 @@
+"""What a model and a context will need, from shapes alone: nothing is loaded. What is said of the device is an upper
+bound, part by part, that `--device-memory` plans with (`device_plan.py`) and a test holds against an allocator that
+counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, Source, format_size
+from ..core import CHUNK, ModelGeometry, bucket
+from ..models.registry import ModelShape
+from ..pool.machine import available_memory
+from ..select.bases import kept_columns
+from ..select.h2o import WEIGHED_AT_ONCE
+from ..select.scoring import LEARNED_AT_ONCE
+
+_BITS = {"int4": 4, "int2": 2}
+
+CUDA_WORKSPACE = 64 * 2**20
+"""What torch allocates for cuBLAS on two streams of the largest devices."""
+
+PolicyOptions = InfiniGenOptions | BudgetOptions | None
+"""As `select.registry.parse_options` gives them; None is policy "full"."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a policy keeps and fetches: `dense` layers, `resident` tokens (sinks and recent window), the largest
+    `share` of the context that a selecting layer fetches, `key_bytes` of selection data for one token of one layer,
+    and `basis_bytes` that all sequences share, beside `guess_bytes` that correct guesses, on the device wherever the
+    keys lie. `weighs` says that it computes the attention weights of a prompt."""
+
+    dense: tuple[int, ...]
+    resident: int
+    share: float
+    key_bytes: float
+    basis_bytes: int
+    weighs: bool = False
+    guess_bytes: int = 0
+
+    @classmethod
+    def of(cls, name: str, options: PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype) -> Demand:
+        """Of the policy `name` with its options."""
+        if options is None:
+            return cls(tuple(range(geometry.layers)), 1, 0.0, 0.0, 0)
+        dense, resident = tuple(sorted(set(options.dense_layers))), options.sinks + options.recent
+        if isinstance(options, InfiniGenOptions):
+            share = max(options.max_fraction, options.budget or 0.0)
+            selecting, compute = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32).itemsize
+            square = geometry.kv_heads * geometry.head_dim**2
+            # The artifact, float32, comes whole and is cut; queries and keys have a basis each, guesses a correction.
+            basis = 2 * square * (geometry.layers * 4 + selecting * compute)
+            basis += 2 * geometry.hidden * len(get_args(Source)) * geometry.layers * 4
+            guess = 2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0
+            keys = float(_infinigen_key_bytes(geometry, dtype, options))
+            return cls(dense, resident, share, keys, basis, guess_bytes=guess)
+        own = {"h2o": 4.0, "quest": 2.0 * geometry.head_dim * dtype.itemsize}.get(name, 0.0) * geometry.kv_heads
+        own /= options.page if isinstance(options, QuestOptions) else 1
+        return cls(dense, resident, options.budget, own, 0, name == "h2o")
+
+
+def _infinigen_key_bytes(geometry: ModelGeometry, dtype: torch.dtype, options: InfiniGenOptions) -> int:
+    """Scoring keys of one token of one layer."""
+    kept = kept_columns(options.partial_ratio, geometry.head_dim)
+    if options.scorer in _BITS:
+        head = geometry.head_dim * _BITS[options.scorer] // 8
+    else:
+        head = kept * (1 if options.scorer == "int8" else dtype.itemsize)
+    return geometry.kv_heads * head
+
+
+def scoring_bytes(geometry: ModelGeometry, dtype: torch.dtype, context: int, options: InfiniGenOptions) -> int:
+    """Scoring keys of the layers that select; up to a sixteenth more is allocated as they grow."""
+    layers = geometry.layers - len(set(options.dense_layers))
+    return layers * _infinigen_key_bytes(geometry, dtype, options) * context
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """Upper bounds of what lies on the device besides the weights, in bytes.
+
+    `slice` is the number of prompt tokens whose queries, attention and MLP are computed together; `rounded` says that
+    rows are stored in a format that has to be decoded, `keys_on_host` that scoring keys, and scoring, are on the
+    host."""
+
+    shape: ModelShape
+    demand: Demand
+    slice: int
+    rounded: bool = False
+    keys_on_host: bool = False
+    working_set: int = 0
+    """Fetched rows of each KV head and selecting layer that stay."""
+
+    def basis(self) -> int:
+        """What scoring has, whatever the context."""
+        return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
+
+    def fixed(self) -> int:
+        """What there is whatever runs: bases; cos and sin of a slice; on CUDA the workspaces of cuBLAS."""
+        rotation = 2 * self.slice * self.shape.geometry.head_dim * self.shape.dtype.itemsize
+        return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
+
+    def scoring(self, context: int) -> int:
+        """Scoring keys of a sequence. They grow by a sixteenth, rounded up to 64 slots of at most 4 tokens, and one
+        layer at a time is there twice."""
+        if self.keys_on_host or self.demand.key_bytes == 0:
+            return 0
+        layers = self.shape.geometry.layers - len(self.demand.dense) + 1
+        slots = context + context // 16 + 64 * 4
+        return int(layers * self.demand.key_bytes * slots)
+
+    @property
+    def kept(self) -> int:
+        """The working set of a sequence; for each of its rows a token and a score."""
+        if not self.working_set:
+            return 0
+        geometry = self.shape.geometry
+        rows = (geometry.layers - len(self.demand.dense)) * (self.working_set + 1)
+        return rows * (geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * geometry.kv_heads)
+
+    @property
+    def resident(self) -> int:
+        """Sinks, recent window and working set of a sequence."""
+        return self.demand.resident * self.shape.geometry.kv_bytes(1, self.shape.dtype) + self.kept
+
+    def fetched(self, context: int, layer: int) -> int:
+        """The most tokens that a layer of a sequence fetches; past the last layer none."""
+        if layer == self.shape.geometry.layers:
+            return 0
+        return context if layer in self.demand.dense else max(1, int(self.demand.share * context))
+
+    def link_bytes(self, context: int) -> int:
+        """The most that crosses the link for one step of a sequence: rows as the model has them."""
+        geometry = self.shape.geometry
+        rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
+        return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
+
+    def _side_by_side(self, contexts: Sequence[int]) -> Sequence[int]:
+        """The slots that a batch takes together (`together.py`): as many for each as for the longest."""
+        if self.shape.device.type != "cuda" or self.keys_on_host or not self.demand.key_bytes:
+            return contexts
+        return len(contexts) * [bucket(max(contexts))]
+
+    def staging(self, contexts: Sequence[int]) -> int:
+        """Rows of the layer that attends and of the next, of each of a batch; one sequence's joined with the resident
+        ones (and decoded, first), or on CUDA all decoded; with their ids."""
+        contexts = self._side_by_side(contexts)
+        geometry = self.shape.geometry
+        pair = geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * 8 * geometry.kv_heads
+        copies = 2 if self.rounded else 1
+        worst = 0
+        for layer in range(geometry.layers):
+            here = [self.fetched(context, layer) for context in contexts]
+            following = sum(self.fetched(context, layer + 1) for context in contexts)
+            decoded = (copies - 1) * sum(here) if self.shape.device.type == "cuda" else 0
+            copied = max(copies * max(here, default=0), decoded)
+            worst = max(worst, sum(here) + following + copied + self.demand.resident)
+        return worst * pair
+
+    def prefill(self, context: int) -> int:
+        """A prompt's hidden states, one layer's K and V as they are made and joined to what was there, and one slice's
+        work."""
+        geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
+        rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
+        heads = geometry.heads * geometry.head_dim
+        # Norms widen, an MLP has its gate, both factors and their product at once; attention over what was there
+        # before and over the slice are two results, merged in the wider dtype.
+        mlp = 4 * geometry.hidden * compute + 4 * self.shape.sizes.widest * size
+        attention = 3 * geometry.hidden * compute + heads * (5 * size + 3 * compute)
+        learned = 0
+        if self.demand.key_bytes:
+            at_once = min(context, LEARNED_AT_ONCE)
+            learned = at_once * geometry.kv_heads * geometry.head_dim * (4 * compute + 4)
+        weighed = 0
+        if self.demand.weighs:
+            queries = min(context, self.slice) * geometry.group
+            weighed = min(WEIGHED_AT_ONCE, queries * context) * (2 * compute + 10)
+        work = max(min(context, self.slice) * max(mlp, attention), learned)
+        return rows + weighed + work + self._logits(1)
+
+    def decode(self, contexts: Sequence[int]) -> int:
+        """A batch's hidden states and logits, and one sequence's scores and attention weights; on CUDA, where they are
+        together, all sequences'."""
+        geometry, compute, contexts = self.shape.geometry, self._compute, self._side_by_side(contexts)
+        wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
+        longest, scored = max(contexts, default=0), 0
+        at_once = len(contexts) if self.shape.device.type == "cuda" else 1
+        if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
+            # Scores, masks of what passes, the group's best, and a sort of them: values and indices.
+            scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
+            scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
+            scored *= at_once
+        scored = max(scored, self.working_set * geometry.kv_heads * 64)  # two sorts of its slots
+        attended = max(self.fetched(longest, layer) for layer in range(geometry.layers)) + self.demand.resident
+        weights = attended * geometry.heads * 4 * compute * at_once
+        return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights)
+
+    def total(self, contexts: Sequence[int]) -> int:
+        """All of it for sequences of so many tokens that run together, the longest of them at some time prefilled."""
+        kept = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
+        return kept + max(self.prefill(max(contexts)), self.staging(contexts) + self.decode(contexts))
+
+    @property
+    def _compute(self) -> int:
+        """Bytes of a number in the widest dtype that anything is computed in."""
+        return torch.promote_types(self.shape.dtype, torch.float32).itemsize
+
+    def _logits(self, sequences: int) -> int:
+        """Logits of a batch, widened, and one sequence's on their way through the sampler's filters."""
+        vocab = self.shape.geometry.vocab
+        return vocab * (sequences * (self.shape.dtype.itemsize + 2 * self._compute) + 6 * self._compute + 16)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Bytes for one sequence of `context` tokens.
+
+    kv_per_token, kv_host: K and V in the host pool, of one token and of the whole chunks of the context.
+    weights, scoring, resident, kept, staging: on the device while decoding: weights, scoring keys and their bases,
+        sinks and recent window, the working set, and the rows that a layer attends to, fetched and joined with the
+        resident ones, while the next layer's arrive.
+    decode: hidden states, scores, attention weights and logits while decoding.
+    prefill: all of that while prefilling, in place of `staging` and `decode`.
+    """
+
+    context: int
+    kv_per_token: int
+    kv_host: int
+    weights: int
+    scoring: int
+    resident: int
+    kept: int
+    staging: int
+    decode: int
+    prefill: int
+
+    @property
+    def device(self) -> int:
+        """The larger of what prefill and decoding need on the device."""
+        return self.weights + self.scoring + self.resident + self.kept + max(self.prefill, self.staging + self.decode)
+
+
+def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements:
+    """What `context` tokens of one sequence need, with so many bytes of `weights` on the device."""
+    assert context >= 1
+    geometry, dtype = costs.shape.geometry, costs.shape.dtype
+    return Requirements(
+        context=context,
+        kv_per_token=geometry.kv_bytes(1, dtype),
+        kv_host=geometry.kv_bytes(-(-context // CHUNK) * CHUNK, dtype),
+        weights=weights,
+        scoring=costs.fixed() + costs.scoring(context),
+        resident=costs.resident - costs.kept,
+        kept=costs.kept,
+        staging=costs.staging([context]),
+        decode=costs.decode([context]),
+        prefill=costs.prefill(context),
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is free here, in bytes. `device` is the name of a device with memory of its own; without one, `device_free`
+    is None and everything lies in host memory. `pool_limit` is what the host pool may take of `host_free`."""
+
+    host_free: int
+    pool_limit: int
+    device: str | None = None
+    device_free: int | None = None
+
+    @classmethod
+    def here(cls, host_memory: int | None, device: torch.device) -> Machine:
+        """This machine computing on `device`, with the pool's limit (None: half of what is free, as `LLM` takes it)."""
+        free = available_memory()
+        limit = free // 2 if host_memory is None else host_memory
+        if device.type != "cuda":
+            return cls(free, limit)
+        return cls(free, limit, torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0])
+
+
+def obstacles(needed: Requirements, machine: Machine, on_host: int = 0) -> list[str]:
+    """Why it does not fit, a sentence each; empty where it fits. `on_host`: bytes of weights and scoring keys that the
+    host keeps for the device."""
+    found = []
+    if needed.kv_host > machine.pool_limit:
+        found.append(
+            f"The KV cache needs {format_size(needed.kv_host)} and the host pool may take "
+            f"{format_size(machine.pool_limit)}: raise --host-memory or shorten the context."
+        )
+    own_memory = machine.device_free is not None
+    host = needed.kv_host + on_host + (0 if own_memory else needed.device)
+    if host > machine.host_free:
+        found.append(
+            f"Host memory: {format_size(host)} needed{'' if own_memory else ' (this device shares it)'}, "
+            f"{format_size(machine.host_free)} free."
+        )
+    if machine.device_free is not None and needed.device > machine.device_free:
+        found.append(
+            f"{machine.device}: {format_size(needed.device)} needed, {format_size(machine.device_free)} free; with "
+            f"--device-memory {format_size(machine.device_free).replace(' ', '')} weights that do not fit stream."
+        )
+    return found

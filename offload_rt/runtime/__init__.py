@@ -1,1 +1,0 @@
-"""The runtime: exact prefill, the decode loop, sampling, and the engine that steps a batch."""

@@ -1,0 +1,1 @@
+"""Conversations that outlive a turn, a process and their place in memory."""

@@ -1,0 +1,222 @@
+"""A turn of a session on the engine: its history comes back layer by layer while the new tokens are prefilled, and what
+is computed is saved behind the computation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ..config import SamplingParams
+from ..core import CHUNK, Request
+from ..engine.request import Event, FinishReason, Generation, StartAgainError
+from ..engine.runner import Runner
+from ..forward.prefill import Prefill
+from ..forward.sequence import Sequence
+from ..storage.loader import DamagedChunkError
+from ..storage.saver import Saving
+from .session_kv import SessionRows
+from .truncate import close_gap, make_way
+
+
+class Turn(Generation):
+    """One turn, `Served` by the engine like any prompt. The session's rows are its prefix; when it ends, what came of
+    it is part of the history, and the rows stay with the session. Dropped (preempted, or a chunk was damaged), the
+    session is as it was before, and the turn starts again from what host memory and disk have. Where the conversation
+    would outgrow the model's positions, its oldest tokens are forgotten when the turn starts.
+
+    An interrupted prefill changes nothing; an interrupted answer is kept as far as it came.
+    """
+
+    def __init__(self, rows: SessionRows, number: int, text: str, added: Seq[int], params: SamplingParams) -> None:
+        """number: of the request; text: what was said, for people; added: its tokens."""
+        model = rows.runner.model
+        self._before = list(rows.history.tokens)
+        request = Request(number, (*self._before, *added))
+        super().__init__(request, params, model.tokenizer, model.eos_token_ids)
+        self.rows = rows
+        self._text, self._added = text, tuple(added)
+        self._computed = rows.history.computed
+        self._prefill: Prefill | None = None
+        self._saving: Saving | None = None
+        self._seconds = 0.0
+        self._known = 0, 0
+
+    def start(self, runner: Runner) -> Prefill:
+        """See `Served.start`. Of a turn that was dropped, new tokens are prefilled too if that gives the same rows;
+        else they are decoded again, as the first time."""
+        rows = self.rows
+        rows.store.tiers.take(rows)
+        arrived = rows.sequence is not None and (rows.preload is None or rows.preload.finished)
+        try:
+            self._fit(runner)
+            taken = self.request.prompt if runner.approximates else tuple(self.tokens)
+            rows.history.tokens = list(taken)
+            self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
+        except BaseException:
+            self._set_back()
+            raise
+        sequence.tokens = self.tokens
+        self._known = sequence.position, 0 if arrived else min(sequence.position, rows.loaded_tokens)
+        if self._trace is not None:
+            self._trace.reused_tokens += sequence.trace.reused_tokens
+            sequence.trace = self._trace
+        self._seconds = sequence.trace.prefill_seconds
+        self._saving = rows.store.saver.begin(sequence.lease, rows.fresh(rows.names(len(taken) // CHUNK * CHUNK)))
+        self._prefill = runner.begin_prefill(
+            sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
+        )
+        return self._prefill
+
+    def _fit(self, runner: Runner) -> None:
+        """Makes the conversation fit the model's positions with this turn; what changes by that goes to disk, so that a
+        turn that is dropped finds it again."""
+        rows, history = self.rows, self.rows.history
+        before = history.cut
+        self._make_way()
+        longest = len(self.request.prompt) + self.params.max_new_tokens
+        runner.check_fits(longest)
+        close_gap(rows, longest)
+        if history.cut != before:
+            rows.offer(rows.names(history.computed))
+
+    def _make_way(self) -> None:
+        """The oldest tokens go where this turn would outgrow the model's positions."""
+        history = self.rows.history
+        try:
+            gone = make_way(self.rows, len(self._added) + self.params.max_new_tokens)
+        finally:
+            self._before = list(history.tokens)
+        if not gone:
+            return
+        self._computed = history.computed
+        self.request = Request(self.request.id, (*self._before, *self._added))
+        most = self.rows.runner.adapter.geometry.max_positions
+        warnings.warn(
+            f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
+            "tokens but the first were forgotten (overflow='error' refuses instead)",
+            stacklevel=2,
+        )
+
+    def _ready(self, runner: Runner, capacity: int) -> Sequence:
+        """The session's sequence with room for `capacity` tokens."""
+        rows = self.rows
+        while True:
+            sequence = rows.store.tiers.with_room(lambda: rows.ready(capacity))
+            try:
+                if rows.store.private:
+                    rows.load_all()
+                    runner.relearn(sequence)  # with or without a restart: what the pool's rounded rows say
+            except DamagedChunkError:
+                rows.drop()
+            else:
+                sequence.trace.prompt_tokens = len(self.request.prompt)
+                return sequence
+
+    def _wait(self, layer: int) -> None:
+        try:
+            self.rows.wait(layer)
+        except DamagedChunkError as damage:
+            raise StartAgainError from damage
+
+    def _layer_done(self, layer: int) -> None:
+        """A layer is computed: it may be written. After the last one all rows are in the pool."""
+        rows, store = self.rows, self.rows.store
+        if self._saving is not None:
+            store.saver.layer_done(self._saving, layer)
+        if layer < store.disk.layers - 1:
+            return
+        assert self.sequence is not None and self._prefill is not None
+        rows.offered(self._saving.chunks if self._saving is not None else ())
+        rows.recheck()
+        store.tiers.stats.count(self._computed, *self._known)
+        seconds = self.sequence.trace.prefill_seconds - self._seconds
+        if rows.preload is not None:
+            stalled = rows.end_preload()
+            rows.runner.reload(self.sequence)
+            store.tiers.stats.stall_seconds += stalled
+            seconds -= stalled
+        store.compute_rate = seconds / self._prefill.tokens
+        self._saving = self._prefill = None
+
+    def reserve(self, runner: Runner) -> None:
+        """See `Served.reserve`; parked sessions give way before anybody is preempted."""
+        sequence = self.sequence
+        assert sequence is not None
+        self.rows.store.tiers.with_room(lambda: runner.reserve(sequence))
+        self.rows.recheck()
+
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
+        """See `Served.accept`; chunks that decode steps have filled are saved."""
+        assert self.sequence is not None
+        position, prompt = self.sequence.position, len(self.request.prompt)
+        if position % CHUNK == 0 and position > prompt:
+            self.rows.offer_decoded(self.sequence.tokens, prompt, position)
+        return super().accept(runner, logits)
+
+    def drop(self, runner: Runner) -> None:
+        """See `Served.drop`. The session's rows leave host memory, unless nothing has been computed yet: then they wait
+        with it for room."""
+        if self.sequence is None:
+            return
+        self._trace, self.sequence = self.sequence.trace, None
+        damaged = self.rows.preload is not None and self.rows.preload.damaged
+        untouched = self._prefill is not None and self._prefill.layer == 0 and not damaged
+        self._give_up_prefill()
+        if not untouched:
+            self.rows.history.tokens = list(self._before)
+            self.rows.drop()
+        self._set_back()
+
+    def _set_back(self) -> None:
+        """The session is as it was before the turn, and may leave host memory."""
+        rows = self.rows
+        rows.history.tokens = list(self._before)
+        if rows.sequence is not None:
+            rows.sequence.tokens = list(self._before)
+            rows.runner.pool.truncate(rows.sequence.lease, rows.sequence.lease.length)
+        rows.store.tiers.park(rows)
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        """See `Served.finish`. Raises StoreError where the history cannot be written; the session is whole then too."""
+        self.finish_reason = self.finish_reason or reason
+        rows, history = self.rows, self.rows.history
+        sequence, self.sequence = self.sequence, None
+        if sequence is not None:
+            self._final = runner.stats(sequence)
+        taken_in = sequence is not None and self._prefill is None
+        if taken_in:
+            assert sequence is not None
+            history.tokens, history.computed = list(sequence.tokens), sequence.position
+            history.mark_decoded(len(self.request.prompt), sequence.position)
+            if sequence.torn:
+                runner.relearn(sequence)
+        else:
+            self._undo(runner)
+        rows.last_stats = self._final
+        try:
+            if taken_in or self.new_tokens:
+                history.turns += [("user", self._text), ("assistant", self.text)]
+                rows.save()
+        finally:
+            rows.store.tiers.park(rows)
+
+    def _undo(self, runner: Runner) -> None:
+        """The turn did not get through its prefill: the session is as before, but for what was already answered (before
+        a preemption)."""
+        rows = self.rows
+        interrupted = self._prefill is not None
+        self._give_up_prefill()
+        rows.history.tokens = self.tokens if self.new_tokens else list(self._before)
+        if rows.preload is not None and interrupted:
+            rows.drop()
+        elif rows.sequence is not None:
+            rows.sequence.tokens = list(rows.history.tokens)
+            if interrupted:
+                runner.relearn(rows.sequence)
+
+    def _give_up_prefill(self) -> None:
+        if self._saving is not None:
+            self.rows.store.saver.abort(self._saving)
+        self._saving = self._prefill = None

@@ -1,0 +1,1 @@
+"""Chunks of KV on disk, and who writes, reads and orders them."""

@@ -1,0 +1,130 @@
+"""Loading a stored prefix layer by layer, ahead of the prefill that needs it (CachedAttention §3.2.1)."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ..core import CHUNK, Lease
+from ..pool.pool import HostPool, Span
+from .disk_store import DiskStore, StoredChunk
+
+
+class DamagedChunkError(Exception):
+    """A stored chunk could not be read after all: its `key`."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(key.hex())
+        self.key = key
+
+
+def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
+    """k, the layers that loading has to be ahead by when the prefill begins, so that it never waits.
+
+    The paper sizes the buffer as S_buf = B (T_load L_hist - T_pref L_new): the bytes that cannot be loaded while the
+    new tokens are computed. `load_seconds` is T_load L_hist, `compute_seconds` T_pref L_new, and a layer has
+    B load_seconds / layers bytes, hence k = layers (1 - compute / load), and 1 where computing takes longer."""
+    if load_seconds <= 0:
+        return 1
+    return max(1, min(layers, math.ceil(layers * (1 - compute_seconds / load_seconds))))
+
+
+class Preload:
+    """A thread that brings stored chunks into a lease, layer by layer, at most `ahead` layers ahead of the layer that
+    is being computed: it begins at once with the first `ahead`, before any computation. With 0 a layer is loaded when
+    it is asked for, and the computation waits for all of it.
+
+    The lease must hold the chunks and be nobody else's; it must not be given back before `close`. Rows are written
+    only by this thread and read only after `wait` of their layer: an event orders the two.
+    """
+
+    def __init__(
+        self, pool: HostPool, store: DiskStore, lease: Lease, chunks: Seq[tuple[int, StoredChunk]], ahead: int
+    ):
+        """chunks: with their places in the lease."""
+        self._pool, self._store, self._chunks, self._ahead = pool, store, chunks, ahead
+        self._spans = [
+            pool.spans(lease, range(i * CHUNK, i * CHUNK + chunk.header.name.count))[0] for i, chunk in chunks
+        ]
+        largest = max((chunk.header.layer_bytes for _, chunk in chunks), default=0)
+        self._block = bytearray(largest)  # one for all: touching fresh memory takes longer than reading a cached file
+        self._wanted, self._done = -1, 0
+        self._damaged: bytes | None = None
+        self._closed = False
+        self.load_seconds = 0.0
+        self.stall_seconds = 0.0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._load, name="offload-rt preload", daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all layers have arrived, whole."""
+        with self._changed:
+            return self._done == self._store.layers and self._damaged is None
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a chunk could not be read: `wait` raises from now on."""
+        with self._changed:
+            return self._damaged is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes by itself: everything has arrived, or something was damaged."""
+        return not self._thread.is_alive()
+
+    def wait(self, layer: int) -> None:
+        """Returns when layer `layer` is loaded and lets the thread go on to layer + ahead. Raises DamagedChunkError."""
+        began = time.perf_counter()
+        with self._changed:
+            self._wanted = max(self._wanted, layer)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._done > layer or self._damaged is not None)
+            self.stall_seconds += time.perf_counter() - began
+            if self._damaged is not None:
+                raise DamagedChunkError(self._damaged)
+
+    def close(self) -> None:
+        """Ends the thread; what is not loaded stays so."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _load(self) -> None:
+        for layer in range(self._store.layers):
+            if not self._may_load(layer):
+                return
+            began = time.perf_counter()
+            pairs = zip(self._chunks, self._spans, strict=True)
+            bad = next((chunk.key for (_, chunk), span in pairs if not self._fill(chunk, layer, span)), None)
+            with self._changed:
+                self.load_seconds += time.perf_counter() - began
+                self._damaged = bad
+                self._done = layer + 1
+                self._changed.notify_all()
+            if bad is not None:
+                return
+
+    def _may_load(self, layer: int) -> bool:
+        """Waits until the layer is near enough; False where nothing more is wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
+            return not self._closed
+
+    def _fill(self, chunk: StoredChunk, layer: int, span: Span) -> bool:
+        """One layer of one chunk, checked before it is copied to its rows."""
+        part = self._pool.view(layer, span)
+        size = 2 * part.k.nbytes
+        if not self._store.read_layer(chunk, layer, memoryview(self._block)[:size]):
+            return False
+        heads, count, width = part.k.shape
+        rows = torch.frombuffer(self._block, dtype=part.k.dtype, count=2 * part.k.numel()).view(heads, 2, count, width)
+        part.k.copy_(rows[:, 0])
+        part.v.copy_(rows[:, 1])
+        return True

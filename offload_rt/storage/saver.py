@@ -1,0 +1,198 @@
+"""Saving chunks to disk behind the computation, layer by layer (CachedAttention §3.2.2)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from ..core import Lease
+from ..pool.pool import HostPool, Span
+from ..transfer.link import Link
+from .disk_store import DiskStore
+from .writer import ChunkWriter
+
+WRITE_BUFFER = 1 << 28
+"""Bytes that may wait to be written: a quarter of a GiB."""
+
+
+@dataclass(frozen=True)
+class NamedChunk:
+    """A chunk of a sequence under its name on disk. `index`: its place in the lease."""
+
+    index: int
+    parent: bytes
+    lineage: str
+    tokens: bytes
+    key: bytes
+
+    @property
+    def count(self) -> int:
+        """Tokens in it."""
+        return len(self.tokens) // 8
+
+
+@dataclass(eq=False)
+class Saving:
+    """Chunks on their way: their places in the pool, and what writes them once the worker has begun."""
+
+    lease: Lease
+    chunks: Seq[NamedChunk]
+    ids: Seq[int]
+    spans: Seq[Span]
+    writers: list[ChunkWriter | None] | None = None
+    moved: set[int] = field(default_factory=set)
+    ended: bool = False
+
+
+class Saver:
+    """A thread that writes what the pool holds. `begin` names chunks that are being computed, `layer_done` says that a
+    layer of them is complete: the worker writes it while the next layer is computed. Nothing here waits for the disk
+    but `flush` and `abort`.
+
+    The write buffer is the pool itself: what waits to be written stays in its chunks, which the owner of the lease
+    keeps until `flush`. A full chunk and the filled slots of a tail never change; where the lease exchanges a chunk
+    for another one, `recheck` gives up what is waiting of it. At most `buffer_bytes` wait. Back-pressure: `begin` takes
+    no more chunks than fit, from the first on; the caller offers the others again later (every session does so at the
+    end of a turn and when it is saved), and computation never waits for them.
+
+    `begin`, `layer_done`, `flush`, `abort` and `close` belong to the thread that computes; the worker reads the pool,
+    after `Link.settle`, and writes the store.
+    """
+
+    def __init__(self, store: DiskStore, pool: HostPool, link: Link, buffer_bytes: int = WRITE_BUFFER) -> None:
+        self._store, self._pool, self._link = store, pool, link
+        self._buffer_bytes = buffer_bytes
+        self._waiting = 0
+        self._active: list[Saving] = []
+        self._failure: BaseException | None = None
+        self._mutex = threading.Lock()
+        self._jobs: queue.Queue[tuple[Saving, int] | None] = queue.Queue()
+        self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
+        self._worker.start()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of chunks that were taken and are not on disk yet."""
+        with self._mutex:
+            return self._waiting
+
+    def begin(self, lease: Lease, chunks: Seq[NamedChunk]) -> Saving | None:
+        """Takes as many of `chunks`, from the first on, as the buffer has room for; None where that is none."""
+        with self._mutex:
+            room = (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes
+            taken = chunks[: max(0, room)]
+            self._waiting += len(taken) * self._pool.chunk_bytes
+        if not taken:
+            return None
+        spans = [self._pool.spans(lease, range(c.index * 64, c.index * 64 + c.count))[0] for c in taken]
+        saving = Saving(lease, taken, [lease.chunks[c.index] for c in taken], spans)
+        self._active.append(saving)
+        return saving
+
+    def layer_done(self, saving: Saving, layer: int) -> None:
+        """Layer `layer` of these chunks is in the pool, or will be when the link has settled. In order of layers."""
+        self._jobs.put((saving, layer))
+
+    def save(self, lease: Lease, chunks: Seq[NamedChunk]) -> int:
+        """All layers of chunks that are complete; returns how many of them were taken."""
+        saving = self.begin(lease, chunks)
+        if saving is None:
+            return 0
+        for layer in range(self._store.layers):
+            self.layer_done(saving, layer)
+        return len(saving.chunks)
+
+    def recheck(self) -> set[bytes]:
+        """Gives up chunks that a lease no longer has in the same place (publishing exchanges a chunk for an equal one,
+        reserving copies a shared tail): to be called directly after either, before anything else is written to the
+        pool. Returns their keys, to be offered again."""
+        given_up = set()
+        with self._mutex:
+            self._active = [saving for saving in self._active if not saving.ended]
+            for saving in self._active:
+                for i, (chunk, identity) in enumerate(zip(saving.chunks, saving.ids, strict=True)):
+                    held = saving.lease.chunks
+                    if chunk.index >= len(held) or held[chunk.index] != identity:
+                        saving.moved.add(i)
+                        given_up.add(chunk.key)
+        return given_up
+
+    def abort(self, saving: Saving) -> None:
+        """Gives up chunks whose layers are not all done. Waits for the layer that is being written."""
+        self.flush()
+        self._give_up(saving)
+
+    def flush(self) -> None:
+        """Waits until everything that is done has been written. What the worker could not stand raises here."""
+        self._jobs.join()
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+
+    def close(self) -> None:
+        """Writes what is done and ends the thread."""
+        self._jobs.put(None)
+        self._worker.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._write(*job)
+            except BaseException as error:  # whoever waits for the worker hears of it, and waits no longer than that
+                self._failure = error
+                self._give_up(job[0])
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _write(self, saving: Saving, layer: int) -> None:
+        """One layer of every chunk; after the last one the chunks appear, parents first."""
+        if saving.ended:
+            return
+        self._link.settle(saving.lease)
+        if saving.writers is None:
+            saving.writers = [
+                self._store.begin(c.parent, c.lineage, c.tokens, c.count * self._token_bytes) for c in saving.chunks
+            ]
+        for writer, span in zip(saving.writers, saving.spans, strict=True):
+            if writer is not None:
+                writer.write(layer, layer_block(self._pool, layer, span))
+        if layer == self._store.layers - 1:
+            for i, writer in enumerate(saving.writers):
+                if writer is not None:
+                    with self._mutex:  # everything has been read: what moves after the question cannot matter
+                        moved = i in saving.moved
+                    writer.abort() if moved else writer.commit()
+            self._end(saving)
+
+    @property
+    def _token_bytes(self) -> int:
+        return layer_bytes(self._pool, 1)
+
+    def _give_up(self, saving: Saving) -> None:
+        for writer in saving.writers or ():
+            if writer is not None:
+                writer.abort()
+        self._end(saving)
+
+    def _end(self, saving: Saving) -> None:
+        if not saving.ended:
+            saving.ended = True
+            with self._mutex:
+                self._waiting -= len(saving.chunks) * self._pool.chunk_bytes
+
+
+def layer_bytes(pool: HostPool, tokens: int) -> int:
+    """Bytes of one layer's K and V of `tokens` tokens, as they are stored."""
+    return 2 * pool.layout.kv_heads * tokens * pool.layout.row_bytes
+
+
+def layer_block(pool: HostPool, layer: int, span: Span) -> memoryview:
+    """`[Hkv, 2 (K, V), n, width]` of one layer and span as bytes, a copy."""
+    part = pool.view(layer, span)
+    block = torch.stack((part.k, part.v), dim=1)
+    return block.view(torch.uint8).numpy().data.cast("B")

@@ -1,0 +1,143 @@
+"""Answers a file of questions about one long document: the document is computed once, the questions in batches.
+
+    python scripts/examples/answer_many.py --document book.txt --questions questions.txt --out answers.jsonl
+    python scripts/examples/answer_many.py --document book.txt --questions - --model Qwen/Qwen3-8B --policy full
+
+Questions are lines of a text file; blank lines are left out. Answers are written as JSON lines in the order of the
+questions, each batch when it is done, so that Ctrl-C loses at most a batch: started again with the same arguments, the
+script goes on behind the answers that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from offload_rt import LLM, InputError, OffloadError, SamplingParams
+from offload_rt.cli import read_text
+
+TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
+
+
+def document_tokens(llm: LLM, text: str, room: int, wanted: int | None) -> list[int]:
+    """The first `wanted` tokens of the document; None: as many as leave `room` positions for question and answer.
+
+    Raises InputError where the document does not have or the model does not hold that many.
+    """
+    ids = llm.encode(text)
+    most = llm.geometry.max_positions - room
+    if wanted is None:
+        if most < 1:
+            raise InputError(f"question and answer need {room} positions and {llm.name} has {room + most}")
+        return ids[:most]
+    if not 1 <= wanted <= min(len(ids), most):
+        raise InputError(
+            f"--document-tokens {wanted} must be between 1 and {min(len(ids), most)}: the document has {len(ids)} "
+            f"tokens, and beside question and answer {llm.name} holds {most}"
+        )
+    return ids[:wanted]
+
+
+def answers(
+    llm: LLM, document: Sequence[int], questions: Sequence[Sequence[int]], params: SamplingParams, batch: int
+) -> Iterator[list[str]]:
+    """Answers to tokenized questions, a batch at a time. Every prompt begins with the document's tokens, which is all
+    that sharing needs."""
+    for start in range(0, len(questions), batch):
+        prompts = [[*document, *question] for question in questions[start : start + batch]]
+        began = time.perf_counter()
+        done = llm.generate(prompts, params)
+        seconds = time.perf_counter() - began
+        computed = sum(c.stats.prompt_tokens - c.stats.reused_tokens for c in done)
+        total = sum(c.stats.prompt_tokens for c in done)
+        print(
+            f"[questions {start + 1}-{start + len(done)}: {seconds:.1f} s, {computed:,} of {total:,} prompt tokens "
+            f"computed, the others shared]",
+            file=sys.stderr,
+        )
+        yield [c.text.strip() for c in done]
+
+
+def answered(path: Path, questions: Sequence[str]) -> int:
+    """How many of the questions, from the first on, the file answers. Raises InputError where it answers others."""
+    if not path.exists():
+        return 0
+    try:
+        known = [json.loads(line)["question"] for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{str(path)!r} is no file of answers: give another --out") from None
+    if known != list(questions[: len(known)]):
+        raise InputError(f"{str(path)!r} answers other questions: give another --out")
+    return len(known)
+
+
+def answer_file(
+    llm: LLM,
+    document: str,
+    questions: Sequence[str],
+    out: Path,
+    params: SamplingParams,
+    *,
+    batch: int,
+    document_limit: int | None = None,
+) -> None:
+    """Appends to `out` a JSON line for every question that has none yet."""
+    encoded = [llm.encode(TEMPLATE.format(question=question), special_tokens=False) for question in questions]
+    room = max(map(len, encoded)) + params.max_new_tokens
+    ids = document_tokens(llm, document, room, document_limit)
+    start = answered(out, questions)
+    with out.open("a", encoding="utf-8") as file:
+        for found in answers(llm, ids, encoded[start:], params, batch):
+            for answer in found:
+                file.write(json.dumps({"question": questions[start], "answer": answer}, ensure_ascii=False) + "\n")
+                start += 1
+            file.flush()
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--document", required=True, metavar="FILE", help="the text that all questions are about")
+    parser.add_argument("--questions", required=True, metavar="FILE", help="a question a line; '-' is stdin")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="answers as JSON lines; continued")
+    parser.add_argument("--document-tokens", type=int, metavar="N", help="only the document's first N tokens")
+    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="longest answer (default: 32)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="questions answered together (default: 32)")
+    parser.add_argument("--model", default="reference", help="'reference', a local folder or a hub id")
+    parser.add_argument("--policy", default="infinigen")
+    parser.add_argument("--host-memory", help="limit of KV in host memory, such as 64GiB")
+    parser.add_argument("--spill", metavar="DIR", help="where rows go when host memory is full (default: nowhere)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Answers what is not answered yet."""
+    args = arguments()
+    try:
+        if args.batch < 1:
+            raise InputError(f"--batch {args.batch} must be at least 1")
+        document = read_text(args.document)
+        questions = [line.strip() for line in read_text(args.questions).splitlines() if line.strip()]
+        params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0, stop="\n")
+        llm = LLM(
+            args.model,
+            policy=args.policy,
+            host_memory=args.host_memory,
+            spill=args.spill,
+            progress=sys.stderr.isatty(),
+        )
+        answer_file(llm, document, questions, args.out, params, batch=args.batch, document_limit=args.document_tokens)
+    except OffloadError as error:
+        sys.exit(f"answer_many: {error}")
+    except OSError as error:
+        sys.exit(f"answer_many: cannot write {args.out}: {error.strerror}")
+    except KeyboardInterrupt:
+        sys.exit(f"\ninterrupted; run the same command to continue {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Writes a long document chapter by chapter into a file, each chapter with everything before it as its context.
+
+    python scripts/examples/generate_document.py --out novel.txt --chapters 12 --chapter-tokens 1500
+    python scripts/examples/generate_document.py --out novel.txt --model meta-llama/Llama-3.1-8B --host-memory 64GiB
+
+The file is the only state. Text is appended as it comes, so Ctrl-C or a crash loses nothing: started again with the
+same arguments, the script reads the file back, sees how far the last chapter had come, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from offload_rt import LLM, OffloadError, SamplingParams
+from offload_rt.cli import read_text
+
+HEADING = "\n\nCHAPTER {number}\n\n"
+OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as the traveller told it."
+
+
+def progress(llm: LLM, document: str) -> tuple[int, int]:
+    """How far a document has come: its last chapter's number (0 before the first) and that chapter's tokens. Only the
+    next number counts as a heading: a model of novels writes headings of its own."""
+    chapter, start = 0, 0
+    while (found := document.find(heading := HEADING.format(number=chapter + 1), start)) >= 0:
+        chapter, start = chapter + 1, found + len(heading)
+    written = document[start:] if chapter else ""
+    return chapter, len(llm.encode(written, special_tokens=False)) if written else 0
+
+
+def append(path: Path, text: str) -> None:
+    """Adds text to the document on disk; nothing is held back in a buffer."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_tokens(llm: LLM, path: Path, count: int, seed: int | None) -> None:
+    """Continues the document by `count` tokens. The context is the whole document, or as much of its end as the model's
+    positions hold beside the new tokens."""
+    context = llm.encode(path.read_text(encoding="utf-8"))[-(llm.geometry.max_positions - count) :]
+    # A novel goes on after what the model takes for its end: the number of tokens alone decides.
+    params = SamplingParams(max_new_tokens=count, temperature=0.8, top_p=0.95, seed=seed, ignore_eos=True)
+    for event in llm.stream(context, params):
+        append(path, event.text)
+
+
+def write_document(llm: LLM, path: Path, chapters: int, chapter_tokens: int, seed: int | None) -> None:
+    """Writes until the document has `chapters` chapters of about `chapter_tokens` tokens each."""
+    chapter, written = progress(llm, path.read_text(encoding="utf-8"))
+    while chapter < chapters or (chapter == chapters and written < chapter_tokens):
+        if chapter == 0 or written >= chapter_tokens:
+            chapter, written = chapter + 1, 0
+            append(path, HEADING.format(number=chapter))
+        write_tokens(llm, path, chapter_tokens - written, None if seed is None else seed + chapter)
+        written = chapter_tokens
+        stats = llm.last_stats
+        if stats is not None:
+            speed, attended = stats.tokens_per_second, stats.attended_fraction
+            print(
+                f"\n[chapter {chapter}: {speed:.0f} tokens/s, {attended:.0%} of the context attended]", file=sys.stderr
+            )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True, help="the document; continued if it exists")
+    parser.add_argument("--start", metavar="FILE", help="a text file that a new document begins with")
+    parser.add_argument("--chapters", type=int, default=5)
+    parser.add_argument("--chapter-tokens", type=int, default=500)
+    parser.add_argument("--model", default="reference", help="'reference', a local folder or a hub id")
+    parser.add_argument("--policy", default="infinigen")
+    parser.add_argument("--host-memory", help="limit of KV in host memory, such as 64GiB")
+    parser.add_argument("--seed", type=int)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Starts or continues the document."""
+    args = arguments()
+    try:
+        if not args.out.exists():
+            args.out.write_text(OPENING if args.start is None else read_text(args.start).rstrip(), encoding="utf-8")
+        llm = LLM(args.model, policy=args.policy, host_memory=args.host_memory, progress=sys.stderr.isatty())
+        write_document(llm, args.out, args.chapters, args.chapter_tokens, args.seed)
+    except OffloadError as error:
+        sys.exit(f"generate_document: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"\ninterrupted; run the same command to continue {args.out}")
+
+
+if __name__ == "__main__":
+    main()
