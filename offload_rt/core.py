@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 CHUNK = 64
-"""Token slots of a chunk: the unit of sharing, reference counts and spill to disk."""
+"""Token slots of a chunk: the unit of sharing, reference counts and swap to disk."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class KVPart:
 
 
 @dataclass
-class Lease:
+class BlockTable:
     """A sequence's hold on chunks of the host pool: ids and two numbers, no tensors.
 
     chunks: chunk ids in token order; chunk i holds the tokens [64 i, 64 (i + 1)).
     length: tokens whose K and V are complete in every layer.
-    Only `HostPool` changes a lease.
+    Only `HostPool` changes a block table.
     """
 
     chunks: list[int] = field(default_factory=list)

@@ -25,11 +25,11 @@ from .config import (
 from .core import CHUNK, ModelGeometry
 from .engine.engine import Engine
 from .engine.recording import RunInfo, RunWriter
-from .engine.request import Completion, Event, Served
+from .engine.request import Completion, Served, TokenOutput
 from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.stats import Stats
-from .engine.swap import Spill
+from .engine.swap import Swap
 from .errors import InputError
 from .forward.batch import Recorder
 from .models.registry import LoadedModel, load_model, load_shape
@@ -46,8 +46,8 @@ from .skewing.calibrate import cached_artifact
 from .skewing.tuned import default_options, load_artifact
 from .transfer.cpu import CpuLink
 from .transfer.cuda import CudaLink
-from .transfer.lanes import CudaLane, InlineLane
 from .transfer.link import Link
+from .transfer.streams import CudaStream, InlineStream
 from .transfer.weights import StreamedAdapter, WeightStream
 
 Prompt = str | Sequence[int]
@@ -76,7 +76,7 @@ class LLM:
     kv_format: "auto" keeps rows of K and V in host memory as they are, "int8", "int4" and "int2" round them there:
         fewer bytes in the pool and on the link. Prefill is exact in any case; rounded prefixes are not shared.
     prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls.
-    spill: folder on a fast disk where `generate` keeps the rows of requests that give way in a full pool, if that is
+    swap: folder on a fast disk where `generate` keeps the rows of requests that give way in a full pool, if that is
         estimated cheaper than computing them again; nothing of it outlives the object. None always computes again.
     missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
     working_set: rows of each KV head, in each layer that selects and for each sequence, that stay on the device after
@@ -106,7 +106,7 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_format: KVFormatName = "auto",
         prefix_sharing: bool = True,
-        spill: str | Path | None = None,
+        swap: str | Path | None = None,
         missed_mass_every: int = 16,
         working_set: int = 0,
         cuda_graphs: bool = False,
@@ -139,7 +139,7 @@ class LLM:
         pin = loaded.adapter.device.type == "cuda"
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
         self._runner = Runner(streamed, chosen, pool, _link(loaded, pool, working_set), config, plan, stream)
-        self._spill = None if spill is None else Spill(self._runner, Path(spill).expanduser())
+        self._spill = None if swap is None else Swap(self._runner, Path(swap).expanduser())
         self._last: Served | None = None
         self._stores: dict[Path, SessionStore] = {}
 
@@ -170,7 +170,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, record: str | Path | None = None
-    ) -> Iterator[Event]:
+    ) -> Iterator[TokenOutput]:
         """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest. What every step
         selects is written to the new folder `record` (see `engine/recording.py`).
 
@@ -183,7 +183,7 @@ class LLM:
         ids = self.encode(prompt)
         return self._stream(ids, params) if record is None else self._recorded(ids, params, Path(record))
 
-    def _recorded(self, prompt: list[int], params: SamplingParams, folder: Path) -> Iterator[Event]:
+    def _recorded(self, prompt: list[int], params: SamplingParams, folder: Path) -> Iterator[TokenOutput]:
         tokens, writer = list(prompt), RunWriter(folder, self._run_info(prompt))
         try:
             for event in self._stream(prompt, params, writer):
@@ -210,7 +210,9 @@ class LLM:
             tokens=tuple(prompt),
         )
 
-    def _stream(self, prompt: list[int], params: SamplingParams, recorder: Recorder | None = None) -> Iterator[Event]:
+    def _stream(
+        self, prompt: list[int], params: SamplingParams, recorder: Recorder | None = None
+    ) -> Iterator[TokenOutput]:
         with self._progress.prefill(self.geometry.layers) as on_prefill:
             engine = Engine(
                 self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers), recorder=recorder
@@ -234,7 +236,7 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
-        engine = Engine(self._runner, max_batch=MAX_BATCH, spill=self._spill)
+        engine = Engine(self._runner, max_batch=MAX_BATCH, swap=self._spill)
         generations = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
             with self._progress.items("generate", sum(one.n for one in each)) as on_done:
@@ -331,9 +333,9 @@ def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[Loade
     if plan is None or not plan.streamed:
         return loaded, None
     device = loaded.adapter.device
-    lane = CudaLane(device) if device.type == "cuda" else InlineLane()
-    stream = WeightStream(loaded.layers, plan.streamed, device, lane)
-    return replace(loaded, adapter=StreamedAdapter(loaded.adapter, stream)), stream
+    copies = CudaStream(device) if device.type == "cuda" else InlineStream()
+    weights = WeightStream(loaded.layers, plan.streamed, device, copies)
+    return replace(loaded, adapter=StreamedAdapter(loaded.adapter, weights)), weights
 
 
 def _policy(
@@ -364,4 +366,4 @@ def _link(loaded: LoadedModel, pool: HostPool, working_set: int) -> Link:
         return CudaLink(pool, geometry, device, working_set=working_set)
     if pool.format.exact and not working_set:
         return CpuLink(pool)
-    return CudaLink(pool, geometry, device, lanes=(InlineLane(), InlineLane()), working_set=working_set)
+    return CudaLink(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)

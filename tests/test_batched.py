@@ -20,7 +20,7 @@ from offload_rt.config import InfiniGenOptions
 from offload_rt.core import Visible, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.forward.batch import Step
-from offload_rt.forward.batched import Together, Ways
+from offload_rt.forward.batched import BatchedStrategy, StrategyCache
 from offload_rt.forward.decode import DecodeStep
 from offload_rt.forward.sequence import Sequence
 from offload_rt.kernels import dispatch
@@ -147,18 +147,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The operations of a step from the tokens to the logits, all that is not done before it or after."""
     for sequence in batch:
-        sequence.slots.begin_step(sequence.lease, sequence.position)
-    sharing = runner.prefixes.of([sequence.lease for sequence in batch])
+        sequence.slots.begin_step(sequence.blocks, sequence.position)
+    sharing = runner.prefixes.of([sequence.blocks for sequence in batch])
     step = Step([batch[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing)
     with torch.inference_mode():
-        assert isinstance(runner.ways.of(step), Together)
+        assert isinstance(runner.ways.of(step), BatchedStrategy)
         lists = runner.ways.holding(step)
         assert lists is not None
         with recorded(monkeypatch) as entries:
-            DecodeStep(step, Together(step, lists)).run()
+            DecodeStep(step, BatchedStrategy(step, lists)).run()
     for sequence in batch:
         sequence.position += 1
-        runner.pool.commit(sequence.lease, sequence.slots.context)
+        runner.pool.commit(sequence.blocks, sequence.slots.context)
     return entries
 
 
@@ -215,10 +215,10 @@ def test_a_window_within_the_resident_rows_goes_one_by_one(options: dict[str, An
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
     runner = llm._runner
     sequence = begun(runner, 100)
-    sharing = runner.prefixes.of([sequence.lease])
-    sequence.slots.begin_step(sequence.lease, sequence.position)
+    sharing = runner.prefixes.of([sequence.blocks])
+    sequence.slots.begin_step(sequence.blocks, sequence.position)
     step = Step([sequence], runner.adapter, runner.policy, runner.link, sharing)
-    assert isinstance(Ways().of(step), Together) is (options["recent"] <= 48)
+    assert isinstance(StrategyCache().of(step), BatchedStrategy) is (options["recent"] <= 48)
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 1000, 1024, 1025, 131_071])

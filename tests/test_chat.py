@@ -22,7 +22,7 @@ from rich.console import Console
 from offload_rt import SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.chat_loop import Chat
-from offload_rt.engine.request import Event
+from offload_rt.engine.request import TokenOutput
 from offload_rt.errors import InputError
 from offload_rt.sessions.chat_template import turn_tokens
 from offload_rt.sessions.history import History
@@ -148,7 +148,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
         def send(self, text: str, params: object) -> Any:
             try:
                 for i in range(100):
-                    yield Event(0, f"{i} ", i, i, None)
+                    yield TokenOutput(0, f"{i} ", i, i, None)
                     if i == 3:
                         Deaf()
             finally:

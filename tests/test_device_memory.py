@@ -26,7 +26,7 @@ from offload_rt.planning.device_plan import plan_device
 from offload_rt.planning.memory_model import Demand, DeviceCosts
 from offload_rt.select.registry import parse_options
 from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.lanes import InlineLane
+from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights import WeightStream
 
 LAYERS, PROMPT, NEW = 12, 110, 5
@@ -149,8 +149,8 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
 def staged(llm: LLM) -> LLM:
     """With the link of a device that has memory of its own, the CPU being that device."""
     runner = llm._runner
-    lanes = (InlineLane(), InlineLane())
-    runner.link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=lanes)
+    streams = (InlineStream(), InlineStream())
+    runner.link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=streams)
     return llm
 
 
@@ -355,7 +355,7 @@ def test_whatever_the_order_a_layer_in_use_has_its_own_weights(
 ) -> None:
     layers = stack()
     before = [[weight.stride() for weight in layer.parameters()] for layer in layers]
-    stream = WeightStream(layers, streamed, torch.device("cpu"), InlineLane())
+    stream = WeightStream(layers, streamed, torch.device("cpu"), InlineStream())
     for begins, layer in calls:
         if begins:
             stream.begin(layer)
@@ -368,7 +368,7 @@ def test_whatever_the_order_a_layer_in_use_has_its_own_weights(
 
 def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
     layers = stack()
-    stream = WeightStream(layers, (0, 2, 3, 5), torch.device("cpu"), InlineLane())
+    stream = WeightStream(layers, (0, 2, 3, 5), torch.device("cpu"), InlineStream())
     size, held = layer_bytes(layers[0]), []
     for _ in range(3):
         for layer in range(6):
@@ -382,7 +382,7 @@ def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None
     """The order that a device with streams is told."""
     told: list[str] = []
 
-    class Telling(InlineLane):
+    class Telling(InlineStream):
         def behind_compute(self) -> Any:
             told.append("copy behind compute")
             return super().behind_compute()

@@ -10,7 +10,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, ModelError, PoolFullError, SamplingParams
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.request import Event
+from offload_rt.engine.request import TokenOutput
 
 
 def greedy(count: int) -> SamplingParams:
@@ -72,7 +72,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     engine.add(tiny_prompt(10), greedy(5))
     with pytest.raises(PoolFullError):
         engine.step()
-    events: list[Event] = []
+    events: list[TokenOutput] = []
     while not engine.idle:
         events += engine.step()
     assert [event.request for event in events] == [1] * 5

@@ -14,7 +14,7 @@ from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.config import EvictionOptions
 from offload_rt.core import CHUNK
 from offload_rt.forward.sequence import Sequence
-from offload_rt.forward.slot_table import Overwriting
+from offload_rt.forward.slot_table import InPlaceEviction
 from offload_rt.models.adapter import ModelAdapter
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
@@ -132,41 +132,41 @@ def test_slots_hold_what_a_plain_list_says(
     the positions that a plain model keeps, sinks first, the ring last; protected tokens are always there."""
     llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
     pool = llm._runner.pool
-    lease = pool.new_lease(prompt)
-    slots = Overwriting(pool, EvictionOptions(policy, protect), sinks, recent)  # type: ignore[arg-type]
+    blocks = pool.new_block_table(prompt)
+    slots = InPlaceEviction(pool, EvictionOptions(policy, protect), sinks, recent)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(seed)
     rows = [[float(p) for p in range(prompt)] for _ in range(4)]
     for layer in range(4):
         value = torch.tensor(rows[layer]).double()[None, :, None].expand(2, -1, 16)
-        pool.write(lease, layer, 0, value, -value)
-    pool.commit(lease, prompt)
+        pool.write(blocks, layer, 0, value, -value)
+    pool.commit(blocks, prompt)
     for position in range(prompt, prompt + steps):
-        slots.begin_step(lease, position)
+        slots.begin_step(blocks, position)
         for layer in range(4):
             value = torch.full((2, 1, 16), float(position), dtype=torch.float64)
             if (moved := slots.displaced(layer)) is not None:
-                [row] = pool.runs(lease, layer, range(moved[0], moved[0] + 1))
-                pool.write(lease, layer, moved[1], row.k, row.v)
+                [row] = pool.runs(blocks, layer, range(moved[0], moved[0] + 1))
+                pool.write(blocks, layer, moved[1], row.k, row.v)
                 rows[layer][moved[1]] = rows[layer][moved[0]]
-            pool.write(lease, layer, slots.newest, value, -value)
+            pool.write(blocks, layer, slots.newest, value, -value)
             rows[layer][slots.newest :] = [float(position), *rows[layer][slots.newest + 1 :]]
             chosen = torch.randint(0, slots.context, (2, 7), generator=generator)
             slots.selected(layer, chosen)
-        pool.commit(lease, slots.context)
-        if position == prompt + given_at and (moves := slots.give(lease)) is not None:
+        pool.commit(blocks, slots.context)
+        if position == prompt + given_at and (moves := slots.give(blocks)) is not None:
             before = slots.context + CHUNK if prompt + given_at >= 2 * CHUNK else position + 1
             for layer, pairs in enumerate(moves):
                 for source, target in pairs:
-                    pool.move(lease, layer, source, target)
+                    pool.move(blocks, layer, source, target)
                     rows[layer][target] = rows[layer][source]
                 lost = set(range(position + 1)) - set(rows[layer][: slots.context])
                 assert len(rows[layer]) == before and len(lost) >= position + 1 - slots.context
                 del rows[layer][slots.context :]
-            pool.truncate(lease, slots.context)
-            assert lease.capacity == slots.context == CHUNK and not slots.grows
+            pool.truncate(blocks, slots.context)
+            assert blocks.capacity == slots.context == CHUNK and not slots.grows
     state = slots._state
     for layer in range(4):
-        [run] = pool.runs(lease, layer, range(slots.context))
+        [run] = pool.runs(blocks, layer, range(slots.context))
         assert run.k[0, :, 0].tolist() == rows[layer] == state.position[layer, : slots.context].tolist()
         assert len(set(rows[layer])) == slots.context, "a token is held twice"
         newest = set(range(max(0, prompt + steps - recent), prompt + steps))
@@ -175,7 +175,7 @@ def test_slots_hold_what_a_plain_list_says(
         assert set(rows[layer][-min(recent, slots.context) :]) == set(
             sorted(rows[layer])[-min(recent, slots.context) :]
         )
-    pool.release(lease)
+    pool.release(blocks)
     pool.check_integrity()
 
 
@@ -200,7 +200,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
             for sequence, logits in zip(sequences, runner.decode(sequences), strict=True):
                 if sequence.position == len(sequence.tokens):
                     sequence.tokens.append(int(logits.argmax()))
-            chunks.append([len(sequence.lease.chunks) for sequence in sequences])
+            chunks.append([len(sequence.blocks.chunks) for sequence in sequences])
             assert runner.pool.bytes_used <= runner.pool.limit_bytes
         runner.check_integrity()
         assert [sequence.slots.grows for sequence in sequences] == [len(sequences) == 1] * len(sequences)
@@ -234,7 +234,7 @@ def test_rows_that_a_fork_holds_are_spared() -> None:
         if step < 39:
             logprobs.append(torch.log_softmax(runner.decode([second])[0], -1)[second.tokens[second.position]].item())
     runner.check_integrity()
-    assert isinstance(first.slots, Overwriting) and not first.slots.grows and logits.isfinite().all()
+    assert isinstance(first.slots, InPlaceEviction) and not first.slots.grows and logits.isfinite().all()
     assert logprobs[:38] == pytest.approx(alone.logprobs[1:39], abs=1e-9)
     for sequence in (first, second):
         runner.free(sequence)

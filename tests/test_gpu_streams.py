@@ -1,6 +1,6 @@
 """Stream order: whatever a stream is late with, nobody reads rows before they are there, or writes rows that are still
-being read. On CUDA every stream is held up in turn; the tokens must not change. On a CPU the same tests run with lanes
-that work at once, so that they are known to run."""
+being read. On CUDA every stream is held up in turn; the tokens must not change. On a CPU the same tests run with
+streams that work at once, so that they are known to run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.lanes import CudaLane, InlineLane, Lane
+from offload_rt.transfer.streams import CudaStream, InlineStream, Stream
 
 CYCLES = 2_000_000
 """About a millisecond: several of a tiny model's steps."""
@@ -24,9 +24,9 @@ Wait = Callable[[], None]
 
 
 class LateLane:
-    """A lane that holds itself up before and after everything that is queued in it."""
+    """A stream that holds itself up before and after everything that is queued in it."""
 
-    def __init__(self, inner: Lane, wait: Wait) -> None:
+    def __init__(self, inner: Stream, wait: Wait) -> None:
         self._inner, self._wait = inner, wait
 
     @contextmanager
@@ -58,12 +58,12 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
     llm = LLM(model, policy=policy, policy_options=options, host_memory="4MiB")
     runner = llm._runner
 
-    def lane(name: str) -> Any:
-        plain: Lane = CudaLane(device) if device.type == "cuda" else InlineLane()
+    def stream(name: str) -> Any:
+        plain: Stream = CudaStream(device) if device.type == "cuda" else InlineStream()
         return LateLane(plain, delay) if name in late else plain
 
-    lanes = (lane("prefetch"), lane("write-back"))
-    runner.link = CudaLink(runner.pool, runner.adapter.geometry, device, lanes=lanes)
+    streams = (stream("prefetch"), stream("write-back"))
+    runner.link = CudaLink(runner.pool, runner.adapter.geometry, device, streams=streams)
     if "compute" in late:
         for name in ("qkv", "after_attention", "mlp"):
             slow = getattr(runner.adapter, name)

@@ -82,7 +82,10 @@ def test_a_violation_is_seen(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("offload_rt/models/llama.py", "from .adapter import ModelAdapter\nfrom ..core import Lease\nimport torch"),
+        (
+            "offload_rt/models/llama.py",
+            "from .adapter import ModelAdapter\nfrom ..core import BlockTable\nimport torch",
+        ),
         ("offload_rt/cli.py", "from offload_rt import LLM\nfrom . import errors\nfrom .eval import speed"),
         ("offload_rt/__init__.py", "from .llm import LLM\nfrom .errors import OffloadError"),
         ("scripts/x.py", "from offload_rt.eval import speed"),

@@ -1,4 +1,5 @@
-"""The CUDA link's bookkeeping, run on a CPU with lanes that work at once: the same tokens and bytes as the CPU link."""
+"""The CUDA link's bookkeeping, run on a CPU with streams that work at once: the same tokens and bytes as the CPU
+link."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from offload_rt.core import CHUNK, Selection, Visible
 from offload_rt.engine.request import Completion
 from offload_rt.pool.pool import HostPool
 from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.lanes import InlineLane
 from offload_rt.transfer.residency import Residency
+from offload_rt.transfer.streams import InlineStream
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
@@ -28,7 +29,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 def staged(llm: LLM) -> LLM:
     """Puts the link of a machine with device memory into an LLM, the CPU being that device."""
     runner = llm._runner
-    link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=(InlineLane(), InlineLane()))
+    link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=(InlineStream(), InlineStream()))
     runner.link = link
     return llm
 
@@ -88,30 +89,30 @@ def test_a_fork_loads_its_resident_rows() -> None:
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "int2"])
 def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_format: Any) -> None:
     """Chunks of two sequences lie between each other, over several slabs; a fetch gives the rows that were appended,
-    also from chunks that the lease has taken since its last fetch."""
+    also from chunks that the block table has taken since its last fetch."""
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
     pool = HostPool(geometry, torch.float32, 1 << 21, kv_format=kv_format, pin=cuda, slab_tokens=2 * CHUNK)
-    link = CudaLink(pool, geometry, device, lanes=None if cuda else (InlineLane(), InlineLane()))
-    leases = [pool.new_lease(CHUNK), pool.new_lease(CHUNK)]
-    for lease in leases:
-        link.open(lease, 0, 1)
-    rows = torch.randn(2, len(leases), geometry.kv_heads, 3 * CHUNK, geometry.head_dim, device=device)
+    link = CudaLink(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
+    block_tables = [pool.new_block_table(CHUNK), pool.new_block_table(CHUNK)]
+    for blocks in block_tables:
+        link.open(blocks, 0, 1)
+    rows = torch.randn(2, len(block_tables), geometry.kv_heads, 3 * CHUNK, geometry.head_dim, device=device)
     for stop in range(CHUNK, 3 * CHUNK + 1, CHUNK):
-        for b, lease in enumerate(leases):
-            pool.reserve(lease, stop)
+        for b, blocks in enumerate(block_tables):
+            pool.reserve(blocks, stop)
             k, v = rows[:, b, :, stop - CHUNK : stop]
-            link.append(lease, 1, stop - CHUNK, k, v)
+            link.append(blocks, 1, stop - CHUNK, k, v)
             tokens = torch.stack([torch.randperm(stop - 1)[:40] for _ in range(geometry.kv_heads)]).to(device)
-            ticket = link.fetch_more(lease, 1, Selection(tokens))
+            ticket = link.fetch_more(blocks, 1, Selection(tokens))
             (part,) = ticket.wait()
             want = pool.format.decode(pool.format.encode(rows[:, b])).gather(
                 2, tokens[None, :, :, None].expand(2, -1, -1, geometry.head_dim)
             )
             assert torch.equal(torch.stack((part.k, part.v)), want)
             assert ticket.bytes == 2 * tokens.numel() * pool.layout.row_bytes
-    for lease in leases:
-        link.close(lease)
-        pool.release(lease)
+    for blocks in block_tables:
+        link.close(blocks)
+        pool.release(blocks)
     link.check_integrity()
     assert link.device_bytes == 0
     pool.check_integrity()

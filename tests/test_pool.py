@@ -1,11 +1,11 @@
-"""The host pool's facade: leases, rows, contiguity, limits, copy-on-write."""
+"""The host pool's facade: block tables, rows, contiguity, limits, copy-on-write."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from offload_rt.core import CHUNK, KVPart, Lease, ModelGeometry
+from offload_rt.core import CHUNK, BlockTable, KVPart, ModelGeometry
 from offload_rt.errors import MemoryLimitError, PoolFullError
 from offload_rt.pool import machine
 from offload_rt.pool.layout import PAGE, ArenaLayout
@@ -42,22 +42,22 @@ def kv(tokens: range, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torc
     return k, -k - 0.5
 
 
-def append(pool: HostPool, lease: Lease, count: int, sequence: int = 0) -> None:
-    tokens = range(lease.length, lease.length + count)
-    pool.reserve(lease, tokens.stop)
+def append(pool: HostPool, blocks: BlockTable, count: int, sequence: int = 0) -> None:
+    tokens = range(blocks.length, blocks.length + count)
+    pool.reserve(blocks, tokens.stop)
     for layer in range(2):
-        pool.write(lease, layer, tokens.start, *kv(tokens, layer, sequence))
-    pool.commit(lease, tokens.stop)
+        pool.write(blocks, layer, tokens.start, *kv(tokens, layer, sequence))
+    pool.commit(blocks, tokens.stop)
 
 
 def read(parts: list[KVPart]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([part.k for part in parts], 1), torch.cat([part.v for part in parts], 1)
 
 
-def addresses(pool: HostPool, lease: Lease, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[Hkv, length, d]` gathered by row id."""
-    tokens = torch.arange(lease.length)
-    base = pool.row_base(lease)[tokens // CHUNK] + tokens % CHUNK
+    tokens = torch.arange(blocks.length)
+    base = pool.row_base(blocks)[tokens // CHUNK] + tokens % CHUNK
     rows = torch.tensor([[pool.layout.row(layer, head, side) for head in range(2)] for side in range(2)])
     k, v = pool.rows[base + rows[..., None]]
     return k, v
@@ -65,23 +65,23 @@ def addresses(pool: HostPool, lease: Lease, layer: int) -> tuple[torch.Tensor, t
 
 def test_rows_and_runs_show_what_was_written() -> None:
     pool = make_pool(12)
-    lease = pool.new_lease(600)
+    blocks = pool.new_block_table(600)
     for layer in (0, 1):
         for start, stop in ((0, 250), (250, 251), (251, 600)):  # slices of a prefill, over chunks and slabs
             k, v = kv(range(600), layer)
-            pool.write(lease, layer, start, k[:, start:stop], v[:, start:stop])
-    pool.commit(lease, 600)
+            pool.write(blocks, layer, start, k[:, start:stop], v[:, start:stop])
+    pool.commit(blocks, 600)
     for layer in (0, 1):
         k, v = kv(range(600), layer)
         for first, last in ((0, 600), (63, 65), (255, 513), (599, 600), (10, 10)):
-            parts = pool.runs(lease, layer, range(first, last))
+            parts = pool.runs(blocks, layer, range(first, last))
             if first == last:
                 assert parts == []
                 continue
             got = read(parts)
             assert torch.equal(got[0], k[:, first:last])
             assert torch.equal(got[1], v[:, first:last])
-        got = addresses(pool, lease, layer)
+        got = addresses(pool, blocks, layer)
         assert torch.equal(got[0], k)
         assert torch.equal(got[1], v)
     pool.check_integrity()
@@ -89,10 +89,10 @@ def test_rows_and_runs_show_what_was_written() -> None:
 
 def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
     pool = make_pool(12)
-    at_once = pool.new_lease(9 * CHUNK)
+    at_once = pool.new_block_table(9 * CHUNK)
     assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
     pool.release(at_once)
-    growing = pool.new_lease(1)
+    growing = pool.new_block_table(1)
     for _ in range(9):
         append(pool, growing, CHUNK)
     assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
@@ -100,47 +100,47 @@ def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
 
 def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
     pool = make_pool(12)
-    pool.new_lease(3 * CHUNK)
-    second = pool.new_lease(3 * CHUNK)
+    pool.new_block_table(3 * CHUNK)
+    second = pool.new_block_table(3 * CHUNK)
     assert len(pool.spans(second, range(3 * CHUNK))) == 1
-    assert pool.new_lease(CHUNK).chunks == [3], "and what was left over is used by what fits it"
+    assert pool.new_block_table(CHUNK).chunks == [3], "and what was left over is used by what fits it"
 
 
 def test_views_are_contiguous_matrices_without_copies() -> None:
     pool = make_pool(12)
-    lease = pool.new_lease(200)
-    (part,) = pool.runs(lease, 1, range(3, 200))
+    blocks = pool.new_block_table(200)
+    (part,) = pool.runs(blocks, 1, range(3, 200))
     for rows in (*part.k, *part.v):
         assert rows.is_contiguous()
         assert rows.untyped_storage().data_ptr() == pool.rows.untyped_storage().data_ptr()
-    assert part.k.data_ptr() == pool.rows[int(pool.row_base(lease)[0]) + pool.layout.row(1, 0, 0, 3)].data_ptr()
+    assert part.k.data_ptr() == pool.rows[int(pool.row_base(blocks)[0]) + pool.layout.row(1, 0, 0, 3)].data_ptr()
 
 
 def test_sequences_that_grow_together_keep_long_runs() -> None:
     pool = make_pool(64, slab_chunks=64)
-    leases = [pool.new_lease(CHUNK) for _ in range(4)]
+    block_tables = [pool.new_block_table(CHUNK) for _ in range(4)]
     for _ in range(15):
-        for lease in leases:
-            append(pool, lease, CHUNK)
+        for blocks in block_tables:
+            append(pool, blocks, CHUNK)
     pool.check_integrity()
     assert pool.free_chunks == 4
-    pieces = [len(pool.spans(lease, range(lease.capacity))) for lease in leases]
+    pieces = [len(pool.spans(blocks, range(blocks.capacity))) for blocks in block_tables]
     assert max(pieces) <= 5, pieces  # 15 where each takes the next free chunk
 
 
 def test_waste_is_less_than_a_chunk_for_each_sequence() -> None:
     pool = make_pool(32)
-    lease = pool.new_lease(1)
+    blocks = pool.new_block_table(1)
     for length in range(1, 200):
-        append(pool, lease, 1)
+        append(pool, blocks, 1)
         assert pool.bytes_used == -(-length // CHUNK) * CHUNK_BYTES
-        assert lease.capacity - length <= 63
+        assert blocks.capacity - length <= 63
     assert pool.bytes_peak == pool.bytes_used
 
 
 def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(32)
-    first = pool.new_lease(0)
+    first = pool.new_block_table(0)
     append(pool, first, 100)
     pool.reserve(first, 300)  # slots beyond the tokens are not shared
     before = pool.bytes_used
@@ -154,50 +154,50 @@ def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytes
     append(pool, second, 5, sequence=1)
     assert [where[2] for where in copies] == [36], "only the filled slots of the tail, once"
     assert first.chunks[0] == second.chunks[0] and first.chunks[1] != second.chunks[1]
-    for lease, sequence in ((first, 0), (second, 1)):
+    for blocks, sequence in ((first, 0), (second, 1)):
         for layer in range(2):
-            got, _ = read(pool.runs(lease, layer, range(105)))
+            got, _ = read(pool.runs(blocks, layer, range(105)))
             assert torch.equal(got[:, :100], kv(range(100), layer)[0])
             assert torch.equal(got[:, 100:], kv(range(100, 105), layer, sequence)[0])
     pool.check_integrity()
     pool.release(first)
     pool.release(second)
     pool.release(second)
-    assert pool.bytes_used == 0 and second == Lease()
+    assert pool.bytes_used == 0 and second == BlockTable()
 
 
 def test_writing_to_a_shared_chunk_is_caught() -> None:
     pool = make_pool(4)
-    lease = pool.new_lease(0)
-    append(pool, lease, 10)
-    pool.fork(lease)
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, 10)
+    pool.fork(blocks)
     with pytest.raises(AssertionError, match="shared"):
-        pool.write(lease, 0, 10, *kv(range(10, 11), 0))
+        pool.write(blocks, 0, 10, *kv(range(10, 11), 0))
 
 
 def test_truncate_gives_chunks_back_and_the_rest_is_kept() -> None:
     pool = make_pool(8)
-    lease = pool.new_lease(0)
-    append(pool, lease, 300)
-    pool.truncate(lease, 65)
-    assert (lease.length, lease.capacity, pool.free_chunks) == (65, 128, 6)
-    append(pool, lease, 100)
-    assert torch.equal(read(pool.runs(lease, 1, range(165)))[0], kv(range(165), 1)[0])
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, 300)
+    pool.truncate(blocks, 65)
+    assert (blocks.length, blocks.capacity, pool.free_chunks) == (65, 128, 6)
+    append(pool, blocks, 100)
+    assert torch.equal(read(pool.runs(blocks, 1, range(165)))[0], kv(range(165), 1)[0])
     pool.check_integrity()
 
 
 def test_a_full_pool_says_what_is_missing() -> None:
     pool = make_pool(6, slab_chunks=6)
-    lease = pool.new_lease(5 * CHUNK)
+    blocks = pool.new_block_table(5 * CHUNK)
     with pytest.raises(PoolFullError) as caught:
-        pool.new_lease(3 * CHUNK)
+        pool.new_block_table(3 * CHUNK)
     for text in ("3 chunks of 64 tokens (24 KiB)", "of 6 only 1", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
         assert text in str(caught.value)
-    pool.commit(lease, 5 * CHUNK - 1)
-    fork = pool.fork(lease)
+    pool.commit(blocks, 5 * CHUNK - 1)
+    fork = pool.fork(blocks)
     with pytest.raises(PoolFullError):
         pool.reserve(fork, 6 * CHUNK)  # the copy of the tail and one more
-    assert fork == lease
+    assert fork == blocks
     pool.check_integrity()
 
 
@@ -264,9 +264,9 @@ def test_slabs_are_made_ready_at_admission() -> None:
     pool.prepare(9 * CHUNK)
     ready = pool._arena.active
     assert ready == 3 and pool.bytes_used == 0
-    lease = pool.new_lease(10)
+    blocks = pool.new_block_table(10)
     for _ in range(8):
-        append(pool, lease, CHUNK)
+        append(pool, blocks, CHUNK)
     assert pool._arena.active == ready
     pool.prepare(1 << 30)
     assert pool._arena.active == ready
@@ -276,10 +276,10 @@ def test_slabs_are_made_ready_at_admission() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_slabs_are_pinned_when_they_are_needed() -> None:
     pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
-    lease = pool.new_lease(5 * CHUNK)
-    for part in pool.runs(lease, 0, range(5 * CHUNK)):
+    blocks = pool.new_block_table(5 * CHUNK)
+    for part in pool.runs(blocks, 0, range(5 * CHUNK)):
         assert part.k.is_pinned()
     assert not pool.rows[pool.layout.chunk_row(11)].is_pinned()
     k, v = kv(range(5 * CHUNK), 0)
-    pool.write(lease, 0, 0, k.cuda(), v.cuda())
-    assert torch.equal(read(pool.runs(lease, 0, range(5 * CHUNK)))[0], k)
+    pool.write(blocks, 0, 0, k.cuda(), v.cuda())
+    assert torch.equal(read(pool.runs(blocks, 0, range(5 * CHUNK)))[0], k)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from offload_rt.core import CHUNK, Lease, ModelGeometry
+from offload_rt.core import CHUNK, BlockTable, ModelGeometry
 from offload_rt.errors import PoolFullError
 from offload_rt.pool.pool import HostPool
 
@@ -38,7 +38,7 @@ LINEAGES = st.sampled_from(["exact", "sparse"])
 class Model:
     """A sequence: its tokens, and the number that each token's K and V were made from."""
 
-    lease: Lease
+    blocks: BlockTable
     tokens: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.published: defaultdict[tuple[tuple[int, ...], int], set[tuple[int, ...]]] = defaultdict(set)
 
     def held(self) -> set[int]:
-        return {chunk for model in self.live for chunk in model.lease.chunks}
+        return {chunk for model in self.live for chunk in model.blocks.chunks}
 
     def add(self, model: Model) -> Model:
         self.live.append(model)
@@ -72,23 +72,23 @@ class PoolMachine(RuleBasedStateMachine):
         return list(range(self.written - count, self.written))
 
     def read(self, model: Model, layer: int) -> torch.Tensor:
-        parts = self.pool.runs(model.lease, layer, range(model.lease.length))
+        parts = self.pool.runs(model.blocks, layer, range(model.blocks.length))
         return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
 
     def extend(self, model: Model, count: int, letter: int) -> bool:
         """Appends to a sequence; False where the pool says that it is full, and it is."""
-        lease, stop = model.lease, model.lease.length + count
-        before = Lease(list(lease.chunks), lease.length)
-        others = {chunk for other in self.live if other is not model for chunk in other.lease.chunks}
-        tail = lease.chunks[lease.length // CHUNK :]
+        blocks, stop = model.blocks, model.blocks.length + count
+        before = BlockTable(list(blocks.chunks), blocks.length)
+        others = {chunk for other in self.live if other is not model for chunk in other.blocks.chunks}
+        tail = blocks.chunks[blocks.length // CHUNK :]
         copied = sum(chunk in others or chunk in self.pool._tree for chunk in tail)
-        needed = copied + max(0, -(-stop // CHUNK) - len(lease.chunks))
-        room = self.pool.chunk_count - len(self.held() | set(lease.chunks))
+        needed = copied + max(0, -(-stop // CHUNK) - len(blocks.chunks))
+        room = self.pool.chunk_count - len(self.held() | set(blocks.chunks))
         try:
-            self.pool.reserve(lease, stop)
+            self.pool.reserve(blocks, stop)
         except PoolFullError:
             assert needed > room
-            assert lease == before
+            assert blocks == before
             return False
         assert needed <= room
         values = self.fresh_values(count)
@@ -97,8 +97,8 @@ class PoolMachine(RuleBasedStateMachine):
             rows = made_from(values, layer)
             for first, last in ((0, split), (split, count)):
                 part = rows[:, :, first:last]
-                self.pool.write(lease, layer, before.length + first, part[:, 0], part[:, 1])
-        self.pool.commit(lease, stop)
+                self.pool.write(blocks, layer, before.length + first, part[:, 0], part[:, 1])
+        self.pool.commit(blocks, stop)
         model.tokens += [letter] * count
         model.values += values
         return True
@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(target=sequences, count=COUNTS, letter=LETTERS)
     def start(self, count: int, letter: int) -> Model:
         try:
-            model = self.add(Model(self.pool.new_lease(count)))
+            model = self.add(Model(self.pool.new_block_table(count)))
         except PoolFullError:
             assert -(-count // CHUNK) > self.pool.chunk_count - len(self.held())
             return multiple()
@@ -120,32 +120,32 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(target=sequences, model=sequences)
     def fork(self, model: Model) -> Model:
         used = self.pool.bytes_used
-        twin = self.add(Model(self.pool.fork(model.lease), list(model.tokens), list(model.values)))
+        twin = self.add(Model(self.pool.fork(model.blocks), list(model.tokens), list(model.values)))
         assert self.pool.bytes_used == used
         return twin
 
     @rule(model=sequences, share=st.floats(0, 1))
     def truncate(self, model: Model, share: float) -> None:
-        length = int(model.lease.length * share)
-        self.pool.truncate(model.lease, length)
+        length = int(model.blocks.length * share)
+        self.pool.truncate(model.blocks, length)
         del model.tokens[length:], model.values[length:]
-        assert model.lease.capacity - length < CHUNK
+        assert model.blocks.capacity - length < CHUNK
 
     @rule(model=consumes(sequences))
     def end(self, model: Model) -> None:
-        self.pool.release(model.lease)
+        self.pool.release(model.blocks)
         self.live.remove(model)
 
     @rule(model=sequences, lineage=LINEAGES)
     def publish(self, model: Model, lineage: str) -> None:
-        before = list(model.lease.chunks)
-        changed = self.pool.publish(model.lease, model.tokens, lineage)
-        assert changed == [i for i, chunk in enumerate(model.lease.chunks) if chunk != before[i]]
-        for i, chunk in enumerate(model.lease.chunks):
+        before = list(model.blocks.chunks)
+        changed = self.pool.publish(model.blocks, model.tokens, lineage)
+        assert changed == [i for i, chunk in enumerate(model.blocks.chunks) if chunk != before[i]]
+        for i, chunk in enumerate(model.blocks.chunks):
             where = slice(i * CHUNK, (i + 1) * CHUNK)
             key = (tuple(model.tokens[: where.stop]), i)
             if i in changed:
-                now = self.pool.runs(model.lease, 0, range(where.start, where.stop))[0].k[0, :, 0] / 16
+                now = self.pool.runs(model.blocks, 0, range(where.start, where.stop))[0].k[0, :, 0] / 16
                 model.values[where] = [int(value) for value in now]
                 assert tuple(model.values[where]) in self.published[key]
             elif chunk in self.pool._tree:
@@ -156,12 +156,12 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def match(self, letters: list[int], rest: int, both: bool) -> Model:
         tokens = [letter for letter in letters for _ in range(CHUNK)] + [2] * rest
-        lease = self.pool.match(tokens, *(("exact", "sparse") if both else ("exact",)))
-        assert lease.length < len(tokens) and lease.length % CHUNK == 0
-        model = self.add(Model(lease, tokens[: lease.length]))
-        rows = self.read(model, 0)[0, 0, :, 0] / 16 if lease.length else torch.empty(0)
+        blocks = self.pool.match(tokens, *(("exact", "sparse") if both else ("exact",)))
+        assert blocks.length < len(tokens) and blocks.length % CHUNK == 0
+        model = self.add(Model(blocks, tokens[: blocks.length]))
+        rows = self.read(model, 0)[0, 0, :, 0] / 16 if blocks.length else torch.empty(0)
         model.values = [int(value) for value in rows]
-        for i in range(len(lease.chunks)):
+        for i in range(len(blocks.chunks)):
             stop = (i + 1) * CHUNK
             assert tuple(model.values[i * CHUNK : stop]) in self.published[tuple(tokens[:stop]), i]
         return model
@@ -169,18 +169,18 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(model=sequences, share=st.floats(0, 1, exclude_max=True))
     def overwrite(self, model: Model, share: float) -> None:
         """What eviction does: a slot of a full chunk is written again."""
-        if model.lease.length < CHUNK:
+        if model.blocks.length < CHUNK:
             return
-        token = int(model.lease.length // CHUNK * CHUNK * share)
-        chunk = model.lease.chunks[token // CHUNK]
-        shared = any(chunk in other.lease.chunks for other in self.live if other is not model)
-        assert self.pool.claim(model.lease, token // CHUNK) is not shared
+        token = int(model.blocks.length // CHUNK * CHUNK * share)
+        chunk = model.blocks.chunks[token // CHUNK]
+        shared = any(chunk in other.blocks.chunks for other in self.live if other is not model)
+        assert self.pool.claim(model.blocks, token // CHUNK) is not shared
         if shared:
             return
         (model.values[token],) = self.fresh_values(1)
         for layer in range(LAYERS):
             row = made_from([model.values[token]], layer)
-            self.pool.write(model.lease, layer, token, row[:, 0], row[:, 1])
+            self.pool.write(model.blocks, layer, token, row[:, 0], row[:, 1])
 
     @invariant()
     def everything_is_as_the_model_says(self) -> None:
@@ -188,17 +188,17 @@ class PoolMachine(RuleBasedStateMachine):
         held = self.held()
         assert self.pool.bytes_used == (len(held) + self.pool.idle_chunks) * self.pool.chunk_bytes <= LIMIT
         for model in self.live:
-            assert model.lease.length == len(model.values) == len(model.tokens)
+            assert model.blocks.length == len(model.values) == len(model.tokens)
             for layer in range(LAYERS):
                 if model.values:
                     assert torch.equal(self.read(model, layer), made_from(model.values, layer))
 
     def teardown(self) -> None:
         for model in self.live:
-            self.pool.release(model.lease)
+            self.pool.release(model.blocks)
         self.pool.check_integrity()
         assert self.pool.bytes_used == self.pool.idle_chunks * self.pool.chunk_bytes
-        everything = self.pool.new_lease(self.pool.chunk_count * CHUNK)  # nothing leaked: the tree gives all up
+        everything = self.pool.new_block_table(self.pool.chunk_count * CHUNK)  # nothing leaked: the tree gives all up
         assert self.pool.idle_chunks == 0 == self.pool.free_chunks
         assert everything.capacity == self.pool.chunk_count * CHUNK
 

@@ -154,7 +154,7 @@ def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> 
 def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
     pool = make_pool(12)
     tokens = [*text(1, 2, 3), 4, 4, 4]
-    first = pool.new_lease(0)
+    first = pool.new_block_table(0)
     append(pool, first, len(tokens))
     assert pool.publish(first, tokens, "exact") == []
     used = pool.bytes_used
@@ -174,19 +174,19 @@ def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
 def test_equal_prompts_computed_side_by_side_end_up_shared() -> None:
     pool = make_pool(12)
     tokens = text(1, 2)
-    leases = [pool.new_lease(128) for _ in range(2)]
-    for i, lease in enumerate(leases):
-        append(pool, lease, 128, sequence=i)
-    assert pool.publish(leases[0], tokens, "exact") == []
-    assert pool.publish(leases[1], tokens, "exact") == [0, 1]
-    assert leases[0].chunks == leases[1].chunks and pool.bytes_used == 2 * pool.chunk_bytes
-    assert pool.publish(leases[1], tokens, "exact") == []
+    block_tables = [pool.new_block_table(128) for _ in range(2)]
+    for i, blocks in enumerate(block_tables):
+        append(pool, blocks, 128, sequence=i)
+    assert pool.publish(block_tables[0], tokens, "exact") == []
+    assert pool.publish(block_tables[1], tokens, "exact") == [0, 1]
+    assert block_tables[0].chunks == block_tables[1].chunks and pool.bytes_used == 2 * pool.chunk_bytes
+    assert pool.publish(block_tables[1], tokens, "exact") == []
     pool.check_integrity()
 
 
 def test_chunks_that_a_fork_keeps_are_not_exchanged() -> None:
     pool = make_pool(12)
-    first, second = pool.new_lease(64), pool.new_lease(128)
+    first, second = pool.new_block_table(64), pool.new_block_table(128)
     append(pool, first, 64)
     append(pool, second, 128, sequence=1)
     twin = pool.fork(second)
@@ -202,13 +202,13 @@ def test_chunks_that_a_fork_keeps_are_not_exchanged() -> None:
 
 def test_writing_behind_a_cut_in_a_published_chunk_leaves_it_to_the_tree() -> None:
     pool = make_pool(12)
-    lease = pool.new_lease(0)
-    append(pool, lease, CHUNK)
-    pool.publish(lease, text(1), "exact")
-    pool.truncate(lease, 10)
-    append(pool, lease, 1, sequence=1)
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, CHUNK)
+    pool.publish(blocks, text(1), "exact")
+    pool.truncate(blocks, 10)
+    append(pool, blocks, 1, sequence=1)
     assert pool.idle_chunks == 1, "copied, and the original let go"
-    assert torch.equal(read(pool.runs(lease, 1, range(10)))[0], kv(range(10), 1)[0])
+    assert torch.equal(read(pool.runs(blocks, 1, range(10)))[0], kv(range(10), 1)[0])
     kept = pool.match([*text(1), 0], "exact")
     assert torch.equal(read(pool.runs(kept, 1, range(CHUNK)))[0], kv(range(CHUNK), 1)[0])
     pool.check_integrity()
@@ -216,11 +216,11 @@ def test_writing_behind_a_cut_in_a_published_chunk_leaves_it_to_the_tree() -> No
 
 def test_room_is_made_from_the_tree_before_the_pool_is_full() -> None:
     pool = make_pool(6, slab_chunks=6)
-    old = pool.new_lease(0)
+    old = pool.new_block_table(0)
     append(pool, old, 4 * CHUNK)
     pool.publish(old, text(1, 2, 3, 4), "exact")
     pool.release(old)
-    new = pool.new_lease(3 * CHUNK)
+    new = pool.new_block_table(3 * CHUNK)
     assert pool.idle_chunks == 3 and pool.free_chunks == 0
     assert pool.match([*text(1, 2, 3, 4), 0], "exact").length == 3 * CHUNK, "the leaf went first"
     with pytest.raises(MemoryError, match=r"only 0 are free or can be given up"):
@@ -231,17 +231,17 @@ def test_room_is_made_from_the_tree_before_the_pool_is_full() -> None:
 def test_an_overwritten_chunk_leaves_the_tree_for_good() -> None:
     pool = make_pool(12)
     tokens = [*text(1, 2, 3), 0]
-    lease = pool.new_lease(0)
-    append(pool, lease, 3 * CHUNK)
-    pool.publish(lease, tokens, "exact")
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, 3 * CHUNK)
+    pool.publish(blocks, tokens, "exact")
     other = pool.match(tokens, "exact")
-    assert not pool.claim(lease, 1), "another sequence reads it"
+    assert not pool.claim(blocks, 1), "another sequence reads it"
     assert len(pool._tree) == 3, "and finds it again"
     pool.release(other)
-    assert pool.claim(lease, 1)
+    assert pool.claim(blocks, 1)
     assert pool.match(tokens, "exact").length == CHUNK, "what lies behind it went too"
-    pool.publish(lease, tokens, "exact")
+    pool.publish(blocks, tokens, "exact")
     assert pool.match(tokens, "exact").length == CHUNK
     pool.check_integrity()
-    pool.release(lease)
+    pool.release(blocks)
     assert not pool._claimed, "the next holder of the slot may publish it"

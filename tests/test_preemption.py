@@ -15,35 +15,35 @@ from offload_rt.config import StoreOptions
 from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
-from offload_rt.engine.swap import FOLDER, Spill
+from offload_rt.engine.swap import FOLDER, Swap
 from offload_rt.errors import StoreError
 
 PROMPTS = [tiny_prompt(CHUNK + 30) + tiny_prompt(28, seed=i) for i in range(3)]
 PARAMS = [greedy(50), SamplingParams(max_new_tokens=40, seed=3), greedy(35)]
 
 
-def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Spill]:
+def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
     """A pool in which all prompts fit, their common chunk stored once, but not all answers; the disk counts as
     infinitely fast, or slow."""
     llm = make(**({"chunks": 6} | options))
-    spill = Spill(llm._runner, folder, StoreOptions(limit=limit))
-    spill._write_rate = spill._read_rate = 0.0 if worth else 1e9
-    return llm, spill
+    swap = Swap(llm._runner, folder, StoreOptions(limit=limit))
+    swap._write_rate = swap._read_rate = 0.0 if worth else 1e9
+    return llm, swap
 
 
-def run(llm: LLM, spill: Spill, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
-    engine = Engine(llm._runner, max_batch=4, spill=spill)
+def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
+    engine = Engine(llm._runner, max_batch=4, swap=swap)
     served = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
-    rates = spill._write_rate, spill._read_rate
+    rates = swap._write_rate, swap._read_rate
     seen = 0
     while not engine.idle:
         engine.step()
         if seen != (seen := engine.scheduler.preemptions + engine.scheduler.restored):
             engine.check_integrity()
-            spill._disk.check_integrity()
-        spill._write_rate, spill._read_rate = rates
+            swap._disk.check_integrity()
+        swap._write_rate, swap._read_rate = rates
     assert engine.scheduler.preemptions > 0
-    assert llm._runner.pool.bytes_held == 0 and spill.bytes_used == 0, "nothing stays behind"
+    assert llm._runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
     return [c.token_ids for one in served for c in one.completions()], engine.scheduler
 
 
@@ -65,40 +65,40 @@ def roomy(**options: Any) -> list[list[int]]:
 def test_what_comes_back_from_disk_goes_on_as_if_nothing_had_been(
     tmp_path: Path, policy: str, options: dict[str, Any], staged: bool
 ) -> None:
-    llm, spill = tight(tmp_path, policy=policy, policy_options=options, staged=staged)
-    tokens, scheduler = run(llm, spill)
+    llm, swap = tight(tmp_path, policy=policy, policy_options=options, staged=staged)
+    tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy, policy_options=options)
     assert scheduler.restored == scheduler.preemptions
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_what_is_cheaper_computed_again_is_not_written(tmp_path: Path, policy: str) -> None:
-    llm, spill = tight(tmp_path, worth=False, policy=policy)
-    tokens, scheduler = run(llm, spill)
+    llm, swap = tight(tmp_path, worth=False, policy=policy)
+    tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy) and scheduler.restored == 0
 
 
 @pytest.mark.parametrize(("policy", "kv_format"), [("full", "int8"), ("infinigen", "int4")])
 def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_format: str) -> None:
     memory = 5 * make(policy=policy, kv_format=kv_format)._runner.pool.chunk_bytes
-    llm, spill = tight(tmp_path, policy=policy, kv_format=kv_format, host_memory=memory)
-    tokens, scheduler = run(llm, spill)
+    llm, swap = tight(tmp_path, policy=policy, kv_format=kv_format, host_memory=memory)
+    tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy, kv_format=kv_format) and scheduler.restored == 0
 
 
 def test_a_state_that_is_not_made_from_keys_alone_is_computed_again(tmp_path: Path) -> None:
-    llm, spill = tight(tmp_path, policy="h2o")
+    llm, swap = tight(tmp_path, policy="h2o")
     runner = llm._runner
     sequence = runner.new_sequence([*PROMPTS[0], 5], len(PROMPTS[0]) + 1)
     runner.prefill(sequence, len(PROMPTS[0]))
     runner.decode([sequence])
-    assert spill.keep(sequence, 1) is None and spill.bytes_used == 0
+    assert swap.keep(sequence, 1) is None and swap.bytes_used == 0
     runner.free(sequence)
 
 
 def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, spill = tight(tmp_path)
-    restore = spill.restore
+    llm, swap = tight(tmp_path)
+    restore = swap.restore
 
     def spoil(*args: Any, **options: Any) -> Any:
         for path in tmp_path.rglob("*.kv"):
@@ -107,19 +107,19 @@ def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytes
             path.write_bytes(data)
         return restore(*args, **options)
 
-    monkeypatch.setattr(spill, "restore", spoil)
-    tokens, scheduler = run(llm, spill)
+    monkeypatch.setattr(swap, "restore", spoil)
+    tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored == 0
 
 
 def test_a_full_disk_means_computing_again(tmp_path: Path) -> None:
-    llm, spill = tight(tmp_path, limit=2 * make()._runner.pool.chunk_bytes)
-    tokens, scheduler = run(llm, spill)
+    llm, swap = tight(tmp_path, limit=2 * make()._runner.pool.chunk_bytes)
+    tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored < scheduler.preemptions
 
 
 def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
-    llm, spill = tight(tmp_path)
+    llm, swap = tight(tmp_path)
     runner = llm._runner
     sequences = []
     for prompt in PROMPTS[:2]:
@@ -127,34 +127,34 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
         runner.prefill(sequences[-1], len(prompt))
         sequences[-1].tokens.append(5)
         runner.decode(sequences[-1:])
-    kept = [spill.keep(sequence, 1) for sequence in sequences]
+    kept = [swap.keep(sequence, 1) for sequence in sequences]
     assert None not in kept and len(list(tmp_path.rglob("*.kv"))) == 1 + 2
     for one, files in zip(kept, (2, 0), strict=True):
         assert one is not None
-        spill.forget(one)
+        swap.forget(one)
         assert len(list(tmp_path.rglob("*.kv"))) == files
     for sequence in sequences:
         runner.free(sequence)
 
 
 def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_path: Path) -> None:
-    llm, spill = tight(tmp_path)
-    engine = Engine(llm._runner, max_batch=4, spill=spill)
+    llm, swap = tight(tmp_path)
+    engine = Engine(llm._runner, max_batch=4, swap=swap)
     served = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
-    while not spill.bytes_used:
+    while not swap.bytes_used:
         engine.step()
     left = next((tmp_path / FOLDER).glob("*/*/*.kv"))
     copy = left.read_bytes()
     for one in served:
         engine.cancel(one)
-    assert spill.bytes_used == 0 and llm._runner.pool.bytes_held == 0
+    assert swap.bytes_used == 0 and llm._runner.pool.bytes_held == 0
     with pytest.raises(StoreError, match="another process"):
-        Spill(llm._runner, tmp_path)
-    spill.close()
+        Swap(llm._runner, tmp_path)
+    swap.close()
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(copy)  # as if the process had died before it could clean up
     (tmp_path / "notes.kv").write_text("the user's own")
-    other = Spill(llm._runner, tmp_path)
+    other = Swap(llm._runner, tmp_path)
     assert other.bytes_used == 0 and not left.exists() and (tmp_path / "notes.kv").exists()
     other.close()
 
@@ -162,7 +162,7 @@ def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_pat
 def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.engine.swap.BYTES_PER_SECOND", 1e15)
     kept = []
-    monkeypatch.setattr(Spill, "restore", lambda self, spilled, *args, **named: kept.append(spilled))
-    llm = make(chunks=6, spill=tmp_path)
+    monkeypatch.setattr(Swap, "restore", lambda self, spilled, *args, **named: kept.append(spilled))
+    llm = make(chunks=6, swap=tmp_path)
     assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == roomy()
     assert kept and not list(tmp_path.rglob("*.kv"))

@@ -316,13 +316,13 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0][:100], SamplingParams(max_new_tokens=5, temperature=0))
-    original = llm._runner.pool.stored(session.rows.sequence.lease, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
+    original = llm._runner.pool.stored(session.rows.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
     for i in range(50):
         session.truncate(keep_last=60)
         answer(session, tiny_prompt(95, seed=i), SamplingParams(max_new_tokens=5, temperature=0))
     history, sequence = session.history, session.rows.sequence
     assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
-    now = llm._runner.pool.stored(sequence.lease, 1, range(4))[0].k
+    now = llm._runner.pool.stored(sequence.blocks, 1, range(4))[0].k
     torch.testing.assert_close(now, llm._runner.adapter.turned(original, history.sink_shift), rtol=0, atol=0)
     assert float((now.norm(dim=-1) / original.norm(dim=-1) - 1).abs().max()) < 1e-5
     session.close()

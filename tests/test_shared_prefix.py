@@ -6,37 +6,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.core import CHUNK, Lease, Visible
+from offload_rt.core import CHUNK, BlockTable, Visible
 from offload_rt.forward.shared_prefix import Segment, SharedPrefixes, Sharing
 from offload_rt.kernels.segments import Run, attend_runs
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[Lease]:
+def batches(draw: st.DrawFn) -> list[BlockTable]:
     """Leases that share prefixes as forks and matches make them: a random trie of chunks, in random order."""
-    leases = [[0]]
+    block_tables = [[0]]
     fresh = 1
     for _ in range(draw(st.integers(1, 9))):
-        parent = draw(st.sampled_from(leases))
+        parent = draw(st.sampled_from(block_tables))
         shared = draw(st.integers(0, len(parent)))
         new = draw(st.integers(1, 4))
-        leases.append([*parent[:shared], *range(fresh, fresh + new)])
+        block_tables.append([*parent[:shared], *range(fresh, fresh + new)])
         fresh += new
-    chosen = draw(st.lists(st.sampled_from(leases), min_size=1, max_size=8))
+    chosen = draw(st.lists(st.sampled_from(block_tables), min_size=1, max_size=8))
     tails = range(fresh, fresh + len(chosen))  # whoever decodes has a last chunk of its own
-    return [Lease([*chunks, tail]) for chunks, tail in zip(chosen, tails, strict=True)]
+    return [BlockTable([*chunks, tail]) for chunks, tail in zip(chosen, tails, strict=True)]
 
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(0, 6))
-def test_segments_are_exactly_what_is_shared(leases: list[Lease], pays_from: int) -> None:
+def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pays_from: int) -> None:
     """With one byte a token and a threshold of `pays_from` chunks: every segment saves that much, its sequences hold
     its chunks in common, and those of one sequence follow each other from slot 0 to where its own part starts."""
-    sharing = Sharing.of(leases, 1, pays_from * CHUNK)
-    ordered = [leases[i].chunks for i in sharing.order]
-    assert sorted(sharing.order) == list(range(len(leases)))
-    assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(leases)))
-    ends = [0] * len(leases)
+    sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
+    ordered = [block_tables[i].chunks for i in sharing.order]
+    assert sorted(sharing.order) == list(range(len(block_tables)))
+    assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(block_tables)))
+    ends = [0] * len(block_tables)
     for segment in sharing.segments:
         sequences = segment.stop - segment.first
         saved = (sequences - 1) * len(segment.tokens)
@@ -59,22 +59,23 @@ def test_segments_are_exactly_what_is_shared(leases: list[Lease], pays_from: int
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(0, 3))
 def test_attention_over_segments_is_attention_over_everything(
-    leases: list[Lease], seed: int, group: int, pays_from: int
+    block_tables: list[BlockTable], seed: int, group: int, pays_from: int
 ) -> None:
     """float64: 1e-12 is rounding of sums in another order."""
     generator = torch.Generator().manual_seed(seed)
     kv_heads, d = 2, 8
     rows = {
         c: torch.randn(2, kv_heads, CHUNK, d, generator=generator, dtype=torch.float64)
-        for x in leases
+        for x in block_tables
         for c in x.chunks
     }
     lengths = [
-        int(torch.randint((len(x.chunks) - 1) * CHUNK + 1, x.capacity + 1, (), generator=generator)) for x in leases
+        int(torch.randint((len(x.chunks) - 1) * CHUNK + 1, x.capacity + 1, (), generator=generator))
+        for x in block_tables
     ]
-    sharing = Sharing.of(leases, 1, pays_from * CHUNK)
-    q = torch.randn(kv_heads * group, len(leases), d, generator=generator, dtype=torch.float64)
-    whole = [torch.cat([rows[c] for c in leases[i].chunks], dim=2)[:, :, : lengths[i]] for i in sharing.order]
+    sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
+    q = torch.randn(kv_heads * group, len(block_tables), d, generator=generator, dtype=torch.float64)
+    whole = [torch.cat([rows[c] for c in block_tables[i].chunks], dim=2)[:, :, : lengths[i]] for i in sharing.order]
     seen = [Visible.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
     own = [sharing.own(b, visible) for b, visible in enumerate(seen)]
     assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
@@ -110,11 +111,11 @@ def test_half_precision_is_merged_in_float32() -> None:
 
 def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
     shared = SharedPrefixes(1, pays_from=CHUNK // 2)
-    leases = [Lease([0, 1, 2]), Lease([0, 1, 3])]
-    first = shared.of(leases)
+    block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
+    first = shared.of(block_tables)
     assert first.segments == (Segment(0, 2, range(2 * CHUNK)),)
-    assert shared.of(leases) is first
-    leases[0].chunks.append(4)
-    assert shared.of(leases) is not first
-    assert shared.of(leases[:1]).segments == () and not shared.of(leases[:1]).overlapping
+    assert shared.of(block_tables) is first
+    block_tables[0].chunks.append(4)
+    assert shared.of(block_tables) is not first
+    assert shared.of(block_tables[:1]).segments == () and not shared.of(block_tables[:1]).overlapping
     assert shared.of([]).order == ()

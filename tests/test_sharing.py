@@ -17,7 +17,7 @@ from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.lanes import InlineLane
+from offload_rt.transfer.streams import InlineStream
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
 ROW = 2 * 2 * 16 * 8
@@ -35,8 +35,8 @@ def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **opti
     runner = llm._runner
     runner.prefixes = SharedPrefixes(ROW, pays_from=1)
     if staged:
-        lanes = (InlineLane(), InlineLane())
-        runner.link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), lanes=lanes)
+        streams = (InlineStream(), InlineStream())
+        runner.link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=streams)
     return llm
 
 
@@ -219,7 +219,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
-    """Four forks that see the same tokens select the same rows: one of them pays. Alone, each pays."""
+    """Four forks that see the same tokens select the same rows: one of them pays. PerSequenceFetch, each pays."""
     options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
     llm = make(policy="infinigen", policy_options=options, staged=staged)
     runner = llm._runner
@@ -246,8 +246,8 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
     while not engine.idle:
         engine.step()
         sequences = [s for one in served for s in one.sequences if s.position]
-        assert all(s.lease.capacity - s.position <= CHUNK for s in sequences)
-        held = {chunk for s in sequences for chunk in s.lease.chunks}
+        assert all(s.blocks.capacity - s.position <= CHUNK for s in sequences)
+        held = {chunk for s in sequences for chunk in s.blocks.chunks}
         if engine.scheduler.prefilling is None:
             assert pool.bytes_held == len(held) * CHUNK_BYTES
 
@@ -255,7 +255,7 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
 def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     """Somebody outside the engine holds most of the pool: the one that runs cannot go on and says so."""
     llm = make(chunks=6)
-    held = llm._runner.pool.new_lease(4 * CHUNK)
+    held = llm._runner.pool.new_block_table(4 * CHUNK)
     engine = Engine(llm._runner, max_batch=2)
     engine.add(tiny_prompt(100), greedy(60))
     after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed

@@ -169,9 +169,9 @@ def test_windows_are_the_papers(tmp_path: Path) -> None:
     rows = [session.rows for session in sessions]
     capacity = pool.chunk_count
     assert queue.store.tiers.windows(rows) == (capacity // 5, (capacity + 80) // 5)
-    lease = pool.new_lease(64 * (capacity - 12))
+    blocks = pool.new_block_table(64 * (capacity - 12))
     assert queue.store.tiers.windows(rows)[0] == 12 // 5
-    pool.release(lease)
+    pool.release(blocks)
     for session in sessions:
         session.history.tokens = []
     queue.close()

@@ -203,7 +203,7 @@ def test_forks_take_the_rows_along() -> None:
         runner.decode([first])
     fork = runner.fork(first, 200)
     runner.check_integrity()
-    assert runner.link.working_set_bytes(fork.lease) == runner.link.working_set_bytes(first.lease) > 0
+    assert runner.link.working_set_bytes(fork.blocks) == runner.link.working_set_bytes(first.blocks) > 0
     before = first.trace.bytes_to_device
     runner.decode([first])
     runner.decode([fork])

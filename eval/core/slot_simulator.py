@@ -9,7 +9,7 @@ import torch
 
 from ...config import EvictionOptions, KVFormatName
 from ...core import ModelGeometry, Visible
-from ...forward.slot_table import AppendOnly, Overwriting, Slots
+from ...forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ...pool.pool import HostPool
 from ...select.base import Policy
 
@@ -33,12 +33,12 @@ class LayerSlots:
         one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=geometry.windows[:1])
         limit = None if settings.host_memory is None else max(1, settings.host_memory // geometry.layers)
         self._pool = HostPool(one, dtype, limit, kv_format=settings.kv_format)
-        self._lease = self._pool.new_lease(max(1, prefilled))
-        self._pool.commit(self._lease, prefilled)
+        self._block_table = self._pool.new_block_table(max(1, prefilled))
+        self._pool.commit(self._block_table, prefilled)
         self._policy = policy
-        self._slots: Slots = AppendOnly(self._pool)
+        self._slots: SlotTable = AppendOnly(self._pool)
         if settings.eviction is not None:
-            self._slots = Overwriting(self._pool, settings.eviction, policy.sinks, policy.recent)
+            self._slots = InPlaceEviction(self._pool, settings.eviction, policy.sinks, policy.recent)
         self._tokens = torch.arange(prefilled + 1)
 
     @property
@@ -49,20 +49,20 @@ class LayerSlots:
     def enter(self, token: int) -> tuple[int, int] | None:
         """The next token of the sequence takes its slot; (slot, victim) where the token in `slot` first moved to
         `victim`. Raises PoolFullError where there is no room."""
-        self._slots.begin_step(self._lease, token)
+        self._slots.begin_step(self._block_table, token)
         if self._slots.newest >= len(self._tokens):
-            grown = torch.empty(max(self._lease.capacity, token + 1), dtype=torch.int64)
+            grown = torch.empty(max(self._block_table.capacity, token + 1), dtype=torch.int64)
             grown[: len(self._tokens)] = self._tokens
             self._tokens = grown
         moved = self._slots.displaced(0)
         if moved is not None:
             self._tokens[moved[1]] = self._tokens[moved[0]]
         self._tokens[self._slots.newest] = token
-        self._pool.commit(self._lease, self._slots.context)
+        self._pool.commit(self._block_table, self._slots.context)
         return moved
 
     def visible(self, window: int | None) -> Visible:
-        """Slots that the newest token may attend to."""
+        """SlotTable that the newest token may attend to."""
         return Visible.of(self._slots.context, sinks=self._policy.sinks, recent=self._policy.recent, window=window)
 
     def selected(self, slots: torch.Tensor) -> None:

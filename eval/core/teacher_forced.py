@@ -190,15 +190,15 @@ class _Pass:
         self, layer: int, x: torch.Tensor, attention_input: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """What layer `layer` selects with, from the layer before; None where it takes its true query."""
-        if layer == self.geometry.layers or layer in self.policy.dense_layers or self.policy.moment == "query":
+        if layer == self.geometry.layers or layer in self.policy.dense_layers or self.policy.query_source == "query":
             return None
         adapter, at = self.adapter, self.positions[self.start :]
         source = {
             "attention_input": lambda: attention_input,
             "normed_input": lambda: adapter.attention_input(layer, x),
             "residual": lambda: adapter.attention_input(layer, residual),
-        }[self.policy.moment]()
-        return adapter.query(layer, self.policy.guessed(layer, source), at)
+        }[self.policy.query_source]()
+        return adapter.query(layer, self.policy.correct_guess(layer, source), at)
 
     def _decoded(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor | None
@@ -249,7 +249,7 @@ class _Pass:
     def _select(
         self, layer: int, q: torch.Tensor, guess: torch.Tensor, visible: Visible, slots: LayerSlots
     ) -> torch.Tensor:
-        """Slots `[Hkv, n]` of one position: selected with `guess` `[H, d]`, and repaired with the true query q."""
+        """SlotTable `[Hkv, n]` of one position: selected with `guess` `[H, d]`, and repaired with the true query q."""
         selection = self.state.select(layer, guess, visible).known()
         slots.selected(selection.tokens)
         extra = self.state.repair(layer, q, visible, selection)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ...core import CHUNK, Lease, ModelGeometry
+from ...core import CHUNK, BlockTable, ModelGeometry
 from ...errors import PoolFullError
 from ...pool.pool import HostPool
 from ..core.figures import COLOURS, picture
@@ -115,29 +115,29 @@ class Contiguous:
 
 class Pool:
     """The host pool under the scheduler's rules: a prompt is admitted where there is a chunk besides for each that
-    runs, leases grow chunk by chunk, and the youngest gives way."""
+    runs, block tables grow chunk by chunk, and the youngest gives way."""
 
     def __init__(self, slots: int) -> None:
         geometry = ModelGeometry(1, 1, 1, 1, 1, 2, (1.0,), (None,), LONGEST, False, 5.0)
         self._pool = HostPool(geometry, torch.float32, geometry.kv_bytes(slots, torch.float32))
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, BlockTable] = {}
         self.running: list[Job] = []
 
     def admit(self, job: Job) -> bool:
         """See `Memory.admit`."""
         try:
-            lease = self._pool.new_lease(job.prompt + 1)
+            blocks = self._pool.new_block_table(job.prompt + 1)
         except PoolFullError:
             return False
         try:
             self._pool.check_spare(len(self.running))
         except PoolFullError:
-            self._pool.release(lease)
+            self._pool.release(blocks)
             return False
-        self._leases[id(job)] = lease
+        self._leases[id(job)] = blocks
         self.running.append(job)
         job.held = job.prompt
-        self._pool.commit(lease, job.held)
+        self._pool.commit(blocks, job.held)
         return True
 
     def grow(self) -> list[Job]:

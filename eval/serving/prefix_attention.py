@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...core import Lease, ModelGeometry
+from ...core import BlockTable, ModelGeometry
 from ...errors import ConfigError
 from ...forward.attention import attend
 from ...forward.shared_prefix import SharedPrefixes, Sharing
@@ -39,7 +39,7 @@ class Batch:
     """Sequences in one pool that share chunks as their prompts do, in tree order, and a query of each `[H, B, d]`."""
 
     pool: HostPool
-    leases: list[Lease]
+    block_tables: list[BlockTable]
     q: torch.Tensor
 
     @classmethod
@@ -53,20 +53,20 @@ class Batch:
         total += width * (suffix + 64)
         geometry = ModelGeometry(1, HEADS * HEAD_DIM, HEADS, HEADS, HEAD_DIM, 2, (SCALE,), (None,), 1 << 20, False, 5.0)
         pool = HostPool(geometry, torch.float32, geometry.kv_bytes(total + 128, torch.float32))
-        leases = [Lease()]
+        block_tables = [BlockTable()]
         for count, tokens in (*levels, (1, suffix)):
-            leases = [pool.fork(lease) for lease in leases for _ in range(count)]
-            for lease in leases:
-                grow(pool, lease, tokens)
-        leases = [leases[i] for i in Sharing.of(leases, 1).order]
+            block_tables = [pool.fork(blocks) for blocks in block_tables for _ in range(count)]
+            for blocks in block_tables:
+                grow(pool, blocks, tokens)
+        block_tables = [block_tables[i] for i in Sharing.of(block_tables, 1).order]
         generator = torch.Generator().manual_seed(0)
-        return cls(pool, leases, torch.randn(HEADS, len(leases), HEAD_DIM, generator=generator))
+        return cls(pool, block_tables, torch.randn(HEADS, len(block_tables), HEAD_DIM, generator=generator))
 
     def one_by_one(self) -> torch.Tensor:
         """Each sequence reads all of its rows: `[H, B, d]`."""
         outs = [
-            attend(self.q[:, b], self.pool.runs(lease, 0, range(lease.length)), SCALE)[0]
-            for b, lease in enumerate(self.leases)
+            attend(self.q[:, b], self.pool.runs(blocks, 0, range(blocks.length)), SCALE)[0]
+            for b, blocks in enumerate(self.block_tables)
         ]
         return torch.stack(outs, dim=1)
 
@@ -75,32 +75,32 @@ class Batch:
         if not sharing.segments:
             return self.one_by_one()
         wanted = [(s.first, s.stop, s.tokens) for s in sharing.segments]
-        wanted += [(b, b + 1, range(sharing.private[b], lease.length)) for b, lease in enumerate(self.leases)]
+        wanted += [(b, b + 1, range(sharing.private[b], blocks.length)) for b, blocks in enumerate(self.block_tables)]
         runs = [
             Run(first, stop, part.k, part.v)
             for first, stop, tokens in wanted
-            for part in self.pool.runs(self.leases[first], 0, tokens)
+            for part in self.pool.runs(self.block_tables[first], 0, tokens)
         ]
         return attend_runs(self.q, runs, SCALE)[0]
 
     @property
     def floor_bytes(self) -> tuple[int, int]:
         """Bytes that have to be read: by one sequence after the other, and with every shared chunk once."""
-        apart = sum(lease.length for lease in self.leases)
-        once = len({chunk for lease in self.leases for chunk in lease.chunks}) * 64
+        apart = sum(blocks.length for blocks in self.block_tables)
+        once = len({chunk for blocks in self.block_tables for chunk in blocks.chunks}) * 64
         return apart * 8 * HEADS * HEAD_DIM, once * 8 * HEADS * HEAD_DIM
 
 
-def grow(pool: HostPool, lease: Lease, tokens: int) -> None:
-    """Adds `tokens` random tokens to a lease."""
+def grow(pool: HostPool, blocks: BlockTable, tokens: int) -> None:
+    """Adds `tokens` random tokens to a block table."""
     if not tokens:
         return
-    start = lease.length
-    pool.reserve(lease, start + tokens)
-    for run in pool.runs(lease, 0, range(start, start + tokens)):
+    start = blocks.length
+    pool.reserve(blocks, start + tokens)
+    for run in pool.runs(blocks, 0, range(start, start + tokens)):
         run.k.normal_()
         run.v.normal_()
-    pool.commit(lease, start + tokens)
+    pool.commit(blocks, start + tokens)
 
 
 def least(turns: int, *competitors: Callable[[], object]) -> list[float]:
@@ -128,7 +128,7 @@ def attention_rows(scale: Scale) -> list[Row]:
                 prefixes = SharedPrefixes(8 * HEADS * HEAD_DIM)
 
                 def shared(batch: Batch = batch, prefixes: SharedPrefixes = prefixes) -> torch.Tensor:
-                    return batch.with_segments(prefixes.of(batch.leases))
+                    return batch.with_segments(prefixes.of(batch.block_tables))
 
                 torch.testing.assert_close(shared(), batch.one_by_one(), rtol=0, atol=1e-4)
                 apart, together = least(scale.turns, batch.one_by_one, shared)
@@ -138,7 +138,7 @@ def attention_rows(scale: Scale) -> list[Row]:
                         "batch": size,
                         "prefix": prefix,
                         "suffix": suffix,
-                        "segments": len(prefixes.of(batch.leases).segments),
+                        "segments": len(prefixes.of(batch.block_tables).segments),
                         "apart_ms": apart,
                         "segments_ms": together,
                         "gain": apart / together,
@@ -154,9 +154,9 @@ def level_rows(scale: Scale) -> list[Row]:
     rows: list[Row] = []
     for few_shot, problem in ((1024, 256), (1024, 512), (2048, 512)):
         batch = Batch.of([(1, few_shot), (4, problem), (8, 0)], 64)
-        both = Sharing.of(batch.leases, 8 * HEADS * HEAD_DIM)
-        top = tuple(s for s in both.segments if s.stop - s.first == len(batch.leases))
-        one = replace(both, segments=top, private=(top[0].tokens.stop,) * len(batch.leases))
+        both = Sharing.of(batch.block_tables, 8 * HEADS * HEAD_DIM)
+        top = tuple(s for s in both.segments if s.stop - s.first == len(batch.block_tables))
+        one = replace(both, segments=top, private=(top[0].tokens.stop,) * len(batch.block_tables))
         times = least(
             scale.turns,
             batch.one_by_one,

@@ -13,7 +13,7 @@ from ...engine.engine import Engine
 from ...engine.runner import Runner
 from ...forward.batch import Fetched, Step
 from ...forward.decode import DecodeStep
-from ...forward.per_sequence import Apart
+from ...forward.per_sequence import PerSequenceStrategy
 from ...llm import LLM
 from ..core.report import Column, Report, Row
 from .poisson_load import Scale, greedy, make, token_lists
@@ -127,16 +127,16 @@ def step_seconds(runner: Runner, document: list[int], batch: int, step: type[Dec
     best = float("inf")
     for _ in range(turns):
         for sequence in sequences:
-            sequence.slots.begin_step(sequence.lease, sequence.position)
-        sharing = runner.prefixes.of([s.lease for s in sequences])
+            sequence.slots.begin_step(sequence.blocks, sequence.position)
+        sharing = runner.prefixes.of([s.blocks for s in sequences])
         with torch.inference_mode():
             began = time.process_time()
             ordered = Step([sequences[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing)
-            step(ordered, Apart(ordered)).run()
+            step(ordered, PerSequenceStrategy(ordered)).run()
             best = min(best, time.process_time() - began)
         for sequence in sequences:
             sequence.position += 1
-            runner.pool.commit(sequence.lease, sequence.slots.context)
+            runner.pool.commit(sequence.blocks, sequence.slots.context)
     for sequence in sequences:
         runner.free(sequence)
     return best

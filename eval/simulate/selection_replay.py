@@ -100,7 +100,7 @@ class ShrunkPool:
             self._state.position.scatter_(1, gone, -1)
 
     def _evict(self, position: int, count: int) -> torch.Tensor:
-        """Slots `[layers, count]` of victims, whose tokens are forgotten."""
+        """SlotTable `[layers, count]` of victims, whose tokens are forgotten."""
         held = self._state.position
         protected = (held < self._sinks) | (held >= position - self._recent)
         slots = victims(self.options.policy, self._state, protected, position, count)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 
 from ...config import EngineConfig
-from ...core import KVPart, Lease
+from ...core import BlockTable, KVPart
 from ...engine.runner import Runner
 from ...engine.stats import Fractions
 from ...forward.sequence import Sequence as Decoded
@@ -138,38 +138,40 @@ class Context:
 
     def __init__(self, pool: HostPool, link: Link, planted: Planted, room: int, batch: int = 1) -> None:
         self.pool, self.link, self.room = pool, link, room
-        self._leases = [pool.new_lease(planted.length) for _ in range(batch)]
+        self._leases = [pool.new_block_table(planted.length) for _ in range(batch)]
         for layer, kv in enumerate(planted.layers()):
-            for lease in self._leases:
-                pool.write(lease, layer, 0, kv.k, kv.v)
-        for lease in self._leases:
-            pool.commit(lease, planted.length)
+            for blocks in self._leases:
+                pool.write(blocks, layer, 0, kv.k, kv.v)
+        for blocks in self._leases:
+            pool.commit(blocks, planted.length)
 
-    def forks(self) -> list[Lease]:
-        """Other leases on the same rows."""
-        return [self.pool.fork(lease) for lease in self._leases]
+    def forks(self) -> list[BlockTable]:
+        """Other block tables on the same rows."""
+        return [self.pool.fork(blocks) for blocks in self._leases]
 
-    def blank(self) -> list[Lease]:
+    def blank(self) -> list[BlockTable]:
         """Leases without rows."""
-        return [self.pool.new_lease(1) for _ in self._leases]
+        return [self.pool.new_block_table(1) for _ in self._leases]
 
 
 class Ours:
-    """This runtime with one policy on some leases: what `Runner.decode` takes, sampling left out."""
+    """This runtime with one policy on some block tables: what `Runner.decode` takes, sampling left out."""
 
-    def __init__(self, name: str, model: LoadedModel, policy: Policy, context: Context, leases: list[Lease]) -> None:
+    def __init__(
+        self, name: str, model: LoadedModel, policy: Policy, context: Context, block_tables: list[BlockTable]
+    ) -> None:
         self.name = name
         self._policy = policy
         config = EngineConfig(missed_mass_every=0)
         self._runner = Runner(model, policy, context.pool, context.link, config)
-        self._batch = [self._sequence(model, context, lease) for lease in leases]
+        self._batch = [self._sequence(model, context, blocks) for blocks in block_tables]
 
-    def _sequence(self, model: LoadedModel, context: Context, lease: Lease) -> Decoded:
-        context.link.open(lease, self._policy.sinks, self._policy.recent)
-        keys = key_reader(context.pool, lease)
+    def _sequence(self, model: LoadedModel, context: Context, blocks: BlockTable) -> Decoded:
+        context.link.open(blocks, self._policy.sinks, self._policy.recent)
+        keys = key_reader(context.pool, blocks)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
         state, slots = self._policy.new_state(keys), AppendOnly(context.pool)
-        return Decoded(0, [TOKEN] * context.room, lease, slots, keys, state, trace, lease.length)
+        return Decoded(0, [TOKEN] * context.room, blocks, slots, keys, state, trace, blocks.length)
 
     def fill(self, layer: int, kv: KVPart) -> None:
         """The policy learns the keys; the rows are in the context already."""

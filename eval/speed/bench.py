@@ -28,8 +28,8 @@ from ...models.registry import adapter_for
 from ...pool.pool import HostPool
 from ...transfer.cpu import CpuLink
 from ...transfer.cuda import CudaLink
-from ...transfer.lanes import InlineLane
 from ...transfer.link import Link
+from ...transfer.streams import InlineStream
 from .baselines import MAKERS, SHAPES, Competitor, Context, Field, Ours, Shape, Skipped
 from .ideal_link import OnDevice
 from .report import Point, Timing, describe, points, table, write_report
@@ -211,7 +211,7 @@ def _link(model: Any, pool: HostPool) -> Link:
         return CudaLink(pool, geometry, model.device)
     if pool.format.exact:
         return CpuLink(pool)
-    return CudaLink(pool, geometry, model.device, lanes=(InlineLane(), InlineLane()))
+    return CudaLink(pool, geometry, model.device, streams=(InlineStream(), InlineStream()))
 
 
 def _device(name: str) -> torch.device:

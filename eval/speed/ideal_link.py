@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import KVPart, Lease, ModelGeometry, Selection, Visible
+from ...core import BlockTable, KVPart, ModelGeometry, Selection, Visible
 from ...pool.pool import HostPool
 from ...transfer.link import PrefilledLayer, Spared, Ticket
 from ...transfer.row_lists import RowLists
@@ -55,68 +55,72 @@ class OnDevice:
         """Rows of all open sequences."""
         return sum(rows.nbytes for rows in self._rows.values())
 
-    def working_set_bytes(self, lease: Lease) -> int:
+    def working_set_bytes(self, blocks: BlockTable) -> int:
         """There is none."""
         return 0
 
-    def open(self, lease: Lease, sinks: int, recent: int, origin: Lease | None = None) -> None:
+    def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """See `Link.open`."""
         geometry = self._geometry
         shape = (geometry.layers, 2, geometry.kv_heads, self._room, geometry.head_dim)
         rows = torch.empty(shape, dtype=self._pool.format.dtype, device=self._device)
         for layer in range(geometry.layers):
             at = 0
-            for run in self._pool.runs(lease, layer, range(lease.length)):
+            for run in self._pool.runs(blocks, layer, range(blocks.length)):
                 rows[layer, 0, :, at : at + run.k.shape[1]] = run.k.to(self._device)
                 rows[layer, 1, :, at : at + run.k.shape[1]] = run.v.to(self._device)
                 at += run.k.shape[1]
-        self._rows[id(lease)] = rows
+        self._rows[id(blocks)] = rows
 
-    def close(self, lease: Lease) -> None:
+    def close(self, blocks: BlockTable) -> None:
         """See `Link.close`."""
-        del self._rows[id(lease)]
+        del self._rows[id(blocks)]
 
-    def settle(self, lease: Lease) -> None:
+    def settle(self, blocks: BlockTable) -> None:
         """See `Link.settle`: nothing is on its way."""
 
-    def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+    def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """See `Link.append`: k, v `[Hkv, m, d]`; nothing is written back."""
-        rows = self._rows[id(lease)][layer]
+        rows = self._rows[id(blocks)][layer]
         rows[0, :, start : start + k.shape[1]] = k
         rows[1, :, start : start + k.shape[1]] = v
         return 0
 
-    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+    def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Never asked: the benchmark does not evict."""
         raise AssertionError("rows on the device are not moved")
 
-    def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> _Ticket:
+    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> _Ticket:
         """See `Link.fetch`."""
-        return _Ticket(self._rows[id(lease)][layer], visible.all, visible, selection)
+        return _Ticket(self._rows[id(blocks)][layer], visible.all, visible, selection)
 
-    def fetch_range(self, lease: Lease, layer: int, tokens: range) -> _Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> _Ticket:
         """See `Link.fetch_range`."""
-        return _Ticket(self._rows[id(lease)][layer], tokens)
+        return _Ticket(self._rows[id(blocks)][layer], tokens)
 
     def fetch_together(
-        self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
+        self,
+        block_tables: Sequence[BlockTable],
+        layer: int,
+        visible: Sequence[Visible],
+        selections: Sequence[Selection],
     ) -> list[Ticket]:
         """See `Link.fetch_together`."""
-        each = zip(leases, visible, selections, strict=True)
-        return [self.fetch(lease, layer, seen, selection) for lease, seen, selection in each]
+        each = zip(block_tables, visible, selections, strict=True)
+        return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def row_lists(self, batch: int, tokens: int) -> None:
         """See `Link.row_lists`: there are none."""
 
-    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+    def hold(self, lists: RowLists, block_tables: Sequence[BlockTable]) -> None:
         """Never asked: there are no lists."""
         raise AssertionError("this link has no lists")
 
-    def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> _Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> _Ticket:
         """See `Link.fetch_more`."""
-        return _Ticket(self._rows[id(lease)][layer], range(0), None, extra)
+        return _Ticket(self._rows[id(blocks)][layer], range(0), None, extra)
 
-    def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Never asked: the benchmark's context is there already."""
         raise AssertionError("rows on the device are not prefilled")
 

@@ -19,7 +19,7 @@ import torch
 
 from ...config import SamplingParams
 from ...core import CHUNK
-from ...engine.request import Event
+from ...engine.request import TokenOutput
 from ...llm import LLM
 from ...storage.disk_store import DiskStore, StoredChunk
 from ..core.report import Column, Report, Row
@@ -71,12 +71,12 @@ def fresh(subject: Subject, history: int) -> LLM:
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
     pool = llm._runner.pool
     count = history + LONG_TURN + CHUNK
-    lease = pool.new_lease(count)
+    blocks = pool.new_block_table(count)
     for layer in range(llm.geometry.layers):
-        for part in pool.stored(lease, layer, range(count)):
+        for part in pool.stored(blocks, layer, range(count)):
             part.k.zero_()
             part.v.zero_()
-    pool.release(lease)
+    pool.release(blocks)
     return llm
 
 
@@ -87,7 +87,7 @@ def tokens(count: int, name: str) -> list[int]:
     return found
 
 
-def first_token(ask: Callable[[], Iterator[Event]]) -> float:
+def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
     """Seconds from asking to the first event."""
     gc.collect()  # what was closed gives its memory back before, not meanwhile
     began = time.perf_counter()

@@ -18,7 +18,7 @@ import torch
 from ...core import KVPart, ModelGeometry, Selection, Visible
 from ...models.adapter import ModelAdapter
 from ...models.forwarding import ForwardingAdapter
-from ...select.base import KeyReader, Moment, Policy, PolicyState
+from ...select.base import KeyReader, Policy, PolicyState, QuerySource
 from ...select.passive import PassiveState
 from ...skewing.artifact import SkewArtifact
 from ...skewing.guess import Correction
@@ -163,7 +163,7 @@ class Given:
     distance to it."""
 
     name = "ideal"
-    moment: Moment = "attention_input"
+    query_source: QuerySource = "attention_input"
     wants_weights = False
     wants_queries = False
     rule = None
@@ -174,7 +174,7 @@ class Given:
         self._inner = inner
         self.sinks, self.recent, self.dense_layers = inner.sinks, inner.recent, inner.dense_layers
 
-    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """As it is, `[T, D]`."""
         return attention_input
 

@@ -18,7 +18,7 @@ from ..core import Request
 from ..errors import InputError
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
-from .request import Completion, Event, FinishReason, Generation, Served
+from .request import Completion, FinishReason, Generation, Served, TokenOutput
 from .runner import Runner
 from .stats import Stats
 
@@ -140,9 +140,9 @@ class BeamGeneration:
             raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
         prompt = self.request.prompt
         runner.check_fits(len(prompt) + self.params.max_new_tokens)
-        sequence = runner.with_room(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
+        sequence = runner.retry_after_reclaim(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
         self.sequences = [sequence]
-        runner.with_room(lambda: runner.check_spare(self.width - 1))
+        runner.retry_after_reclaim(lambda: runner.check_spare(self.width - 1))
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
     def take_pending(self) -> list[Generation]:
@@ -152,10 +152,10 @@ class BeamGeneration:
     def reserve(self, runner: Runner) -> None:
         """Room for the next token of every beam, and for the last chunk of every fork that may follow."""
         for sequence in self.sequences:
-            runner.with_room(partial(runner.reserve, sequence))
-        runner.with_room(lambda: runner.check_spare(self.width))
+            runner.retry_after_reclaim(partial(runner.reserve, sequence))
+        runner.retry_after_reclaim(lambda: runner.check_spare(self.width))
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """One step of the search, from logits `[S, V]`; S is 1 after the prefill. All events come at the end."""
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:
@@ -182,7 +182,7 @@ class BeamGeneration:
         self.sequences = moved
 
     def _fork(self, runner: Runner, beam: Sequence) -> Sequence:
-        return runner.with_room(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
+        return runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
 
     def drop(self, runner: Runner) -> None:
         """See `Served.drop`."""
@@ -218,9 +218,9 @@ class BeamGeneration:
             return "stop"
         return "length" if len(tokens) >= self.params.max_new_tokens else None
 
-    def _events(self) -> list[Event]:
+    def _events(self) -> list[TokenOutput]:
         return [
-            Event(self.request.id, self._text(tokens), tokens[-1], len(tokens) - 1, self._ended(tokens), i)
+            TokenOutput(self.request.id, self._text(tokens), tokens[-1], len(tokens) - 1, self._ended(tokens), i)
             for i, tokens in enumerate(self._beams.finished[: self.params.n])
         ]
 

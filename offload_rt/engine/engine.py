@@ -13,16 +13,16 @@ from ..core import Request
 from ..errors import PoolFullError
 from ..forward.batch import Recorder
 from .beam_search import BeamGeneration
-from .request import Event, Generation, Served, StartAgainError
+from .request import Generation, Served, StartAgainError, TokenOutput
 from .runner import Runner
 from .scheduler import Scheduler
-from .swap import Spill
+from .swap import Swap
 
 
 class Engine:
     """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
     layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
-    `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select; `spill`
+    `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select; `swap`
     may keep what is preempted."""
 
     def __init__(
@@ -32,11 +32,11 @@ class Engine:
         max_batch: int,
         on_prefill: Callable[[Served, int], None] = lambda served, layers: None,
         recorder: Recorder | None = None,
-        spill: Spill | None = None,
+        swap: Swap | None = None,
     ) -> None:
         self.runner = runner
         self._recorder = recorder
-        self.scheduler = Scheduler(runner, max_batch, spill)
+        self.scheduler = Scheduler(runner, max_batch, swap)
         self._on_prefill = on_prefill
         self._ids = itertools.count()
 
@@ -58,7 +58,7 @@ class Engine:
         """Whether nothing waits, prefills or runs."""
         return self.scheduler.idle
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[TokenOutput]:
         """One step: a new token for everything that runs, and prefill work for at most one request. Raises
         PoolFullError for one that can never fit, before anything else happens (it has left the queue; the others go on
         with the next step)."""
@@ -72,7 +72,7 @@ class Engine:
             if sample.finish_reason is None:
                 self._retire(sample)
 
-    def _decode(self) -> list[Event]:
+    def _decode(self) -> list[TokenOutput]:
         running = list(self.scheduler.running)
         if not running:
             return []
@@ -81,7 +81,7 @@ class Engine:
         pairs = zip(running, logits.split(widths), strict=True)
         return [event for served, rows in pairs for event in self._accept(served, rows)]
 
-    def _advance_prefill(self) -> list[Event]:
+    def _advance_prefill(self) -> list[TokenOutput]:
         scheduler, spent = self.scheduler, 0.0
         while scheduler.prefilling is not None:
             served, prefill = scheduler.prefilling
@@ -100,7 +100,7 @@ class Engine:
                 break
         return []
 
-    def _accept(self, served: Served, logits: torch.Tensor) -> list[Event]:
+    def _accept(self, served: Served, logits: torch.Tensor) -> list[TokenOutput]:
         try:
             events = served.accept(self.runner, logits)
         except PoolFullError:  # beams that fork; they start again when there is room

@@ -27,7 +27,7 @@ class Held:
 class Holder(Protocol):
     """Who holds memory between requests."""
 
-    def give_way(self) -> bool:
+    def reclaim(self) -> bool:
         """Something of it leaves memory, and nothing is lost by that; False where nothing can."""
         ...
 
@@ -36,14 +36,14 @@ class Holder(Protocol):
         ...
 
 
-def with_room(action: Callable[[], T], holders: Iterable[Holder]) -> T:
+def retry_after_reclaim(action: Callable[[], T], holders: Iterable[Holder]) -> T:
     """What `action` returns; where there is no room for it, `holders` give way, one thing after the other, until there
     is. `action` must change nothing when it raises. Raises PoolFullError, which says who stays, when nobody can."""
     while True:
         try:
             return action()
         except PoolFullError as error:
-            if any(holder.give_way() for holder in holders):
+            if any(holder.reclaim() for holder in holders):
                 continue
             held = sorted((one for holder in holders for one in holder.held()), key=lambda one: -one.bytes)
             if not held:

@@ -27,7 +27,7 @@ class StartAgainError(Exception):
 
 
 @dataclass(frozen=True)
-class Event:
+class TokenOutput:
     """One new token of a request. `text` is what can be shown now (it may be empty, or hold text of earlier tokens);
     `index` counts the completion's new tokens from 0; `finish_reason` is set on the last event; `sample` says which of
     the request's n completions it belongs to. Of a beam search only the last events come, each with all its text."""
@@ -88,7 +88,7 @@ class Served(Protocol):
         """Takes room for the next step. Raises PoolFullError."""
         ...
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """What follows from logits `[S, V]` of the sequences, in order; ends the generation if that was all."""
         ...
 
@@ -167,7 +167,9 @@ class Generation:
         prompt = len(self.request.prompt)
         runner.check_fits(prompt + self.params.max_new_tokens)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
-        self.sequence = runner.with_room(lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop))
+        self.sequence = runner.retry_after_reclaim(
+            lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop)
+        )
         self.sequence.trace.prompt_tokens = prompt
         if self._trace is not None:
             self._trace.reused_tokens += self.sequence.trace.reused_tokens
@@ -187,15 +189,15 @@ class Generation:
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
         """Begins with what `first` has computed. Raises PoolFullError."""
-        self.sequence = runner.with_room(lambda: runner.fork(first, len(first.tokens) + 1))
+        self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     def reserve(self, runner: Runner) -> None:
         """See `Served.reserve`."""
         sequence = self.sequence
         assert sequence is not None
-        runner.with_room(lambda: runner.reserve(sequence))
+        runner.retry_after_reclaim(lambda: runner.reserve(sequence))
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """Samples the next token from logits `[1, V]`, unless it is known already, and ends after the last."""
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
@@ -213,7 +215,7 @@ class Generation:
         if self.finish_reason is not None:
             text += self._stream.flush()
         self.text += text
-        return [Event(self.request.id, text, token, len(self.new_tokens) - 1, self.finish_reason, self.sample)]
+        return [TokenOutput(self.request.id, text, token, len(self.new_tokens) - 1, self.finish_reason, self.sample)]
 
     def drop(self, runner: Runner) -> None:
         """See `Served.drop`."""

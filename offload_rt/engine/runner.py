@@ -12,16 +12,16 @@ from typing import TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..core import Lease, ModelGeometry
+from ..core import BlockTable, ModelGeometry
 from ..errors import ConfigError, DeviceFullError, InputError, ModelError, PoolFullError
 from ..forward.batch import Recorder, Step
-from ..forward.batched import Ways
+from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
 from ..forward.prefill import Prefill
 from ..forward.rebalance import make_room
 from ..forward.sequence import Sequence, key_reader
 from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
-from ..forward.slot_table import AppendOnly, Overwriting, Slots
+from ..forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..planning.device_plan import DevicePlan
@@ -29,7 +29,7 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
 from ..transfer.weights import WeightStream
-from .reclaim import Holder, with_room
+from .reclaim import Holder, retry_after_reclaim
 from .stats import Accounting, Stats
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ EXACT = "exact"
 
 class Runner:
     """Owns the pool and the link of one model and runs sequences on them. Every sequence it makes must go through
-    `free`; between calls each one's lease, resident rows and policy state agree."""
+    `free`; between calls each one's block table, resident rows and policy state agree."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Runner:
         self.adapter = model.adapter
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
-        self.ways = Ways()
+        self.ways = StrategyCache()
         self.steps = steps_for(config, self.adapter.device, self.ways, streams=weights is not None)
         self.holders: list[Holder] = []
         self._accounting = Accounting(model, policy, pool, link, config, weights)
@@ -90,31 +90,31 @@ class Runner:
         wrong = next((t for t in tokens if not 0 <= t < geometry.vocab), None)
         if wrong is not None:
             raise InputError(f"token id {wrong} is not in the vocabulary of {self.model.name} (0-{geometry.vocab - 1})")
-        lease = self._lease(tokens[:reuse], capacity)
-        keys, known = key_reader(self.pool, lease), lease.length
+        blocks = self._block_table(tokens[:reuse], capacity)
+        keys, known = key_reader(self.pool, blocks), blocks.length
         trace = Trace(geometry.layers, self.config.missed_mass_every, reused_tokens=known)
         state, slots = self.policy.new_state(keys), self._new_slots()
         return self._register(
-            Sequence(next(self._ids), list(tokens), lease, slots, keys, state, trace, known, known, known)
+            Sequence(next(self._ids), list(tokens), blocks, slots, keys, state, trace, known, known, known)
         )
 
-    def _lease(self, known: Seq[int], capacity: int) -> Lease:
+    def _block_table(self, known: Seq[int], capacity: int) -> BlockTable:
         """Room for `capacity` tokens, behind what the prefix tree has of `known`."""
         if not self._shares or self.policy.wants_queries:
-            return self.pool.new_lease(capacity)
-        lease = self.pool.match(known, EXACT)
-        if not lease.length:
-            return self.pool.new_lease(capacity)
-        return self._reserved(lease, capacity)
+            return self.pool.new_block_table(capacity)
+        blocks = self.pool.match(known, EXACT)
+        if not blocks.length:
+            return self.pool.new_block_table(capacity)
+        return self._reserved(blocks, capacity)
 
-    def _reserved(self, lease: Lease, capacity: int) -> Lease:
-        """The lease with room for `capacity` tokens; given back where there is none (PoolFullError)."""
+    def _reserved(self, blocks: BlockTable, capacity: int) -> BlockTable:
+        """The block table with room for `capacity` tokens; given back where there is none (PoolFullError)."""
         try:
-            self.pool.reserve(lease, capacity)
+            self.pool.reserve(blocks, capacity)
         except PoolFullError:
-            self.pool.release(lease)
+            self.pool.release(blocks)
             raise
-        return lease
+        return blocks
 
     def check_fits(self, tokens: int) -> None:
         """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
@@ -125,10 +125,10 @@ class Runner:
         if self.config.eviction is None:
             self.pool.check_fits(tokens)
 
-    def with_room(self, action: Callable[[], T]) -> T:
+    def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """What `action` returns; where it finds no room, what lies in memory without being used (`holders`) gives way
-        until it does: `idle.with_room`. Raises PoolFullError."""
-        return with_room(action, self.holders)
+        until it does: `idle.retry_after_reclaim`. Raises PoolFullError."""
+        return retry_after_reclaim(action, self.holders)
 
     def check_spare(self, chunks: int) -> None:
         """Raises PoolFullError where the pool has no `chunks` chunks to give."""
@@ -138,37 +138,37 @@ class Runner:
         """Room for the next token. Raises PoolFullError; with eviction, which makes room by itself, only where the
         device has none."""
         if self.config.eviction is None:
-            self.pool.reserve(sequence.lease, sequence.position + 1)
+            self.pool.reserve(sequence.blocks, sequence.position + 1)
         self._check_device()
 
     def _check_device(self) -> None:
         """Raises DeviceFullError where the open sequences could take more of the device than it may hold."""
         if self.plan is not None:
-            self.plan.check([sequence.lease.capacity for sequence in self._open.values()])
+            self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
 
     def room(self, computed: int, total: int) -> int:
-        """Slots to take for a sequence of `total` tokens of which `computed` are there or are prefilled: all of them,
-        or with eviction, which makes room by itself, one more than is computed."""
+        """SlotTable to take for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
+        them, or with eviction, which makes room by itself, one more than is computed."""
         return total if self.config.eviction is None else computed + 1
 
-    def _new_slots(self) -> Slots:
+    def _new_slots(self) -> SlotTable:
         if self.config.eviction is None:
             return AppendOnly(self.pool)
-        return Overwriting(self.pool, self.config.eviction, self.policy.sinks, self.policy.recent)
+        return InPlaceEviction(self.pool, self.config.eviction, self.policy.sinks, self.policy.recent)
 
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """A sequence with the same computed tokens, sharing their chunks, with room for `capacity` tokens: only the
         filled slots of a partly filled last chunk are copied. What it cost so far is counted as reused, or with
         `same_trace` goes on with the original's counts. Raises PoolFullError."""
-        self.link.settle(sequence.lease)
-        lease = self._reserved(self.pool.fork(sequence.lease), capacity)
-        keys, before = key_reader(self.pool, lease), sequence.trace
+        self.link.settle(sequence.blocks)
+        blocks = self._reserved(self.pool.fork(sequence.blocks), capacity)
+        keys, before = key_reader(self.pool, blocks), sequence.trace
         trace = before.copy() if same_trace else before.restart(reused=sequence.position)
         return self._register(
             Sequence(
                 next(self._ids),
                 list(sequence.tokens),
-                lease,
+                blocks,
                 sequence.slots.fork(),
                 keys,
                 sequence.state.fork(keys),
@@ -179,69 +179,77 @@ class Runner:
                 sequence.shift,
                 sequence.cut,
             ),
-            origin=sequence.lease,
+            origin=sequence.blocks,
         )
 
-    def match(self, tokens: Seq[int], cut: str = "") -> Lease:
+    def match(self, tokens: Seq[int], cut: str = "") -> BlockTable:
         """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them."""
         if not self._shares:
-            return Lease()
+            return BlockTable()
         return self.pool.match(tokens, EXACT + cut, self.policy.lineage + cut)
 
     def adopt(
-        self, tokens: Seq[int], lease: Lease, *, capacity: int, known: int, exact: int, shift: int = 0, cut: str = ""
+        self,
+        tokens: Seq[int],
+        blocks: BlockTable,
+        *,
+        capacity: int,
+        known: int,
+        exact: int,
+        shift: int = 0,
+        cut: str = "",
     ) -> Sequence:
-        """A sequence whose first `known` tokens were computed before: rows of `lease.length` of them are in the lease,
-        the others will be when the next prefill comes to their layer. It takes the lease, with room for `capacity`
-        tokens; PoolFullError gives the lease back."""
-        self._reserved(lease, capacity)
-        self.pool.commit(lease, known)
-        keys = key_reader(self.pool, lease)
+        """A sequence whose first `known` tokens were computed before: rows of `blocks.length` of them are in the block
+        table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
+        `capacity` tokens; PoolFullError gives the block table back."""
+        self._reserved(blocks, capacity)
+        self.pool.commit(blocks, known)
+        keys = key_reader(self.pool, blocks)
         trace = Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
         state, slots = self.policy.new_state(keys), self._new_slots()
         sequence = Sequence(
-            next(self._ids), list(tokens), lease, slots, keys, state, trace, known, exact, known, shift, cut
+            next(self._ids), list(tokens), blocks, slots, keys, state, trace, known, exact, known, shift, cut
         )
         return self._register(sequence)
 
     def reload(self, sequence: Sequence) -> None:
         """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
-        self.link.close(sequence.lease)
-        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent)
+        self.link.close(sequence.blocks)
+        self.link.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
         """Forgets what only this process knows of a sequence: resident rows and the policy's state come from the
         pool's rows again, the latter with the next prefill."""
         self.reload(sequence)
         sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
-        sequence.torn = False
+        sequence.interrupted = False
 
-    def _register(self, sequence: Sequence, origin: Lease | None = None) -> Sequence:
-        """Opens the sequence, or gives its lease back where the device has no room for it (DeviceFullError)."""
+    def _register(self, sequence: Sequence, origin: BlockTable | None = None) -> Sequence:
+        """Opens the sequence, or gives its block table back where the device has no room for it (DeviceFullError)."""
         self._open[sequence.id] = sequence
         try:
             self._check_device()
         except DeviceFullError:
             del self._open[sequence.id]
-            self.pool.release(sequence.lease)
+            self.pool.release(sequence.blocks)
             raise
-        self.link.open(sequence.lease, self.policy.sinks, self.policy.recent, origin)
+        self.link.open(sequence.blocks, self.policy.sinks, self.policy.recent, origin)
         return sequence
 
     def free(self, sequence: Sequence) -> None:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
         self.ways.forget()
-        self.link.close(sequence.lease)
+        self.link.close(sequence.blocks)
         self._publish(sequence)
-        self.pool.release(sequence.lease)
+        self.pool.release(sequence.blocks)
 
     def _publish(self, sequence: Sequence) -> None:
         """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
         the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
         if self._shares:
             lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
-            self.pool.publish(sequence.lease, sequence.tokens, lineage + sequence.cut)
+            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.cut)
 
     @torch.inference_mode()
     def begin_prefill(
@@ -277,10 +285,10 @@ class Runner:
         sequence = prefill.sequence
         sequence.trace.weight_bytes += self._accounting.weights_crossed - crossed
         if prefill.done:
-            self.pool.commit(sequence.lease, prefill.stop)
+            self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
             sequence.position, sequence.unlearned = prefill.stop, 0
-            self.link.settle(sequence.lease)
+            self.link.settle(sequence.blocks)
             self._publish(sequence)
         sequence.trace.prefill_seconds += time.perf_counter() - began
         prefill.after_layer(prefill.layer - 1)
@@ -306,16 +314,16 @@ class Runner:
         began, crossed = time.perf_counter(), self._accounting.weights_crossed
         make_room(batch, self.pool, self.link, self.policy)
         for sequence in batch:
-            sequence.slots.begin_step(sequence.lease, sequence.position)
-            sequence.torn = True
-        sharing = self.prefixes.of([sequence.lease for sequence in batch])
+            sequence.slots.begin_step(sequence.blocks, sequence.position)
+            sequence.interrupted = True
+        sharing = self.prefixes.of([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         step = Step(ordered, self.adapter, self.policy, self.link, sharing, recorder)
         logits = sharing.restore(self.steps.run(step))
         for sequence in batch:
             sequence.position += 1
-            sequence.torn = False
-            self.pool.commit(sequence.lease, sequence.slots.context)
+            sequence.interrupted = False
+            self.pool.commit(sequence.blocks, sequence.slots.context)
         batch[0].trace.weight_bytes += self._accounting.weights_crossed - crossed
         seconds = time.perf_counter() - began
         for sequence in batch:

@@ -8,21 +8,21 @@ from ..errors import OffloadError, PoolFullError
 from ..forward.prefill import Prefill
 from .request import Served
 from .runner import Runner
-from .swap import Spill, Spilled
+from .swap import Swap, Swapped
 
 
 class Scheduler:
     """First come, first served. A request is admitted when the pool has room for its prompt and a chunk for each
     running sequence besides; it then grows chunk by chunk. When the pool runs out, the youngest gives way: it keeps its
     tokens and goes back to the head of the queue. When there is room its rows come back from disk, if there is a
-    `spill` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest
+    `swap` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest
     is never preempted, so something always finishes; one that would not fit an empty pool is refused at once.
 
     Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them."""
 
-    def __init__(self, runner: Runner, max_batch: int, spill: Spill | None = None) -> None:
-        self._runner, self._max_batch, self._spill = runner, max_batch, spill
-        self._spilled: dict[Served, Spilled] = {}
+    def __init__(self, runner: Runner, max_batch: int, swap: Swap | None = None) -> None:
+        self._runner, self._max_batch, self._spill = runner, max_batch, swap
+        self._spilled: dict[Served, Swapped] = {}
         self.waiting: deque[Served] = deque()
         self.prefilling: tuple[Served, Prefill] | None = None
         self.running: list[Served] = []
@@ -56,7 +56,7 @@ class Scheduler:
             if not came_back:
                 prefill = served.start(self._runner)
             if self.running:
-                self._runner.with_room(lambda: self._runner.check_spare(width))
+                self._runner.retry_after_reclaim(lambda: self._runner.check_spare(width))
         except OffloadError as error:
             served.drop(self._runner)
             if isinstance(error, PoolFullError) and self.running:
@@ -77,8 +77,8 @@ class Scheduler:
         tokens = served.tokens
         if self._spill is None or tokens is None or served not in self._spilled:
             return False
-        spill, spilled = self._spill, self._spilled[served]
-        sequence = self._runner.with_room(lambda: spill.restore(spilled, tokens, spare=width))
+        swap, spilled = self._spill, self._spilled[served]
+        sequence = self._runner.retry_after_reclaim(lambda: swap.restore(spilled, tokens, spare=width))
         if sequence is None:
             self._forget(served)
             return False
@@ -134,7 +134,7 @@ class Scheduler:
         self.preemptions += 1
         self._full = True  # what was given back is for those that run; it waits until one of them leaves
 
-    def _keep(self, served: Served) -> Spilled | None:
+    def _keep(self, served: Served) -> Swapped | None:
         """Writes the rows of a running request to disk where that is the cheaper way to have them again."""
         if self._spill is None or served not in self.running or served.tokens is None:
             return None

@@ -96,12 +96,12 @@ class _Batches:
         if len(self._pending) >= self._size:
             self.decode()
         try:
-            return self._runner.with_room(make)
+            return self._runner.retry_after_reclaim(make)
         except PoolFullError:
             if not self._pending:
                 raise
             self.decode()
-            return self._runner.with_room(make)
+            return self._runner.retry_after_reclaim(make)
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)
@@ -112,7 +112,7 @@ class _Batches:
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:
-        self._runner.pool.reserve(origin.lease, self._runner.room(origin.position, task.computed))
+        self._runner.pool.reserve(origin.blocks, self._runner.room(origin.position, task.computed))
         return origin
 
     def _fork(self, origin: Sequence, task: _Task) -> Sequence:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..config import StoreOptions
-from ..core import CHUNK, Lease
+from ..core import CHUNK, BlockTable
 from ..errors import PoolFullError
 from ..forward.sequence import Sequence
 from ..pool.prefix_tree import TOKEN_BYTES, chunk_key
@@ -31,7 +31,7 @@ FOLDER = "preempted"
 
 
 @dataclass(frozen=True)
-class Spilled:
+class Swapped:
     """A sequence on disk: its chunks from the first on, and what `Runner.adopt` needs to know."""
 
     names: Seq[NamedChunk]
@@ -41,7 +41,7 @@ class Spilled:
     cut: str
 
 
-class Spill:
+class Swap:
     """Writes what a preempted sequence has computed to a folder of its own and brings it back, bit for bit; whatever
     fails (no room, a damaged file) means that the sequence is computed again.
 
@@ -71,7 +71,7 @@ class Spill:
         """Bytes of all files."""
         return self._disk.bytes_used
 
-    def keep(self, sequence: Sequence, batch: int) -> Spilled | None:
+    def keep(self, sequence: Sequence, batch: int) -> Swapped | None:
         """Writes what the sequence has computed, if bringing it back is estimated to take less time than computing it
         again; `batch` sequences decode together. None: it has to be computed again."""
         if not self._can(sequence):
@@ -85,12 +85,12 @@ class Spill:
             return None
         began = time.perf_counter()
         while fresh:
-            taken = self._saver.save(sequence.lease, fresh)
+            taken = self._saver.save(sequence.blocks, fresh)
             self._saver.flush()
             fresh = fresh[taken:]
         self._users.update(name.key for name in names)
         self._disk.pin(name.key for name in names)
-        spilled = Spilled(names, sequence.position, sequence.exact, sequence.shift, sequence.cut)
+        spilled = Swapped(names, sequence.position, sequence.exact, sequence.shift, sequence.cut)
         if any(name.key not in self._disk for name in names):
             self.forget(spilled)
             return None
@@ -98,35 +98,35 @@ class Spill:
             self._write_rate = (time.perf_counter() - began) / written
         return spilled
 
-    def restore(self, spilled: Spilled, tokens: Seq[int], spare: int = 0) -> Sequence | None:
+    def restore(self, spilled: Swapped, tokens: Seq[int], spare: int = 0) -> Sequence | None:
         """The sequence as it was, with room for one more of `tokens`; what the prefix tree still has is not read. None
         where the files are not what was written. Raises PoolFullError, before anything is read, where the pool has not
         `spare` chunks besides."""
         runner, pool = self._runner, self._runner.pool
-        lease = self._known(spilled, tokens)
-        found = self._find(spilled, lease)
+        blocks = self._known(spilled, tokens)
+        found = self._find(spilled, blocks)
         try:
-            pool.check_spare(-(-(spilled.position + 1) // CHUNK) - len(lease.chunks) + spare)
+            pool.check_spare(-(-(spilled.position + 1) // CHUNK) - len(blocks.chunks) + spare)
         except PoolFullError:
-            pool.release(lease)
+            pool.release(blocks)
             raise
         if found is None:
-            pool.release(lease)
+            pool.release(blocks)
             return None
-        known = lease.length
+        known = blocks.length
         sequence = runner.adopt(
-            tokens, lease, capacity=spilled.position + 1, known=spilled.position, exact=spilled.exact,
+            tokens, blocks, capacity=spilled.position + 1, known=spilled.position, exact=spilled.exact,
             shift=spilled.shift, cut=spilled.cut,
         )  # fmt: skip
-        if not self._load(lease, found):
-            pool.truncate(lease, known)
+        if not self._load(blocks, found):
+            pool.truncate(blocks, known)
             runner.free(sequence)
             return None
         runner.reload(sequence)
         self._learn(sequence)
         return sequence
 
-    def forget(self, spilled: Spilled) -> None:
+    def forget(self, spilled: Swapped) -> None:
         """Removes the files that no other sequence needs."""
         keys = [name.key for name in spilled.names]
         self._disk.unpin(keys)
@@ -137,7 +137,7 @@ class Spill:
     def _can(self, sequence: Sequence) -> bool:
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
-        complete = sequence.position and not sequence.unlearned and sequence.lease.length == sequence.position
+        complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
@@ -163,23 +163,23 @@ class Spill:
             yield NamedChunk(start // CHUNK, parent, lineage, tokens, key)
             parent = key
 
-    def _known(self, spilled: Spilled, tokens: Seq[int]) -> Lease:
+    def _known(self, spilled: Swapped, tokens: Seq[int]) -> BlockTable:
         """What the prefix tree has of the tokens that an exact prefill computed."""
         if not self._runner.config.prefix_sharing:
-            return Lease()
+            return BlockTable()
         return self._runner.pool.match(tokens[: spilled.exact + 1], EXACT + spilled.cut)
 
-    def _find(self, spilled: Spilled, lease: Lease) -> list[tuple[int, StoredChunk]] | None:
-        names = spilled.names[lease.length // CHUNK :]
+    def _find(self, spilled: Swapped, blocks: BlockTable) -> list[tuple[int, StoredChunk]] | None:
+        names = spilled.names[blocks.length // CHUNK :]
         chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
         found = [(name.index, chunk) for name, chunk in zip(names, chunks, strict=True) if chunk is not None]
         return found if len(found) == len(names) else None
 
-    def _load(self, lease: Lease, found: list[tuple[int, StoredChunk]]) -> bool:
+    def _load(self, blocks: BlockTable, found: list[tuple[int, StoredChunk]]) -> bool:
         if not found:
             return True
         layers = self._disk.layers
-        preload = Preload(self._runner.pool, self._disk, lease, found, ahead=layers)
+        preload = Preload(self._runner.pool, self._disk, blocks, found, ahead=layers)
         try:
             for layer in range(layers):
                 preload.wait(layer)

@@ -75,7 +75,7 @@ class Fetched(Protocol):
         ...
 
 
-class Selecting(Protocol):
+class Strategy(Protocol):
     """How the sequences of a step keep their newest rows, and select."""
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 and nothing is asked of the device (DESIGN section 10).
 
     append     newest rows -> resident rows, newest rows -> pool, newest keys -> scoring keys
-    fetch      scores of all sequences -> tokens and counts -> rows (prefetch lane)
+    fetch      scores of all sequences -> tokens and counts -> rows (prefetch stream)
     attend     resident and fetched rows -> out
 
 What the launches read of a step, lengths, slots and tables of addresses, lies in `Lists`: tensors of fixed addresses
@@ -24,8 +24,8 @@ from ..select.key_lists import KeyLists, Rule, Spans
 from ..transfer.residency import place, places
 from ..transfer.row_lists import Arriving, RowLists
 from .attention import scores_lse
-from .batch import Selecting, Step
-from .per_sequence import Apart
+from .batch import Step, Strategy
+from .per_sequence import PerSequenceStrategy
 from .trace import Crossing
 
 
@@ -63,7 +63,7 @@ class Lists:
         """What this step's sequences are, where their rows and keys lie, and what each may see."""
         keys = [s.state.scoring_keys for s in step.batch]
         slots = [s.slots.newest for s in step.batch]
-        step.link.hold(self.rows, [s.lease for s in step.batch])
+        step.link.hold(self.rows, [s.blocks for s in step.batch])
         moved = self.keys.hold([own for own in keys if own is not None], slots)
         if moved is not None:
             put(moved, self.keys.tables)
@@ -101,8 +101,8 @@ class Lists:
         return starts, stops
 
 
-class Together:
-    """See `Selecting`: one step, with `lists` that `hold` it. What it computes depends on nothing but them and the
+class BatchedStrategy:
+    """See `Strategy`: one step, with `lists` that `hold` it. What it computes depends on nothing but them and the
     model; what it counts is entered in traces by `finish`."""
 
     def __init__(self, step: Step, lists: Lists, *, dense: bool = False) -> None:
@@ -112,27 +112,27 @@ class Together:
         self._newest = lists.rows.rows_of(lists.slots)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Selecting.inputs`."""
+        """See `Strategy.inputs`."""
         return self._lists.tokens, self._lists.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See `Selecting.append`."""
+        """See `Strategy.append`."""
         step, lists = self._step, self._lists
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
         lists.rows.append(layer, k, v, lists.places, self._newest)
         if step.selects(layer):
             lists.keys.append(layer, k, lists.every_slot)
 
-    def fetch(self, layer: int, q: torch.Tensor) -> Side:
-        """See `Selecting.fetch`."""
+    def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
+        """See `Strategy.fetch`."""
         step, lists = self._step, self._lists
         tokens, counts = lists.keys.select(layer, q, lists.spans(step.geometry.windows[layer]))
         arriving = lists.rows.fetch(layer, tokens, counts, overlapping=step.sharing.overlapping)
         self.counted.append(Counted(layer, tokens, counts[:: lists.rows.heads], arriving.tally))
-        return Side(step, lists, layer, tokens, counts, arriving)
+        return BatchedFetch(step, lists, layer, tokens, counts, arriving)
 
-    def fetch_all(self, layer: int) -> Side | None:
-        """See `Selecting.fetch_all`: of `room` slots those that are candidates."""
+    def fetch_all(self, layer: int) -> BatchedFetch | None:
+        """See `Strategy.fetch_all`: of `room` slots those that are candidates."""
         step, lists = self._step, self._lists
         if not self._dense:
             return None
@@ -141,10 +141,10 @@ class Together:
         tokens = (slots + spans.starts.unsqueeze(1)).clamp_(max=lists.room - 1)
         counts = spans.stops - spans.starts
         arriving = lists.rows.fetch(layer, tokens, counts, overlapping=False)
-        return Side(step, lists, layer, tokens, counts, arriving)
+        return BatchedFetch(step, lists, layer, tokens, counts, arriving)
 
     def finish(self) -> None:
-        """See `Selecting.finish`; the device is asked only for those who have to know."""
+        """See `Strategy.finish`; the device is asked only for those who have to know."""
         step, rows = self._step, self._lists.rows
         for sequence in step.batch:
             sequence.trace.bytes_to_host += step.geometry.layers * rows.token_bytes
@@ -181,7 +181,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Side:
+class BatchedFetch:
     """Tokens `[P, n]` that a layer attends to, `counts` `[P]` of them meant, their rows on the way."""
 
     step: Step
@@ -209,16 +209,16 @@ KEPT = 8
 """Lists of so many batch sizes and buckets are kept: a few hundred bytes a sequence and layer, and their graphs."""
 
 
-class Ways:
+class StrategyCache:
     """Which way the layers of a step select. Keeps the lists of the latest batch sizes and buckets."""
 
     def __init__(self) -> None:
         self.lists: dict[tuple[int, int], Lists] = {}
 
-    def of(self, step: Step) -> Selecting:
-        """Together where policy and link can, else apart."""
+    def of(self, step: Step) -> Strategy:
+        """BatchedStrategy where policy and link can, else apart."""
         lists = self.holding(step)
-        return Apart(step) if lists is None else Together(step, lists)
+        return PerSequenceStrategy(step) if lists is None else BatchedStrategy(step, lists)
 
     def holding(self, step: Step) -> Lists | None:
         """Lists that hold the step, where policy and link can select together."""

@@ -21,7 +21,7 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .batch import Step
-from .batched import Counted, Lists, Together, Ways
+from .batched import BatchedStrategy, Counted, Lists, StrategyCache
 from .decode import DecodeStep
 
 Body = Callable[[], tuple[torch.Tensor, ...]]
@@ -66,7 +66,7 @@ class _Captured:
         lists.rows.written(behind=False)
         self._logits, *self._counts = graph.capture(lambda: _body(step, lists))
 
-    def replay(self, together: Together, lists: Lists) -> torch.Tensor:
+    def replay(self, together: BatchedStrategy, lists: Lists) -> torch.Tensor:
         """float32 logits `[B, V]` of the step that `lists` hold; `together` is told what it counted."""
         lists.rows.join()
         self._graph.replay()
@@ -80,8 +80,8 @@ class _Captured:
 
 
 def _body(step: Step, lists: Lists) -> tuple[torch.Tensor, ...]:
-    """All launches of a step; what runs in other lanes has been joined at its end."""
-    together = Together(step, lists, dense=True)
+    """All launches of a step; what runs in other streams has been joined at its end."""
+    together = BatchedStrategy(step, lists, dense=True)
     logits = DecodeStep(step, together).compute()
     lists.rows.join()
     return logits, *(one.counts for one in together.counted)
@@ -98,7 +98,7 @@ class Steps(Protocol):
 class Eager:
     """Each launch from the host."""
 
-    def __init__(self, ways: Ways) -> None:
+    def __init__(self, ways: StrategyCache) -> None:
         self._ways = ways
 
     def run(self, step: Step) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Eager:
 class Graphs:
     """With graphs where it can."""
 
-    def __init__(self, ways: Ways, make: Callable[[], Graph]) -> None:
+    def __init__(self, ways: StrategyCache, make: Callable[[], Graph]) -> None:
         self._ways, self._make = ways, make
         self._captured: weakref.WeakKeyDictionary[Lists, _Captured | None] = weakref.WeakKeyDictionary()
 
@@ -118,7 +118,7 @@ class Graphs:
         lists = self._ways.holding(step)
         if lists is None or not lists.static or not _unseen(step):
             return DecodeStep(step, self._ways.of(step)).run()
-        together = Together(step, lists, dense=True)
+        together = BatchedStrategy(step, lists, dense=True)
         if lists not in self._captured:
             self._captured[lists] = None
             return DecodeStep(step, together).run()
@@ -137,7 +137,7 @@ def _unseen(step: Step) -> bool:
     return alone and not any(s.slots.listens or s.trace.measures for s in step.batch)
 
 
-def steps_for(config: EngineConfig, device: torch.device, ways: Ways, *, streams: bool) -> Steps:
+def steps_for(config: EngineConfig, device: torch.device, ways: StrategyCache, *, streams: bool) -> Steps:
     """What the configuration wants. Raises ConfigError for graphs on a device that has none.
 
     streams: whether weights cross the link in every step, by copies that the host starts."""

@@ -14,8 +14,8 @@ import torch
 from ..kernels.dispatch import attend_runs
 from ..kernels.segments import Run
 from ..transfer.link import Ticket
-from .batch import Fetched, Selecting, Step
-from .per_sequence import Alone, Fetch, count
+from .batch import Fetched, Step, Strategy
+from .per_sequence import Fetch, PerSequenceFetch, count
 from .sequence import Sequence
 from .shared_prefix import Segment
 
@@ -26,7 +26,7 @@ class DecodeStep:
     each gets what it would get alone, though what several have in common is fetched once for all, and in dense layers
     read once."""
 
-    def __init__(self, step: Step, selecting: Selecting) -> None:
+    def __init__(self, step: Step, selecting: Strategy) -> None:
         self.step, self.selecting = step, selecting
         self.batch, self.adapter, self.link = step.batch, step.adapter, step.link
         self.tokens, self.positions = selecting.inputs()
@@ -42,7 +42,7 @@ class DecodeStep:
         """What comes before the first launch."""
         for sequence in self.batch:
             sequence.trace.begin_step()
-            self._make_way(sequence)
+            self._evict(sequence)
 
     def compute(self) -> torch.Tensor:
         """The layers: logits."""
@@ -69,21 +69,21 @@ class DecodeStep:
             fetched = upcoming
         return adapter.logits(x)
 
-    def _make_way(self, sequence: Sequence) -> None:
+    def _evict(self, sequence: Sequence) -> None:
         """In a full pool the token that leaves the window moves to its victim's slot, in every layer, before any layer
         selects or fetches."""
         for layer in range(self.step.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
-                self.link.move(sequence.lease, layer, *moved)
+                self.link.move(sequence.blocks, layer, *moved)
                 if self.step.selects(layer):
                     sequence.state.on_moved(layer, *moved)
 
-    def _speculates(self, layer: int, moment: str) -> bool:
-        return self.step.selects(layer) and self.step.policy.moment == moment
+    def _speculates(self, layer: int, query_source: str) -> bool:
+        return self.step.selects(layer) and self.step.policy.query_source == query_source
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Fetched:
         """`attention_input` `[B, D]`: the guess of what layer `layer` will project."""
-        guess = self.step.policy.guessed(layer, attention_input)
+        guess = self.step.policy.correct_guess(layer, attention_input)
         return self.selecting.fetch(layer, self.adapter.query(layer, guess, self.positions))
 
     def _fetch_dense(self, layer: int) -> Fetched | None:
@@ -93,22 +93,28 @@ class DecodeStep:
             return None
         if (everything := self.selecting.fetch_all(layer)) is not None:
             return everything
-        seen, segments, leases = step.see(layer), step.sharing.segments, [s.lease for s in self.batch]
+        seen, segments, block_tables = step.see(layer), step.sharing.segments, [s.blocks for s in self.batch]
         if any(visible.all.start for visible in seen):
             segments = ()  # a sliding window, which begins elsewhere for each
         shared = [
-            (segment, self.link.fetch_range(leases[segment.first], layer, segment.tokens)) for segment in segments
+            (segment, self.link.fetch_range(block_tables[segment.first], layer, segment.tokens)) for segment in segments
         ]
         for segment, ticket in shared:
             self.batch[segment.first].trace.bytes_asked += ticket.bytes
         own = [step.sharing.own(b, visible) for b, visible in enumerate(seen)] if shared else seen
-        tickets = [self.link.fetch(lease, layer, visible, None) for lease, visible in zip(leases, own, strict=True)]
+        tickets = [
+            self.link.fetch(blocks, layer, visible, None) for blocks, visible in zip(block_tables, own, strict=True)
+        ]
         fetches = count(step, layer, tickets, [None] * len(tickets))
-        return Shared(step.geometry.scales[layer], shared, fetches) if shared else Alone(step, layer, fetches)
+        return (
+            SharedPrefixFetch(step.geometry.scales[layer], shared, fetches)
+            if shared
+            else PerSequenceFetch(step, layer, fetches)
+        )
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedPrefixFetch:
     """Rows of segments that several sequences share, and what each has for itself."""
 
     scale: float

@@ -38,41 +38,41 @@ def count(step: Step, layer: int, tickets: Seq[Ticket], selections: Seq[Selectio
     return fetches
 
 
-class Apart:
-    """See `Selecting`."""
+class PerSequenceStrategy:
+    """See `Strategy`."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Selecting.inputs`."""
+        """See `Strategy.inputs`."""
         device = self._step.adapter.device
         return sent(torch.tensor(self._step.tokens), device), sent(torch.tensor(self._step.positions), device)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See `Selecting.append`."""
+        """See `Strategy.append`."""
         for b, sequence in enumerate(self._step.batch):
             key, value, slot = k[:, b : b + 1], v[:, b : b + 1], sequence.slots.newest
-            sequence.trace.bytes_to_host += self._step.link.append(sequence.lease, layer, slot, key, value)
+            sequence.trace.bytes_to_host += self._step.link.append(sequence.blocks, layer, slot, key, value)
             if self._step.selects(layer):
                 sequence.state.on_keys(layer, key, slot)
 
-    def fetch(self, layer: int, q: torch.Tensor) -> Alone:
-        """See `Selecting.fetch`."""
+    def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
+        """See `Strategy.fetch`."""
         step, link = self._step, self._step.link
-        seen, leases = step.see(layer), [s.lease for s in step.batch]
+        seen, block_tables = step.see(layer), [s.blocks for s in step.batch]
         selections = [self._select(layer, s, q[:, b], seen[b]) for b, s in enumerate(step.batch)]
         if step.sharing.overlapping:
-            tickets = link.fetch_together(leases, layer, seen, selections)
+            tickets = link.fetch_together(block_tables, layer, seen, selections)
         else:
-            tickets = [link.fetch(ls, layer, v, s) for ls, v, s in zip(leases, seen, selections, strict=True)]
-        return Alone(step, layer, count(step, layer, tickets, selections))
+            tickets = [link.fetch(ls, layer, v, s) for ls, v, s in zip(block_tables, seen, selections, strict=True)]
+        return PerSequenceFetch(step, layer, count(step, layer, tickets, selections))
 
     def fetch_all(self, layer: int) -> None:
-        """See `Selecting.fetch_all`."""
+        """See `Strategy.fetch_all`."""
 
     def finish(self) -> None:
-        """See `Selecting.finish`: everything has been entered."""
+        """See `Strategy.finish`: everything has been entered."""
 
     def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection:
         """q `[H, d]`. How many tokens were selected is asked of the device only for those who have to know."""
@@ -85,7 +85,7 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Alone:
+class PerSequenceFetch:
     """Each sequence attends to its own fetch."""
 
     step: Step
@@ -120,7 +120,7 @@ class Alone:
         return out
 
     def _fetch_repair(self, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
-        ticket = self.step.link.fetch_more(sequence.lease, self.layer, extra)
+        ticket = self.step.link.fetch_more(sequence.blocks, self.layer, extra)
         sequence.trace.bytes_asked += ticket.bytes
         sequence.trace.rows(self.layer, visible, extra.count)
         rows = ticket.wait()

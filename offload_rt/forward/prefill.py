@@ -18,10 +18,10 @@ from .sequence import Sequence
 
 
 class Prefill:
-    """The prefill of tokens [lease.length, stop) of one sequence, one layer a call, so that running decodes need not
-    wait for all of it. What the lease has already (a reused prefix) is loaded layer by layer, and its keys are made
-    known to the policy if they are not yet. The pool must have room reserved. When the last layer is done, `logits`
-    holds what follows token stop - 1, if it was asked for, and the caller commits the lease."""
+    """The prefill of tokens [block table.length, stop) of one sequence, one layer a call, so that running decodes need
+    not wait for all of it. What the block table has already (a reused prefix) is loaded layer by layer, and its keys
+    are made known to the policy if they are not yet. The pool must have room reserved. When the last layer is done,
+    `logits` holds what follows token stop - 1, if it was asked for, and the caller commits the block table."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class Prefill:
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
     ) -> None:
-        """`before_layer(layer)` is called before a layer is computed: the rows that the lease has already must be in
-        the pool when it returns. `after_layer(layer)` is for the runner to call, when a layer is computed and, after
+        """`before_layer(layer)` is called before a layer is computed: the rows that the block table has already must be
+        in the pool when it returns. `after_layer(layer)` is for the runner to call, when a layer is computed and, after
         the last one, committed."""
-        assert sequence.lease.length < stop <= len(sequence.tokens)
+        assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.layer = 0
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         self._adapter, self._link = adapter, link
         self._slice_tokens, self._want_logits, self._before_layer = slice_tokens, want_logits, before_layer
-        self._start = sequence.lease.length
+        self._start = sequence.blocks.length
         self._learn_from = 0 if sequence.unlearned else self._start
         self._positions = torch.arange(self._start, stop, device=adapter.device) + sequence.shift
         tokens = torch.tensor(sequence.tokens[self._start : stop], device=adapter.device)
@@ -70,7 +70,7 @@ class Prefill:
         last = self._adapter.geometry.layers - 1
         assert self.layer <= last
         self._before_layer(self.layer)
-        layer = self._link.prefill_layer(self.sequence.lease, self.layer, self._start, self._keys_and_values())
+        layer = self._link.prefill_layer(self.sequence.blocks, self.layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_asked += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer.kv, last=self.layer == last)

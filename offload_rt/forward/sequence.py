@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import Lease
+from ..core import BlockTable
 from ..pool.pool import HostPool
 from ..select.base import KeyReader, PolicyState
-from .slot_table import Slots
+from .slot_table import SlotTable
 from .trace import Trace
 
 
@@ -18,16 +18,17 @@ class Sequence:
     """tokens: prompt and what was generated. The first `position` of them have been computed in every layer; a decode
     step computes the next one. The rows of the first `exact` come from exact attention; those of the first `unlearned`
     from the prefix tree, and the policy's state learns their keys with the next prefill. `slots` says where rows lie in
-    `lease`. The sequence owns lease, slots and state; all three fork with it.
+    `blocks`. The sequence owns block table, slots and state; all three fork with it.
 
     `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
-    `cut` names what was cut: it belongs to the lineage of every chunk. `torn`: a step on it was interrupted, so that
-    resident rows and policy state may be a token ahead in some layers (rows in the pool below `position` are right)."""
+    `cut` names what was cut: it belongs to the lineage of every chunk. `interrupted`: a step on it was interrupted, so
+    that resident rows and policy state may be a token ahead in some layers (rows in the pool below `position` are
+    right)."""
 
     id: int
     tokens: list[int]
-    lease: Lease
-    slots: Slots
+    blocks: BlockTable
+    slots: SlotTable
     keys: KeyReader
     state: PolicyState
     trace: Trace
@@ -36,20 +37,20 @@ class Sequence:
     unlearned: int = 0
     shift: int = 0
     cut: str = ""
-    torn: bool = False
+    interrupted: bool = False
 
     def check_integrity(self) -> None:
-        """Asserts that tokens, lease and policy state agree."""
-        assert self.lease.length <= self.position <= len(self.tokens)
-        assert self.lease.length == min(self.position, self.lease.capacity)
+        """Asserts that tokens, block table and policy state agree."""
+        assert self.blocks.length <= self.position <= len(self.tokens)
+        assert self.blocks.length == min(self.position, self.blocks.capacity)
         self.state.check_integrity()
 
 
-def key_reader(pool: HostPool, lease: Lease) -> KeyReader:
-    """Reads a lease's keys `[Hkv, n, d]` where they lie: a view if the chunks are one run, else a copy."""
+def key_reader(pool: HostPool, blocks: BlockTable) -> KeyReader:
+    """Reads a block table's keys `[Hkv, n, d]` where they lie: a view if the chunks are one run, else a copy."""
 
     def read(layer: int, tokens: range) -> torch.Tensor:
-        parts = pool.runs(lease, layer, tokens)
+        parts = pool.runs(blocks, layer, tokens)
         return parts[0].k if len(parts) == 1 else torch.cat([part.k for part in parts], dim=1)
 
     return read

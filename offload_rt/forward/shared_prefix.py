@@ -11,7 +11,7 @@ from itertools import groupby
 
 import torch
 
-from ..core import CHUNK, Lease, Visible
+from ..core import CHUNK, BlockTable, Visible
 
 PAYS_FROM_BYTES = 2 << 20
 """A segment costs one more product and merge, and saves reading its rows for all sequences but one; on one thread of a
@@ -55,12 +55,12 @@ class Sharing:
         return rows[sorted(range(len(self.order)), key=self.order.__getitem__)]
 
     @classmethod
-    def of(cls, leases: Seq[Lease], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
+    def of(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
         """From chunk ids alone. token_bytes: K and V of one token in one layer. A segment that saves fewer than
         `pays_from` bytes (see PAYS_FROM_BYTES) is left to those below it: it becomes part of each child's, in the end
         of each sequence's own rows."""
-        order = sorted(range(len(leases)), key=lambda i: leases[i].chunks)
-        chunks = [leases[i].chunks for i in order]
+        order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].chunks)
+        chunks = [block_tables[i].chunks for i in order]
         segments: list[Segment] = []
         tops = _branches(chunks, 0, len(chunks), 0)
         for first, stop in tops:
@@ -106,18 +106,18 @@ def _saved(sequences: int, tokens: int) -> int:
 
 
 class SharedPrefixes:
-    """The `Sharing` of the latest batch, made again only when the batch or a lease's chunks have changed: every 64
-    tokens of a sequence, not every step (ChunkAttention §3.3)."""
+    """The `Sharing` of the latest batch, made again only when the batch or a block table's chunks have changed: every
+    64 tokens of a sequence, not every step (ChunkAttention §3.3)."""
 
     def __init__(self, token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> None:
         self._token_bytes, self._pays_from = token_bytes, pays_from
         self._chunks: list[list[int]] = []
         self._sharing = Sharing.of([], token_bytes)
 
-    def of(self, leases: Seq[Lease]) -> Sharing:
-        """What a batch with these leases shares."""
-        chunks = [lease.chunks for lease in leases]
+    def of(self, block_tables: Seq[BlockTable]) -> Sharing:
+        """What a batch with these block tables shares."""
+        chunks = [blocks.chunks for blocks in block_tables]
         if chunks != self._chunks:
-            self._sharing = Sharing.of(leases, self._token_bytes, self._pays_from)
+            self._sharing = Sharing.of(block_tables, self._token_bytes, self._pays_from)
             self._chunks = [list(ids) for ids in chunks]
         return self._sharing

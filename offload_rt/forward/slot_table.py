@@ -1,8 +1,8 @@
-"""Where a sequence's tokens lie in its lease, and which give way when the pool is full (InfiniGen §4.4).
+"""Where a sequence's tokens lie in its block table, and which give way when the pool is full (InfiniGen §4.4).
 
-Slots [0, sinks) hold the first tokens and the last `recent` slots the newest ones, so that what a policy selects from
-is one range in every layer, before and after eviction begins. From then on the last slots are a ring: the token that
-leaves the window moves to its victim's slot, layer by layer, and the newest token takes its place in the ring.
+SlotTable [0, sinks) hold the first tokens and the last `recent` slots the newest ones, so that what a policy selects
+from is one range in every layer, before and after eviction begins. From then on the last slots are a ring: the token
+that leaves the window moves to its victim's slot, layer by layer, and the newest token takes its place in the ring.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..config import EvictionOptions, format_size
-from ..core import CHUNK, Lease
+from ..core import CHUNK, BlockTable
 from ..errors import PoolFullError
 from ..pool.eviction import SlotState, victims
 from ..pool.pool import HostPool
@@ -21,7 +21,7 @@ Moves = list[tuple[int, int]]
 """(slot, target): the row in `slot` also takes slot `target`."""
 
 
-class Slots(Protocol):
+class SlotTable(Protocol):
     """The slots of one sequence. `begin_step` decides where the newest token goes; the rest holds for that step."""
 
     @property
@@ -48,11 +48,11 @@ class Slots(Protocol):
         """(slot, victim): the row in `slot` has to move to `victim` before the newest token takes `slot`."""
         ...
 
-    def begin_step(self, lease: Lease, position: int) -> None:
+    def begin_step(self, blocks: BlockTable, position: int) -> None:
         """The token at `position` is next. Raises PoolFullError where there is no room for it."""
         ...
 
-    def give(self, lease: Lease) -> list[Moves] | None:
+    def give(self, blocks: BlockTable) -> list[Moves] | None:
         """Between steps: gives up the last chunk, if it can. Returns per layer the (slot, target) pairs of rows that
         have to move, in order, before the pool takes the chunk; None, and nothing has changed, where it cannot."""
         ...
@@ -65,7 +65,7 @@ class Slots(Protocol):
         """Positions of the tokens in `slots` (any shape) of a layer, during this step."""
         ...
 
-    def fork(self) -> Slots:
+    def fork(self) -> SlotTable:
         """An independent copy."""
         ...
 
@@ -84,19 +84,19 @@ class AppendOnly:
 
     @property
     def context(self) -> int:
-        """See `Slots.context`."""
+        """See `SlotTable.context`."""
         return self.newest + 1
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
         """Nothing ever moves."""
         return None
 
-    def begin_step(self, lease: Lease, position: int) -> None:
-        """See `Slots.begin_step`."""
-        self._pool.reserve(lease, position + 1)
+    def begin_step(self, blocks: BlockTable, position: int) -> None:
+        """See `SlotTable.begin_step`."""
+        self._pool.reserve(blocks, position + 1)
         self.newest = position
 
-    def give(self, lease: Lease) -> list[Moves] | None:
+    def give(self, blocks: BlockTable) -> list[Moves] | None:
         """Nothing ever gives way."""
         return None
 
@@ -104,17 +104,17 @@ class AppendOnly:
         """Nobody asks."""
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """See `Slots.positions`."""
+        """See `SlotTable.positions`."""
         return slots
 
     def fork(self) -> AppendOnly:
-        """See `Slots.fork`."""
+        """See `SlotTable.fork`."""
         twin = AppendOnly(self._pool)
         twin.newest = self.newest
         return twin
 
 
-class Overwriting:
+class InPlaceEviction:
     """Token t in slot t while the pool has room; then the newest tokens overwrite victims of their own sequence, which
     grows no more and only shrinks, chunk by chunk, where it gives to shorter ones. Sinks and the recent window are
     spared; with `protect="none"` the sinks are not. Chunks that another sequence holds are never overwritten, chunks
@@ -144,27 +144,27 @@ class Overwriting:
         return self._victims is None
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """See `Slots.displaced`."""
+        """See `SlotTable.displaced`."""
         return None if self._victims is None else (self.newest, self._victims[layer])
 
-    def begin_step(self, lease: Lease, position: int) -> None:
-        """See `Slots.begin_step`."""
-        if self._victims is None and not self._grow(lease, position):
-            self._need(lease.capacity > self._sinks + self._recent, lease)
+    def begin_step(self, blocks: BlockTable, position: int) -> None:
+        """See `SlotTable.begin_step`."""
+        if self._victims is None and not self._grow(blocks, position):
+            self._need(blocks.capacity > self._sinks + self._recent, blocks)
             self._victims, self._turn = [], position
         if self._victims is None:
             self.newest, self.context = position, position + 1
         else:
-            self._overwrite(lease, position)
+            self._overwrite(blocks, position)
 
-    def give(self, lease: Lease) -> list[Moves] | None:
-        """See `Slots.give`: victims of every layer go, survivors of the last chunk fill their places, the ring moves
-        down in order. From then on the sequence overwrites."""
-        kept, used = lease.capacity - CHUNK, self.context
+    def give(self, blocks: BlockTable) -> list[Moves] | None:
+        """See `SlotTable.give`: victims of every layer go, survivors of the last chunk fill their places, the ring
+        moves down in order. From then on the sequence overwrites."""
+        kept, used = blocks.capacity - CHUNK, self.context
         first, dropped = kept - self._recent, used - kept
-        if first <= self._sinks or dropped <= 0 or not self._owns(lease, first):
+        if first <= self._sinks or dropped <= 0 or not self._owns(blocks, first):
             return None
-        protected = self._protected(lease, used - self._recent)[:used]
+        protected = self._protected(blocks, used - self._recent)[:used]
         state = self._state.cut(used)
         gone = victims(self._options.policy, state, protected.expand(self._layers, -1), self._known, dropped)
         if bool((gone < 0).any()):
@@ -178,67 +178,67 @@ class Overwriting:
             self._victims, self._turn = [], self._known
         return moves
 
-    def _owns(self, lease: Lease, first: int) -> bool:
+    def _owns(self, blocks: BlockTable, first: int) -> bool:
         """Whether the chunks from slot `first` on are, or become, this sequence's alone."""
-        return all(self._pool.claim(lease, index) for index in range(first // CHUNK, len(lease.chunks)))
+        return all(self._pool.claim(blocks, index) for index in range(first // CHUNK, len(blocks.chunks)))
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """See `Slots.selected`."""
+        """See `SlotTable.selected`."""
         self._state.touch(layer, slots.to(self._state.position.device), self._known - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """See `Slots.positions`."""
+        """See `SlotTable.positions`."""
         return self._state.position[layer][slots.to(self._state.position.device)]
 
-    def fork(self) -> Overwriting:
-        """See `Slots.fork`; a sequence that overwrites cannot be forked, for its chunks change in place."""
+    def fork(self) -> InPlaceEviction:
+        """See `SlotTable.fork`; a sequence that overwrites cannot be forked, for its chunks change in place."""
         assert self.grows
-        twin = Overwriting(self._pool, self._options, self._sinks, self._recent)
+        twin = InPlaceEviction(self._pool, self._options, self._sinks, self._recent)
         twin._state = self._state.clone()
         twin._known, twin.newest, twin.context = self._known, self.newest, self.context
         return twin
 
-    def _grow(self, lease: Lease, position: int) -> bool:
+    def _grow(self, blocks: BlockTable, position: int) -> bool:
         """Room for one more token at the end, and every token up to it entered in the table; False if there is none."""
         try:
-            self._pool.reserve(lease, position + 1)
+            self._pool.reserve(blocks, position + 1)
         except PoolFullError:
             return False
-        if lease.capacity > self._state.position.shape[1]:
-            self._state = self._state.grown(lease.capacity)
+        if blocks.capacity > self._state.position.shape[1]:
+            self._state = self._state.grown(blocks.capacity)
         self._state.fill(range(self._known, position + 1), position, self._recent)
         self._known = position + 1
         return True
 
-    def _overwrite(self, lease: Lease, position: int) -> None:
-        slots = lease.capacity
+    def _overwrite(self, blocks: BlockTable, position: int) -> None:
+        slots = blocks.capacity
         first = slots - self._recent
         self.newest, self.context = first + (position - self._turn) % self._recent, slots
-        protected = self._protected(lease, first).expand(self._layers, -1)
+        protected = self._protected(blocks, first).expand(self._layers, -1)
         chosen = victims(self._options.policy, self._state, protected, position)
-        self._need(bool((chosen >= 0).all()), lease)
+        self._need(bool((chosen >= 0).all()), blocks)
         self._state.move(self.newest, chosen[:, 0])
         self._state.place(torch.full((self._layers,), self.newest), position, position, self._recent)
         self._known = position + 1
         self._victims = chosen[:, 0].tolist()
 
-    def _protected(self, lease: Lease, first: int) -> torch.Tensor:
+    def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
         """bool `[slots]`: sinks, the ring from slot `first` on, and chunks that others hold. The ring's own chunks
         must be this sequence's, since it writes there."""
-        protected = torch.zeros(lease.capacity, dtype=torch.bool)
+        protected = torch.zeros(blocks.capacity, dtype=torch.bool)
         protected[: self._sinks] = True
         protected[first:] = True
-        for index in range(self._sinks // CHUNK, len(lease.chunks)):
-            if not self._pool.claim(lease, index):
-                self._need((index + 1) * CHUNK <= first, lease)
+        for index in range(self._sinks // CHUNK, len(blocks.chunks)):
+            if not self._pool.claim(blocks, index):
+                self._need((index + 1) * CHUNK <= first, blocks)
                 protected[index * CHUNK : (index + 1) * CHUNK] = True
         return protected
 
-    def _need(self, possible: bool, lease: Lease) -> None:
+    def _need(self, possible: bool, blocks: BlockTable) -> None:
         if not possible:
-            held = lease.capacity * self._pool.chunk_bytes // CHUNK
+            held = blocks.capacity * self._pool.chunk_bytes // CHUNK
             raise PoolFullError(
-                f"the host pool is full and this sequence's {lease.capacity} token slots ({format_size(held)}) have "
+                f"the host pool is full and this sequence's {blocks.capacity} token slots ({format_size(held)}) have "
                 f"none to overwrite: {self._sinks} sinks, {self._recent} recent tokens and shared chunks are spared; "
                 f"raise host_memory from {format_size(self._pool.limit_bytes)} or lower the policy's sinks and recent"
             )

@@ -104,7 +104,7 @@ class LlamaAdapter(BaseAdapter):
         v = self._split_heads(attention.v_proj(attention_input))
         return _rotate(self._key_norms[layer](k), rotation), v
 
-    def turned(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+    def rotate_keys(self, k: torch.Tensor, offset: int) -> torch.Tensor:
         """RoPE by `offset` more positions of cached keys `[Hkv, n, d]`; angles are float64, the product float32."""
         angles = self._rotary.inv_freq.to(torch.float64) * offset
         compute = torch.promote_types(k.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The host pool's facade: leases of chunks, and the rows behind them."""
+"""The host pool's facade: block tables of chunks, and the rows behind them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import KVFormatName, format_size
-from ..core import CHUNK, KVPart, Lease, ModelGeometry
+from ..core import CHUNK, BlockTable, KVPart, ModelGeometry
 from ..errors import MemoryLimitError, PoolFullError
 from .arena import Arena
 from .chunks import ChunkTable
@@ -33,9 +33,9 @@ class Span(NamedTuple):
 class HostPool:
     """All KV of all sequences in host memory, in chunks of 64 tokens, within a hard limit of bytes.
 
-    A sequence holds a `Lease`: `reserve` gives it slots that it alone may write, `write` fills them layer by layer,
-    `commit` declares tokens complete in all layers, `runs` and `row_base` say where they lie. Chunks are shared by
-    counting references; the only shared chunk that a sequence would write into is its partly filled last one, and
+    A sequence holds a `BlockTable`: `reserve` gives it slots that it alone may write, `write` fills them layer by
+    layer, `commit` declares tokens complete in all layers, `runs` and `row_base` say where they lie. Chunks are shared
+    by counting references; the only shared chunk that a sequence would write into is its partly filled last one, and
     `reserve` copies that one first. A full chunk is never written again, unless eviction claims it (`claim`).
 
     Full chunks that were published stay in the prefix tree when their sequence ends, for the next one with the same
@@ -44,10 +44,10 @@ class HostPool:
     Order. The pool never sees a stream and never waits: it is called from one thread, and its calls take effect in the
     order they are made. What runs later than the call that started it (a copy to the device, a write-back) belongs to
     the link, and the link's owner calls `release`, `truncate`, `reserve`, `publish` and `claim` only when every read
-    and write of the lease's chunks that these calls may free, copy or exchange has been waited for, or is ordered (by
-    an event on the write-back stream) before the first write of the chunk's next holder. Nothing that is half written
-    is visible: `runs` may show a token as soon as a layer wrote it, but forks and the prefix tree only ever take
-    tokens below `lease.length`.
+    and write of the block table's chunks that these calls may free, copy or exchange has been waited for, or is ordered
+    (by an event on the write-back stream) before the first write of the chunk's next holder. Nothing that is half
+    written is visible: `runs` may show a token as soon as a layer wrote it, but forks and the prefix tree only ever
+    take tokens below `blocks.length`.
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
     machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
@@ -110,7 +110,7 @@ class HostPool:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all chunks that some lease holds, each once."""
+        """Bytes of all chunks that some block table holds, each once."""
         return (self._chunks.used - self.idle_chunks) * self.chunk_bytes
 
     @property
@@ -133,71 +133,72 @@ class HostPool:
         if (missing := chunks - self.free_chunks - self.idle_chunks) > 0:
             raise PoolFullError(self._full(chunks, missing))
 
-    def new_lease(self, tokens: int) -> Lease:
-        """A lease of length 0 with slots for `tokens` tokens, in one run if there is one. PoolFullError where they
-        cannot be had."""
+    def new_block_table(self, tokens: int) -> BlockTable:
+        """A block table of length 0 with slots for `tokens` tokens, in one run if there is one. PoolFullError where
+        they cannot be had."""
         count = _chunks_of(tokens)
         self._provide(count)
         self._activate(count, run=min(count, self.layout.slab_chunks))
-        lease = Lease(self._chunks.best_fit(count))
+        blocks = BlockTable(self._chunks.best_fit(count))
         self._record_peak()
-        return lease
+        return blocks
 
-    def reserve(self, lease: Lease, tokens: int) -> None:
-        """Slots for `tokens` tokens in total, and nobody else's hold on any chunk from `lease.length` on: a shared,
-        partly filled last chunk is copied, its filled slots only. PoolFullError leaves the lease as it was."""
-        first = lease.length // CHUNK
-        shared = [i for i in range(first, len(lease.chunks)) if self._chunks.refs(lease.chunks[i]) > 1]
-        count = len(shared) + max(0, _chunks_of(tokens) - len(lease.chunks))
+    def reserve(self, blocks: BlockTable, tokens: int) -> None:
+        """SlotTable for `tokens` tokens in total, and nobody else's hold on any chunk from `blocks.length` on: a
+        shared, partly filled last chunk is copied, its filled slots only. PoolFullError leaves the block table as it
+        was."""
+        first = blocks.length // CHUNK
+        shared = [i for i in range(first, len(blocks.chunks)) if self._chunks.refs(blocks.chunks[i]) > 1]
+        count = len(shared) + max(0, _chunks_of(tokens) - len(blocks.chunks))
         if count == 0:
             return
         self._provide(count)
         self._activate(count, run=min(count, self.layout.slab_chunks))
-        fresh = self._chunks.extend(lease.chunks[-1], count) if lease.chunks and not shared else []
+        fresh = self._chunks.extend(blocks.chunks[-1], count) if blocks.chunks and not shared else []
         fresh += self._chunks.roomy(count - len(fresh))
         for i, chunk in zip(shared, fresh, strict=False):
-            self._arena.copy(lease.chunks[i], chunk, max(0, lease.length - i * CHUNK))
-            self._drop([lease.chunks[i]])
-            lease.chunks[i] = chunk
-        lease.chunks += fresh[len(shared) :]
+            self._arena.copy(blocks.chunks[i], chunk, max(0, blocks.length - i * CHUNK))
+            self._drop([blocks.chunks[i]])
+            blocks.chunks[i] = chunk
+        blocks.chunks += fresh[len(shared) :]
         self._record_peak()
 
-    def write(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """K and V of tokens [start, start + n) of one layer, k, v `[Hkv, n, d]` on any device; blocks until copied."""
         tokens = range(start, start + k.shape[1])
-        held = lease.chunks[start // CHUNK : _chunks_of(tokens.stop)]
+        held = blocks.chunks[start // CHUNK : _chunks_of(tokens.stop)]
         assert all(self._chunks.refs(chunk) == 1 for chunk in held), "write to a shared chunk: reserve first"
         done = 0
-        for part in self.stored(lease, layer, tokens):
+        for part in self.stored(blocks, layer, tokens):
             count = part.k.shape[1]
             part.k.copy_(self.format.encode(k[:, done : done + count]))
             part.v.copy_(self.format.encode(v[:, done : done + count]))
             done += count
 
-    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+    def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """The rows of slot `source` also take slot `target`, as they are stored."""
-        assert self._chunks.refs(lease.chunks[target // CHUNK]) == 1, "write to a shared chunk: claim first"
-        [row] = self.stored(lease, layer, range(source, source + 1))
-        [place] = self.stored(lease, layer, range(target, target + 1))
+        assert self._chunks.refs(blocks.chunks[target // CHUNK]) == 1, "write to a shared chunk: claim first"
+        [row] = self.stored(blocks, layer, range(source, source + 1))
+        [place] = self.stored(blocks, layer, range(target, target + 1))
         place.k.copy_(row.k)
         place.v.copy_(row.v)
 
-    def commit(self, lease: Lease, length: int) -> None:
-        """Declares the tokens [lease.length, length) complete in all layers."""
-        assert lease.length <= length <= lease.capacity
-        lease.length = length
+    def commit(self, blocks: BlockTable, length: int) -> None:
+        """Declares the tokens [block table.length, length) complete in all layers."""
+        assert blocks.length <= length <= blocks.capacity
+        blocks.length = length
 
-    def spans(self, lease: Lease, tokens: range) -> list[Span]:
-        """Where the token slots `tokens` of a lease lie, in token order, in as few pieces as possible."""
-        assert tokens.step == 1 and tokens.start >= 0 and tokens.stop <= lease.capacity
+    def spans(self, blocks: BlockTable, tokens: range) -> list[Span]:
+        """Where the token slots `tokens` of a block table lie, in token order, in as few pieces as possible."""
+        assert tokens.step == 1 and tokens.start >= 0 and tokens.stop <= blocks.capacity
         spans = []
         start = tokens.start
         while start < tokens.stop:
             index = start // CHUNK
-            chunk = lease.chunks[index]
+            chunk = blocks.chunks[index]
             slab, slot = divmod(chunk, self.layout.slab_chunks)
             most = min(_chunks_of(tokens.stop) - index, self.layout.slab_chunks - slot)
-            run = _run_length(lease.chunks[index : index + most])
+            run = _run_length(blocks.chunks[index : index + most])
             stop = min(tokens.stop, (index + run) * CHUNK)
             spans.append(Span(slab, slot * CHUNK + start % CHUNK, stop - start))
             start = stop
@@ -208,60 +209,60 @@ class HostPool:
         planes = self._arena.planes[span.slab, layer].narrow(2, span.offset, span.size)
         return KVPart(planes[:, 0], planes[:, 1])
 
-    def stored(self, lease: Lease, layer: int, tokens: range) -> list[KVPart]:
+    def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """K and V of the token slots `tokens` of one layer, as views `[Hkv, n, width]` of the pool in token order, one
         for each contiguous run: each head's `[n, width]` is contiguous. For many layers: `spans` once, then `view`."""
-        return [self.view(layer, span) for span in self.spans(lease, tokens)]
+        return [self.view(layer, span) for span in self.spans(blocks, tokens)]
 
-    def runs(self, lease: Lease, layer: int, tokens: range) -> list[KVPart]:
+    def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """`stored` as numbers `[Hkv, n, d]`: the views themselves where the format is exact, else decoded copies."""
-        parts = self.stored(lease, layer, tokens)
+        parts = self.stored(blocks, layer, tokens)
         if self.format.exact:
             return parts
         return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
 
-    def row_base(self, lease: Lease) -> torch.Tensor:
+    def row_base(self, blocks: BlockTable) -> torch.Tensor:
         """int64 `[chunks]`: the row id of each chunk's first token in layer 0, head 0, K. Token t of layer l, head h
         is row `row_base[t // 64] + t % 64 + layout.row(l, h, kv)`."""
-        chunks = torch.tensor(lease.chunks, dtype=torch.int64)
+        chunks = torch.tensor(blocks.chunks, dtype=torch.int64)
         slabs = chunks // self.layout.slab_chunks
         return slabs * self.layout.slab_rows + (chunks - slabs * self.layout.slab_chunks) * CHUNK
 
-    def fork(self, lease: Lease) -> Lease:
-        """A second lease on the same complete tokens; nothing is copied until one of the two writes."""
-        shared = lease.chunks[: _chunks_of(lease.length)]
+    def fork(self, blocks: BlockTable) -> BlockTable:
+        """A second block table on the same complete tokens; nothing is copied until one of the two writes."""
+        shared = blocks.chunks[: _chunks_of(blocks.length)]
         self._chunks.incref(shared)
-        return Lease(list(shared), lease.length)
+        return BlockTable(list(shared), blocks.length)
 
-    def match(self, tokens: Sequence[int], *lineages: str) -> Lease:
-        """A lease on the longest published prefix of `tokens`, in full chunks, never all of them (one token at least is
-        left to compute): `length` says how many need not be computed. At each chunk the first of `lineages` that is
-        known goes on."""
+    def match(self, tokens: Sequence[int], *lineages: str) -> BlockTable:
+        """A block table on the longest published prefix of `tokens`, in full chunks, never all of them (one token at
+        least is left to compute): `length` says how many need not be computed. At each chunk the first of `lineages`
+        that is known goes on."""
         chunks = self._tree.match(tokens, *lineages)
         self._chunks.incref(chunks)
-        return Lease(chunks, len(chunks) * CHUNK)
+        return BlockTable(chunks, len(chunks) * CHUNK)
 
-    def publish(self, lease: Lease, tokens: Sequence[int], lineage: str) -> list[int]:
-        """Enters the full chunks below `lease.length` in the prefix tree; `tokens` are the sequence's, from its start.
+    def publish(self, blocks: BlockTable, tokens: Sequence[int], lineage: str) -> list[int]:
+        """Enters the full chunks below `blocks.length` in the prefix tree; `tokens` are the sequence's, from its start.
         Chunks published before keep their lineage. Where another sequence published the same tokens of the same
-        lineage first, the lease exchanges its chunk for that one, so that they are stored once and seen as shared;
-        returns the indices of exchanged chunks (row ids of these have changed)."""
-        full = lease.length // CHUNK
-        full = next((i for i in range(full) if lease.chunks[i] in self._claimed), full) if self._claimed else full
+        lineage first, the block table exchanges its chunk for that one, so that they are stored once and seen as
+        shared; returns the indices of exchanged chunks (row ids of these have changed)."""
+        full = blocks.length // CHUNK
+        full = next((i for i in range(full) if blocks.chunks[i] in self._claimed), full) if self._claimed else full
         assert len(tokens) >= full * CHUNK, "publish needs the tokens of every full chunk"
-        fresh, instead = self._tree.insert(tokens, lease.chunks[:full], lineage, self._alone)
+        fresh, instead = self._tree.insert(tokens, blocks.chunks[:full], lineage, self._alone)
         self._chunks.incref(fresh)
         self._chunks.incref(instead.values())
         for i, chunk in instead.items():
-            self._drop([lease.chunks[i]])
-            lease.chunks[i] = chunk
+            self._drop([blocks.chunks[i]])
+            blocks.chunks[i] = chunk
         return list(instead)
 
-    def claim(self, lease: Lease, index: int) -> bool:
-        """Makes chunk `index` of a lease its own for good, so that single slots of it may be overwritten: False where
-        another sequence holds it. A chunk that is also in the prefix tree leaves it, with everything behind it, and is
-        never published again."""
-        chunk = lease.chunks[index]
+    def claim(self, blocks: BlockTable, index: int) -> bool:
+        """Makes chunk `index` of a block table its own for good, so that single slots of it may be overwritten: False
+        where another sequence holds it. A chunk that is also in the prefix tree leaves it, with everything behind it,
+        and is never published again."""
+        chunk = blocks.chunks[index]
         if chunk in self._tree and self._chunks.refs(chunk) == 2:
             self._chunks.decref(self._tree.unkey(chunk))
         if self._chunks.refs(chunk) > 1:
@@ -269,17 +270,17 @@ class HostPool:
         self._claimed.add(chunk)
         return True
 
-    def truncate(self, lease: Lease, length: int) -> None:
+    def truncate(self, blocks: BlockTable, length: int) -> None:
         """Forgets the tokens from `length` on and gives back the chunks that held only those."""
-        assert 0 <= length <= lease.length
-        lease.length = length
+        assert 0 <= length <= blocks.length
+        blocks.length = length
         kept = _chunks_of(length)
-        self._drop(lease.chunks[kept:])
-        del lease.chunks[kept:]
+        self._drop(blocks.chunks[kept:])
+        del blocks.chunks[kept:]
 
-    def release(self, lease: Lease) -> None:
-        """Gives all chunks back and empties the lease; a second call does nothing."""
-        self.truncate(lease, 0)
+    def release(self, blocks: BlockTable) -> None:
+        """Gives all chunks back and empties the block table; a second call does nothing."""
+        self.truncate(blocks, 0)
 
     def check_integrity(self) -> None:
         """Asserts that ids, counts and bytes agree."""

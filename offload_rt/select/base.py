@@ -23,7 +23,7 @@ from ..core import Selection, Visible
 from .key_lists import Rule
 from .scoring import ScoringKeys
 
-Moment = Literal["attention_input", "normed_input", "residual", "query"]
+QuerySource = Literal["attention_input", "normed_input", "residual", "query"]
 """What the query given to `select` for layer l is made from: speculated one layer ahead (the first three), or layer
 l's true query ("query"), which leaves no time to prefetch. Layer 0 always gets its true query: it is known from the
 embedding alone."""
@@ -98,7 +98,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def moment(self) -> Moment:
+    def query_source(self) -> QuerySource:
         """Which query `select` is given."""
         ...
 
@@ -143,8 +143,8 @@ class Policy(Protocol):
         """Digest of name and options: KV decoded under one lineage is never reused under another. "exact" for full."""
         ...
 
-    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """What layer `layer`'s query is projected from, where `moment` gives `[T, D]` for its attention input."""
+    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """What layer `layer`'s query is projected from, where `query_source` gives `[T, D]` for its attention input."""
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:

@@ -45,6 +45,6 @@ class BudgetPolicy:
         self.dense_layers = frozenset(options.dense_layers)
         self.lineage = f"{self.name}-{hashlib.sha256(repr(options).encode()).hexdigest()[:16]}"
 
-    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """As it is, `[T, D]`."""
         return attention_input

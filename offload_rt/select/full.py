@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import Selection, Visible
-from .base import KeyReader, Moment
+from .base import KeyReader, QuerySource
 from .passive import PassiveState
 
 
@@ -29,7 +29,7 @@ class Full:
 
     layers: int
     name: str = "full"
-    moment: Moment = "query"
+    query_source: QuerySource = "query"
     sinks: int = 0
     recent: int = 1
     wants_weights: bool = False
@@ -43,7 +43,7 @@ class Full:
         """All of them."""
         return frozenset(range(self.layers))
 
-    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """Never asked: nothing selects."""
         return attention_input
 

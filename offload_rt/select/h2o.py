@@ -10,7 +10,7 @@ import torch
 from ..config import BudgetOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..kernels.selection import floor_share, top_tokens
-from .base import KeyReader, Moment
+from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
 from .growing import GrowingTensor
 from .passive import PassiveState
@@ -114,7 +114,7 @@ class H2O(BudgetPolicy):
     """Needs no query, so it selects at the earliest moment; learns from the attention of every step."""
 
     name = "h2o"
-    moment: Moment = "attention_input"
+    query_source: QuerySource = "attention_input"
     wants_weights = True
     wants_queries = True
 

@@ -16,7 +16,7 @@ from ..kernels.h2d_copy import put, sent
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
 from ..skewing.artifact import SkewArtifact
 from ..skewing.guess import SOURCES
-from .base import KeyReader, Moment
+from .base import KeyReader, QuerySource
 from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .budget import budget_tokens, check_dense_layers
 from .key_lists import KeyLists, Rule, Spans
@@ -149,7 +149,7 @@ class InfiniGen:
         asks = keys_on_host or options.budget is not None or options.max_missed_mass is not None
         self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
         """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
-        self.moment: Moment = options.source
+        self.query_source: QuerySource = options.source
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = frozenset(options.dense_layers)
         self.wants_queries = options.scorer == "partial" and options.columns == "prompt"
@@ -157,7 +157,7 @@ class InfiniGen:
         self._correction = self._corrections(artifact, device, dtype)
         self._new_keys = self._keys_factory(artifact.to(self.keys_device), self.keys_device, dtype)
 
-    def guessed(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """The guess `[T, D]` with each channel's slope and offset (`skewing.guess`), unless options forbid it."""
         if layer not in self._correction:
             return attention_input

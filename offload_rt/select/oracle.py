@@ -7,7 +7,7 @@ import torch
 
 from ..core import Selection, Visible
 from ..kernels.selection import dot_scores, group_lse, group_scores, top_tokens
-from .base import KeyReader, Moment
+from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
 from .passive import PassiveState
 
@@ -41,7 +41,7 @@ class Oracle(BudgetPolicy):
 
     name = "oracle"
     evictable = True
-    moment: Moment = "query"
+    query_source: QuerySource = "query"
 
     def new_state(self, keys: KeyReader) -> OracleState:
         """A state that reads `keys`."""

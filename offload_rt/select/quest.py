@@ -8,7 +8,7 @@ import torch
 from ..config import QuestOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..kernels.selection import group_lse, group_scores, top_tokens
-from .base import KeyReader, Moment
+from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
 from .growing import GrowingTensor
 from .passive import PassiveState
@@ -88,7 +88,7 @@ class Quest(BudgetPolicy):
     """Selects with the true query, as published."""
 
     name = "quest"
-    moment: Moment = "query"
+    query_source: QuerySource = "query"
 
     def __init__(
         self, options: QuestOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype

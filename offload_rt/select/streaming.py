@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import Selection, Visible
-from .base import KeyReader, Moment
+from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
 from .passive import PassiveState
 
@@ -31,7 +31,7 @@ class Streaming(BudgetPolicy):
     """Needs no query, so it selects at the earliest moment."""
 
     name = "streaming"
-    moment: Moment = "attention_input"
+    query_source: QuerySource = "attention_input"
 
     def new_state(self, keys: KeyReader) -> StreamingState:
         """A state without memory."""

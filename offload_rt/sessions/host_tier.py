@@ -107,18 +107,19 @@ class Tiers:
         if self._fetching is rows:
             self._fetching = None
 
-    def with_room(self, action: Callable[[], T]) -> T:
+    def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """What `action` returns; where the pool has no room for it, parked sessions leave, one by one, until it has:
-        this store's in its order, also those that the disk cannot take, then other stores' (`Runner.with_room`). The
-        session that it is for must not be parked. Raises PoolFullError when nobody is left to leave."""
+        this store's in its order, also those that the disk cannot take, then other stores'
+        (`Runner.retry_after_reclaim`). The session that it is for must not be parked. Raises PoolFullError when nobody
+        is left to leave."""
         while self._since:
             try:
                 return action()
             except PoolFullError:
                 self._evict(self._order.victim())
-        return self._runner.with_room(action)
+        return self._runner.retry_after_reclaim(action)
 
-    def give_way(self) -> bool:
+    def reclaim(self) -> bool:
         """The next parked session whose rows are all on disk, or can be written now, leaves; False where there is none:
         nobody loses rows to a request that is no turn of this store."""
         for rows in self.parked:
@@ -180,7 +181,7 @@ class Tiers:
                 rows.fetch(whole=True)
             except (
                 PoolFullError
-            ):  # the last chunk of a lease is not counted, and a prefix may have been taken meanwhile
+            ):  # the last chunk of a block table is not counted, and a prefix may have been taken meanwhile
                 return
             if rows.preload is not None:
                 self._fetching = rows

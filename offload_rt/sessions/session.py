@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config import SamplingParams
 from ..engine.engine import Engine
-from ..engine.request import Event
+from ..engine.request import TokenOutput
 from ..engine.stats import Stats
 from ..errors import InputError, ModelError
 from .chat_template import turn_tokens
@@ -72,7 +72,7 @@ class Session:
 
     # ----------------------------------------------------------------------------------------------------------- turns
 
-    def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[Event]:
+    def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[TokenOutput]:
         """One turn: events of the answer as it comes. A string goes through the tokenizer's chat template, if it has
         one; token ids are taken as they are. Closing the iterator ends the answer where it stands. What happens where
         the conversation would outgrow the model's positions is the store's `overflow` to say (`StoreOptions`).
@@ -116,7 +116,7 @@ class Session:
             raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
         return added
 
-    def _send(self, text: str, added: list[int], params: SamplingParams) -> Iterator[Event]:
+    def _send(self, text: str, added: list[int], params: SamplingParams) -> Iterator[TokenOutput]:
         self.check_idle()
         engine = Engine(self.rows.runner, max_batch=1)
         turn = Turn(self.rows, next(self._ids), text, added, params)
@@ -137,7 +137,7 @@ class Session:
         turn is known. Raises PoolFullError."""
         self.check_idle()
         self.store.tiers.take(self.rows)
-        self.store.tiers.with_room(lambda: self.rows.fetch(whole=False))
+        self.store.tiers.retry_after_reclaim(lambda: self.rows.fetch(whole=False))
         self.store.tiers.park(self.rows)
 
     # ---------------------------------------------------------------------------------------- saving, forks, cuts, end
@@ -169,7 +169,7 @@ class Session:
             sequence, size = rows.sequence, len(self.history.tokens)
             tiers.take(rows)
             try:
-                forked = tiers.with_room(lambda: runner.fork(sequence, size))
+                forked = tiers.retry_after_reclaim(lambda: runner.fork(sequence, size))
             finally:
                 tiers.park(rows)
         twin = self.store.enter(self.history.fork(name))

@@ -52,7 +52,7 @@ class SessionRows:
             self.sequence = self._restore(capacity)
             return self.sequence
         sequence = self.sequence
-        self.runner.pool.reserve(sequence.lease, capacity)
+        self.runner.pool.reserve(sequence.blocks, capacity)
         self.recheck()
         sequence.tokens = list(self.history.tokens)
         sequence.trace = sequence.trace.restart(reused=sequence.position)
@@ -117,15 +117,15 @@ class SessionRows:
             arrived = self.preload.finished
             self.end_preload()
             if not arrived:
-                self.runner.pool.truncate(self.sequence.lease, min(self._host_tokens, self.sequence.lease.length))
+                self.runner.pool.truncate(self.sequence.blocks, min(self._host_tokens, self.sequence.blocks.length))
         self.runner.free(self.sequence)
         self.sequence = None
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """What host memory and disk have of the tokens; reading the latter begins."""
         history, runner, disk = self.history, self.runner, self.store.disk
-        lease = runner.match(history.tokens, history.cut)
-        self._host_tokens = known = lease.length
+        blocks = runner.match(history.tokens, history.cut)
+        self._host_tokens = known = blocks.length
         found = self._find(known)
         if found:
             index, chunk = found[-1]
@@ -133,14 +133,14 @@ class SessionRows:
         if known < history.computed:
             self._lose_from(known)
         sequence = runner.adopt(
-            history.tokens, lease, capacity=capacity, known=known, exact=min(history.exact, known),
+            history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
             shift=history.shift, cut=history.cut,
         )  # fmt: skip
         self.loaded_tokens = known - self._host_tokens
         if found:
             size = sum(chunk.header.layer_bytes for _, chunk in found) * disk.layers
             ahead = disk.layers if whole else self.store.read_buffer(size, len(history.tokens) - known)
-            self.preload = Preload(runner.pool, disk, lease, found, ahead)
+            self.preload = Preload(runner.pool, disk, blocks, found, ahead)
         return sequence
 
     def _lose_from(self, known: int) -> None:
@@ -195,7 +195,7 @@ class SessionRows:
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.preload is not None:
             return False
-        taken = self.store.saver.save(self.sequence.lease, fresh)
+        taken = self.store.saver.save(self.sequence.blocks, fresh)
         self.offered(fresh[:taken])
         return taken < len(fresh)
 

@@ -95,9 +95,9 @@ class SessionStore:
         self._holders.discard(holder)
         self.close_if_idle()
 
-    def give_way(self) -> bool:
+    def reclaim(self) -> bool:
         """See `idle.Holder`."""
-        return self.tiers.give_way()
+        return self.tiers.reclaim()
 
     def held(self) -> list[Held]:
         """See `idle.Holder`."""
@@ -106,7 +106,7 @@ class SessionStore:
             if (sequence := session.rows.sequence) is not None:
                 full = f"its store cannot take it: {self.disk.last_error or 'the limit of its files is reached'}"
                 reason = full if session.rows in parked else "answering"
-                found.append(Held(session.name, len(sequence.lease.chunks) * pool.chunk_bytes, reason))
+                found.append(Held(session.name, len(sequence.blocks.chunks) * pool.chunk_bytes, reason))
         return found
 
     def close_if_idle(self) -> None:

@@ -10,14 +10,14 @@ import torch
 
 from ..config import SamplingParams
 from ..core import CHUNK, Request
-from ..engine.request import Event, FinishReason, Generation, StartAgainError
+from ..engine.request import FinishReason, Generation, StartAgainError, TokenOutput
 from ..engine.runner import Runner
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..storage.loader import DamagedChunkError
 from ..storage.saver import Saving
 from .session_kv import SessionRows
-from .truncate import close_gap, make_way
+from .truncate import close_gap, truncate_for
 
 
 class Turn(Generation):
@@ -63,7 +63,7 @@ class Turn(Generation):
             self._trace.reused_tokens += sequence.trace.reused_tokens
             sequence.trace = self._trace
         self._seconds = sequence.trace.prefill_seconds
-        self._saving = rows.store.saver.begin(sequence.lease, rows.fresh(rows.names(len(taken) // CHUNK * CHUNK)))
+        self._saving = rows.store.saver.begin(sequence.blocks, rows.fresh(rows.names(len(taken) // CHUNK * CHUNK)))
         self._prefill = runner.begin_prefill(
             sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
         )
@@ -74,18 +74,18 @@ class Turn(Generation):
         turn that is dropped finds it again."""
         rows, history = self.rows, self.rows.history
         before = history.cut
-        self._make_way()
+        self._evict()
         longest = len(self.request.prompt) + self.params.max_new_tokens
         runner.check_fits(longest)
         close_gap(rows, longest)
         if history.cut != before:
             rows.offer(rows.names(history.computed))
 
-    def _make_way(self) -> None:
+    def _evict(self) -> None:
         """The oldest tokens go where this turn would outgrow the model's positions."""
         history = self.rows.history
         try:
-            gone = make_way(self.rows, len(self._added) + self.params.max_new_tokens)
+            gone = truncate_for(self.rows, len(self._added) + self.params.max_new_tokens)
         finally:
             self._before = list(history.tokens)
         if not gone:
@@ -103,7 +103,7 @@ class Turn(Generation):
         """The session's sequence with room for `capacity` tokens."""
         rows = self.rows
         while True:
-            sequence = rows.store.tiers.with_room(lambda: rows.ready(capacity))
+            sequence = rows.store.tiers.retry_after_reclaim(lambda: rows.ready(capacity))
             try:
                 if rows.store.private:
                     rows.load_all()
@@ -144,10 +144,10 @@ class Turn(Generation):
         """See `Served.reserve`; parked sessions give way before anybody is preempted."""
         sequence = self.sequence
         assert sequence is not None
-        self.rows.store.tiers.with_room(lambda: runner.reserve(sequence))
+        self.rows.store.tiers.retry_after_reclaim(lambda: runner.reserve(sequence))
         self.rows.recheck()
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[Event]:
+    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """See `Served.accept`; chunks that decode steps have filled are saved."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.request.prompt)
@@ -175,7 +175,7 @@ class Turn(Generation):
         rows.history.tokens = list(self._before)
         if rows.sequence is not None:
             rows.sequence.tokens = list(self._before)
-            rows.runner.pool.truncate(rows.sequence.lease, rows.sequence.lease.length)
+            rows.runner.pool.truncate(rows.sequence.blocks, rows.sequence.blocks.length)
         rows.store.tiers.park(rows)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
@@ -190,7 +190,7 @@ class Turn(Generation):
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
             history.mark_decoded(len(self.request.prompt), sequence.position)
-            if sequence.torn:
+            if sequence.interrupted:
                 runner.relearn(sequence)
         else:
             self._undo(runner)

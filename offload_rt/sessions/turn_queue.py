@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..config import SamplingParams
 from ..engine.engine import Engine
-from ..engine.request import Event, FinishReason
+from ..engine.request import FinishReason, TokenOutput
 from ..engine.stats import Stats
 from ..errors import InputError, OffloadError
 from .host_tier import TierStats
@@ -87,7 +87,7 @@ class TurnQueue:
         self._backlog.append(queued)
         return queued
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[TokenOutput]:
         """One step of all that run. Raises as `Engine.step`, for one turn, which has left the queue then; the others go
         on with the next step."""
         try:
@@ -103,7 +103,7 @@ class TurnQueue:
         finally:
             self._settle()
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Iterator[TokenOutput]:
         """Events of all turns as they come, until the queue is empty; it may be added to meanwhile."""
         while not self.idle:
             yield from self.step()

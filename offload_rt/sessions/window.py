@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ..core import Lease, ModelGeometry
+from ..core import BlockTable, ModelGeometry
 from ..errors import InputError, ModelError
 from ..models.adapter import ModelAdapter
 from ..pool.pool import HostPool
@@ -64,7 +64,7 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
         )
 
 
-def copy_rows(pool: HostPool, source: Lease, target: Lease, kept: Seq[int]) -> None:
+def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
     """Rows of the tokens `kept` of `source`, as they are stored, to the first slots of `target`, all layers."""
     at = 0
     for run in _runs(kept):
@@ -80,17 +80,17 @@ def copy_rows(pool: HostPool, source: Lease, target: Lease, kept: Seq[int]) -> N
         at += len(run)
 
 
-def read_sinks(pool: HostPool, lease: Lease, sinks: int) -> torch.Tensor:
+def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
     """Keys of the first `sinks` tokens (fewer than 64), `[L, Hkv, sinks, width]`, a copy."""
-    return torch.stack([pool.stored(lease, layer, range(sinks))[0].k for layer in range(pool.layout.layers)])
+    return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in range(pool.layout.layers)])
 
 
-def turn_sinks(pool: HostPool, adapter: ModelAdapter, lease: Lease, originals: torch.Tensor, offset: int) -> None:
-    """Writes the sinks' keys `[L, Hkv, sinks, width]` turned by `offset` positions. The lease's first chunk must be its
-    own."""
+def turn_sinks(pool: HostPool, adapter: ModelAdapter, blocks: BlockTable, originals: torch.Tensor, offset: int) -> None:
+    """Writes the sinks' keys `[L, Hkv, sinks, width]` turned by `offset` positions. The block table's first chunk must
+    be its own."""
     for layer, stored in enumerate(originals):
-        keys = adapter.turned(pool.format.decode(stored), offset)
-        pool.stored(lease, layer, range(stored.shape[1]))[0].k.copy_(pool.format.encode(keys))
+        keys = adapter.rotate_keys(pool.format.decode(stored), offset)
+        pool.stored(blocks, layer, range(stored.shape[1]))[0].k.copy_(pool.format.encode(keys))
 
 
 def _runs(kept: Seq[int]) -> list[range]:

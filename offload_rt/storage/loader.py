@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ..core import CHUNK, Lease
+from ..core import CHUNK, BlockTable
 from ..pool.pool import HostPool, Span
 from .disk_store import DiskStore, StoredChunk
 
@@ -34,21 +34,21 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
 
 
 class Preload:
-    """A thread that brings stored chunks into a lease, layer by layer, at most `ahead` layers ahead of the layer that
-    is being computed: it begins at once with the first `ahead`, before any computation. With 0 a layer is loaded when
-    it is asked for, and the computation waits for all of it.
+    """A thread that brings stored chunks into a block table, layer by layer, at most `ahead` layers ahead of the layer
+    that is being computed: it begins at once with the first `ahead`, before any computation. With 0 a layer is loaded
+    when it is asked for, and the computation waits for all of it.
 
-    The lease must hold the chunks and be nobody else's; it must not be given back before `close`. Rows are written
-    only by this thread and read only after `wait` of their layer: an event orders the two.
+    The block table must hold the chunks and be nobody else's; it must not be given back before `close`. Rows are
+    written only by this thread and read only after `wait` of their layer: an event orders the two.
     """
 
     def __init__(
-        self, pool: HostPool, store: DiskStore, lease: Lease, chunks: Seq[tuple[int, StoredChunk]], ahead: int
+        self, pool: HostPool, store: DiskStore, blocks: BlockTable, chunks: Seq[tuple[int, StoredChunk]], ahead: int
     ):
-        """chunks: with their places in the lease."""
+        """chunks: with their places in the block table."""
         self._pool, self._store, self._chunks, self._ahead = pool, store, chunks, ahead
         self._spans = [
-            pool.spans(lease, range(i * CHUNK, i * CHUNK + chunk.header.name.count))[0] for i, chunk in chunks
+            pool.spans(blocks, range(i * CHUNK, i * CHUNK + chunk.header.name.count))[0] for i, chunk in chunks
         ]
         largest = max((chunk.header.layer_bytes for _, chunk in chunks), default=0)
         self._block = bytearray(largest)  # one for all: touching fresh memory takes longer than reading a cached file

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core import Lease
+from ..core import BlockTable
 from ..pool.pool import HostPool, Span
 from ..transfer.link import Link
 from .disk_store import DiskStore
@@ -21,7 +21,7 @@ WRITE_BUFFER = 1 << 28
 
 @dataclass(frozen=True)
 class NamedChunk:
-    """A chunk of a sequence under its name on disk. `index`: its place in the lease."""
+    """A chunk of a sequence under its name on disk. `index`: its place in the block table."""
 
     index: int
     parent: bytes
@@ -39,7 +39,7 @@ class NamedChunk:
 class Saving:
     """Chunks on their way: their places in the pool, and what writes them once the worker has begun."""
 
-    lease: Lease
+    blocks: BlockTable
     chunks: Seq[NamedChunk]
     ids: Seq[int]
     spans: Seq[Span]
@@ -53,11 +53,11 @@ class Saver:
     layer of them is complete: the worker writes it while the next layer is computed. Nothing here waits for the disk
     but `flush` and `abort`.
 
-    The write buffer is the pool itself: what waits to be written stays in its chunks, which the owner of the lease
-    keeps until `flush`. A full chunk and the filled slots of a tail never change; where the lease exchanges a chunk
-    for another one, `recheck` gives up what is waiting of it. At most `buffer_bytes` wait. Back-pressure: `begin` takes
-    no more chunks than fit, from the first on; the caller offers the others again later (every session does so at the
-    end of a turn and when it is saved), and computation never waits for them.
+    The write buffer is the pool itself: what waits to be written stays in its chunks, which the owner of the block
+    table keeps until `flush`. A full chunk and the filled slots of a tail never change; where the block table exchanges
+    a chunk for another one, `recheck` gives up what is waiting of it. At most `buffer_bytes` wait. Back-pressure:
+    `begin` takes no more chunks than fit, from the first on; the caller offers the others again later (every session
+    does so at the end of a turn and when it is saved), and computation never waits for them.
 
     `begin`, `layer_done`, `flush`, `abort` and `close` belong to the thread that computes; the worker reads the pool,
     after `Link.settle`, and writes the store.
@@ -80,7 +80,7 @@ class Saver:
         with self._mutex:
             return self._waiting
 
-    def begin(self, lease: Lease, chunks: Seq[NamedChunk]) -> Saving | None:
+    def begin(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> Saving | None:
         """Takes as many of `chunks`, from the first on, as the buffer has room for; None where that is none."""
         with self._mutex:
             room = (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes
@@ -88,8 +88,8 @@ class Saver:
             self._waiting += len(taken) * self._pool.chunk_bytes
         if not taken:
             return None
-        spans = [self._pool.spans(lease, range(c.index * 64, c.index * 64 + c.count))[0] for c in taken]
-        saving = Saving(lease, taken, [lease.chunks[c.index] for c in taken], spans)
+        spans = [self._pool.spans(blocks, range(c.index * 64, c.index * 64 + c.count))[0] for c in taken]
+        saving = Saving(blocks, taken, [blocks.chunks[c.index] for c in taken], spans)
         self._active.append(saving)
         return saving
 
@@ -97,9 +97,9 @@ class Saver:
         """Layer `layer` of these chunks is in the pool, or will be when the link has settled. In order of layers."""
         self._jobs.put((saving, layer))
 
-    def save(self, lease: Lease, chunks: Seq[NamedChunk]) -> int:
+    def save(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> int:
         """All layers of chunks that are complete; returns how many of them were taken."""
-        saving = self.begin(lease, chunks)
+        saving = self.begin(blocks, chunks)
         if saving is None:
             return 0
         for layer in range(self._store.layers):
@@ -107,15 +107,15 @@ class Saver:
         return len(saving.chunks)
 
     def recheck(self) -> set[bytes]:
-        """Gives up chunks that a lease no longer has in the same place (publishing exchanges a chunk for an equal one,
-        reserving copies a shared tail): to be called directly after either, before anything else is written to the
+        """Gives up chunks that a block table no longer has in the same place (publishing exchanges a chunk for an equal
+        one, reserving copies a shared tail): to be called directly after either, before anything else is written to the
         pool. Returns their keys, to be offered again."""
         given_up = set()
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
                 for i, (chunk, identity) in enumerate(zip(saving.chunks, saving.ids, strict=True)):
-                    held = saving.lease.chunks
+                    held = saving.blocks.chunks
                     if chunk.index >= len(held) or held[chunk.index] != identity:
                         saving.moved.add(i)
                         given_up.add(chunk.key)
@@ -153,7 +153,7 @@ class Saver:
         """One layer of every chunk; after the last one the chunks appear, parents first."""
         if saving.ended:
             return
-        self._link.settle(saving.lease)
+        self._link.settle(saving.blocks)
         if saving.writers is None:
             saving.writers = [
                 self._store.begin(c.parent, c.lineage, c.tokens, c.count * self._token_bytes) for c in saving.chunks

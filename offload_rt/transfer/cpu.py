@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import KVPart, Lease, Selection, Visible
+from ..core import BlockTable, KVPart, Selection, Visible
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Spared, Ticket
 from .plan import attended_tokens, first_askers, key_rows
@@ -25,14 +25,14 @@ class _DenseTicket:
     """All rows of `tokens`, as views of the pool."""
 
     pool: HostPool
-    lease: Lease
+    blocks: BlockTable
     layer: int
     tokens: range
     bytes: int
     spared: Spared | None = None
 
     def wait(self) -> list[KVPart]:
-        return self.pool.runs(self.lease, self.layer, self.tokens)
+        return self.pool.runs(self.blocks, self.layer, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _SparseTicket:
 
     pages: _Pages
     scratch: _Scratch
-    lease: Lease
+    blocks: BlockTable
     layer: int
     tokens: torch.Tensor
     bytes: int
@@ -49,31 +49,33 @@ class _SparseTicket:
 
     def wait(self) -> list[KVPart]:
         pool = self.pages.pool
-        return [_ScatteredPart(self.scratch, key_rows(pool.layout, self.pages.of(self.lease), self.layer, self.tokens))]
+        return [
+            _ScatteredPart(self.scratch, key_rows(pool.layout, self.pages.of(self.blocks), self.layer, self.tokens))
+        ]
 
 
 class _Pages:
-    """`HostPool.row_base` of each open lease, made again only when the lease's chunks have changed."""
+    """`HostPool.row_base` of each open block table, made again only when the block table's chunks have changed."""
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
-    def of(self, lease: Lease) -> torch.Tensor:
+    def of(self, blocks: BlockTable) -> torch.Tensor:
         """int64 `[chunks]`."""
-        chunks, base = self._known.get(id(lease), ([], None))
-        if base is None or chunks != lease.chunks:
-            base = self.pool.row_base(lease)
-            self._known[id(lease)] = list(lease.chunks), base
+        chunks, base = self._known.get(id(blocks), ([], None))
+        if base is None or chunks != blocks.chunks:
+            base = self.pool.row_base(blocks)
+            self._known[id(blocks)] = list(blocks.chunks), base
         return base
 
-    def forget(self, lease: Lease) -> None:
-        """The lease is closed; another may get its id."""
-        self._known.pop(id(lease), None)
+    def forget(self, blocks: BlockTable) -> None:
+        """The block table is closed; another may get its id."""
+        self._known.pop(id(blocks), None)
 
-    def check_integrity(self, leases: Set[int]) -> None:
-        """Asserts that only these leases, by `id`, are known."""
-        assert self._known.keys() <= leases
+    def check_integrity(self, block_tables: Set[int]) -> None:
+        """Asserts that only these block tables, by `id`, are known."""
+        assert self._known.keys() <= block_tables
 
 
 class _Scratch:
@@ -145,82 +147,86 @@ class CpuLink:
         resident = sum(self._resident.values()) * self._token_bytes * self._pool.layout.layers
         return resident + self._fetched.nbytes + self._repaired.nbytes
 
-    def working_set_bytes(self, lease: Lease) -> int:
+    def working_set_bytes(self, blocks: BlockTable) -> int:
         """None: every row is where it is attended to."""
         return 0
 
-    def open(self, lease: Lease, sinks: int, recent: int, origin: Lease | None = None) -> None:
+    def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """See `Link.open`; rows stay where they are, only their count is noted."""
-        self._resident[id(lease)] = sinks + recent
+        self._resident[id(blocks)] = sinks + recent
 
-    def close(self, lease: Lease) -> None:
+    def close(self, blocks: BlockTable) -> None:
         """See `Link.close`."""
-        del self._resident[id(lease)]
-        self._pages.forget(lease)
+        del self._resident[id(blocks)]
+        self._pages.forget(blocks)
 
-    def settle(self, lease: Lease) -> None:
+    def settle(self, blocks: BlockTable) -> None:
         """See `Link.settle`: `append` blocks until its rows are written."""
 
-    def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+    def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """See `Link.append`: k, v `[Hkv, m, d]`."""
-        self._pool.write(lease, layer, start, k, v)
+        self._pool.write(blocks, layer, start, k, v)
         return k.shape[1] * self._token_bytes
 
-    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+    def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """See `Link.move`."""
-        self._pool.move(lease, layer, source, target)
+        self._pool.move(blocks, layer, source, target)
 
-    def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """See `Link.fetch`."""
         if selection is None:
-            return _DenseTicket(self._pool, lease, layer, visible.all, len(visible.candidates) * self._token_bytes)
-        return self._sparse(lease, layer, visible, selection)
+            return _DenseTicket(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
+        return self._sparse(blocks, layer, visible, selection)
 
     def _sparse(
-        self, lease: Lease, layer: int, visible: Visible, selection: Selection, spared: Spared | None = None
+        self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection, spared: Spared | None = None
     ) -> _SparseTicket:
         """Resident and selected rows."""
         assert selection.counts is None, "the host knows its own counts"
         tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._fetched, lease, layer, tokens, asked, spared)
+        return _SparseTicket(self._pages, self._fetched, blocks, layer, tokens, asked, spared)
 
-    def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
         """See `Link.fetch_range`."""
-        return _DenseTicket(self._pool, lease, layer, tokens, len(tokens) * self._token_bytes)
+        return _DenseTicket(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
 
     def fetch_together(
-        self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
+        self,
+        block_tables: Sequence[BlockTable],
+        layer: int,
+        visible: Sequence[Visible],
+        selections: Sequence[Selection],
     ) -> list[Ticket]:
         """See `Link.fetch_together`: each gathers its own rows from the pool, only the count is of the union."""
         layout = self._pool.layout
         rows = [
-            key_rows(layout, self._pages.of(lease), layer, selection.tokens).flatten()
-            for lease, selection in zip(leases, selections, strict=True)
+            key_rows(layout, self._pages.of(blocks), layer, selection.tokens).flatten()
+            for blocks, selection in zip(block_tables, selections, strict=True)
         ]
         again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
         spared = [Spared(len(one), torch.tensor(len(one)), one.sum(), torch.tensor(0)) for one in again]
-        each = zip(leases, visible, selections, spared, strict=True)
-        return [self._sparse(lease, layer, seen, selection, one) for lease, seen, selection, one in each]
+        each = zip(block_tables, visible, selections, spared, strict=True)
+        return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
 
     def row_lists(self, batch: int, tokens: int) -> None:
         """See `Link.row_lists`: there are none."""
 
-    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+    def hold(self, lists: RowLists, block_tables: Sequence[BlockTable]) -> None:
         """Never asked: there are no lists."""
         raise AssertionError("this link has no lists")
 
-    def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
         """See `Link.fetch_more`."""
         crossing = extra.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._repaired, lease, layer, extra.tokens, crossing)
+        return _SparseTicket(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
 
-    def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """See `Link.prefill_layer`: the rows returned are a view of the pool where its chunks are one run."""
         stop = start
         for part in slices:
-            self._pool.write(lease, layer, stop, part.k, part.v)
+            self._pool.write(blocks, layer, stop, part.k, part.v)
             stop += part.k.shape[1]
-        runs = self._pool.runs(lease, layer, range(stop))
+        runs = self._pool.runs(blocks, layer, range(stop))
         whole = runs[0]
         if len(runs) > 1:
             whole = KVPart(torch.cat([run.k for run in runs], dim=1), torch.cat([run.v for run in runs], dim=1))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ..core import KVPart, Lease, Selection, Visible
+from ..core import BlockTable, KVPart, Selection, Visible
 from .row_lists import RowLists
 
 
@@ -74,44 +74,48 @@ class Link(Protocol):
         sequences."""
         ...
 
-    def working_set_bytes(self, lease: Lease) -> int:
+    def working_set_bytes(self, blocks: BlockTable) -> int:
         """Bytes of the working set of a sequence, its tables included."""
         ...
 
-    def open(self, lease: Lease, sinks: int, recent: int, origin: Lease | None = None) -> None:
-        """A sequence starts; `sinks` and `recent` of its tokens stay resident. `origin`: an open lease with the same
-        tokens, sinks and window; what of these is on the device is copied there."""
+    def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
+        """A sequence starts; `sinks` and `recent` of its tokens stay resident. `origin`: an open block table with the
+        same tokens, sinks and window; what of these is on the device is copied there."""
         ...
 
-    def close(self, lease: Lease) -> None:
+    def close(self, blocks: BlockTable) -> None:
         """A sequence ends; its resident rows are dropped."""
         ...
 
-    def settle(self, lease: Lease) -> None:
+    def settle(self, blocks: BlockTable) -> None:
         """Waits until everything appended is in the pool: before its chunks are shared with another sequence."""
         ...
 
-    def append(self, lease: Lease, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+    def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """New rows k, v `[Hkv, m, d]` in the slots [start, start + m): the resident ones stay, all are written back to
         the pool asynchronously. Returns the bytes written back."""
         ...
 
-    def move(self, lease: Lease, layer: int, source: int, target: int) -> None:
+    def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """The row in slot `source`, resident until now, replaces the one in slot `target` of the pool: it leaves the
         window, and the next `append` takes its place."""
         ...
 
-    def fetch(self, lease: Lease, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """Starts moving the selected candidates (None: all of them). Resident rows cost nothing. Of a selection with
         counts the rows are a part of their own, with the same counts."""
         ...
 
-    def fetch_range(self, lease: Lease, layer: int, tokens: range) -> Ticket:
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
         """Starts moving all rows of `tokens`, resident or not, for all sequences that hold the same chunks."""
         ...
 
     def fetch_together(
-        self, leases: Sequence[Lease], layer: int, visible: Sequence[Visible], selections: Sequence[Selection]
+        self,
+        block_tables: Sequence[BlockTable],
+        layer: int,
+        visible: Sequence[Visible],
+        selections: Sequence[Selection],
     ) -> list[Ticket]:
         """Like `fetch` of each, but rows of shared chunks that several selected cross once: to all but the first one's
         ticket they are spared. Each ticket still gives its own sequence's rows and no others."""
@@ -122,15 +126,15 @@ class Link(Protocol):
         None where rows are attended to where they lie."""
         ...
 
-    def hold(self, lists: RowLists, leases: Sequence[Lease]) -> None:
+    def hold(self, lists: RowLists, block_tables: Sequence[BlockTable]) -> None:
         """Before a step: the lists are of these open sequences, as they are now."""
         ...
 
-    def fetch_more(self, lease: Lease, layer: int, extra: Selection) -> Ticket:
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
         """Starts moving rows that a repair asks for, in addition to a ticket's."""
         ...
 
-    def prefill_layer(self, lease: Lease, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes, keeps
         those that will be resident, and returns all rows of the layer, on the device."""
         ...

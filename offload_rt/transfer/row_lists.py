@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import CHUNK, Lease
+from ..core import CHUNK, BlockTable
 from ..kernels.dispatch import gather_rows, keep_rows, scatter_rows
 from ..kernels.h2d_copy import put
 from ..kernels.pointer_table import FIELDS, Addressed, entry
 from ..pool.pool import HostPool
-from .lanes import Lane, Mark
 from .plan import CHUNK_BITS, first_askers
 from .residency import Residency
+from .streams import Event, Stream
 from .working_set import LookUp, WorkingSet
 
 
@@ -27,10 +27,10 @@ from .working_set import LookUp, WorkingSet
 class Open:
     """What the device has of one sequence. `written` is behind its last write-back."""
 
-    lease: Lease
+    blocks: BlockTable
     residency: Residency
     working: WorkingSet | None
-    written: Mark | None = None
+    written: Event | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Arriving:
     is left came with another sequence's); None where all that is meant crosses."""
 
     pool: HostPool
-    lane: Lane
-    mark: Mark
+    stream: Stream
+    mark: Event
     staged: torch.Tensor
     counts: torch.Tensor | None
     tally: torch.Tensor | None
@@ -50,22 +50,24 @@ class Arriving:
     def wait(self) -> torch.Tensor:
         """K and V `[2, P, n, d]`; the compute stream is ordered behind the copies, the host does not wait."""
         counted = () if self.tally is None else (self.tally,)
-        self.lane.hold_compute(self.mark, self.staged, *counted)
+        self.stream.hold_compute(self.mark, self.staged, *counted)
         return self.pool.format.decode(self.staged)
 
 
 class RowLists:
     """Lists of `batch` sequences with room for `tokens` tokens each. `hold` says which sequences; it and `append`
-    belong to the compute stream, fetches to the prefetch lane, and every fetch has been waited for before the next
+    belong to the compute stream, fetches to the prefetch stream, and every fetch has been waited for before the next
     `hold`."""
 
-    def __init__(self, pool: HostPool, lanes: tuple[Lane, Lane], device: torch.device, batch: int, tokens: int) -> None:
-        """lanes: prefetch and write-back."""
+    def __init__(
+        self, pool: HostPool, streams: tuple[Stream, Stream], device: torch.device, batch: int, tokens: int
+    ) -> None:
+        """streams: prefetch and write-back."""
         layout = pool.layout
         self._pool, self.heads, self._batch, self.device = pool, layout.kv_heads, batch, device
         self.pair_bytes = 2 * layout.row_bytes
         self.token_bytes = layout.kv_heads * self.pair_bytes
-        self._prefetch, self._write_back = lanes
+        self._prefetch, self._write_back = streams
         self._bases = torch.zeros(batch, -(-tokens // CHUNK), dtype=torch.int64, device=device)
         self._tables = torch.zeros(layout.layers, batch, FIELDS, dtype=torch.int64, device=device)
         firsts = [
@@ -86,11 +88,11 @@ class RowLists:
     def hold(self, sequences: Sequence[Open]) -> None:
         """From now on the lists are these sequences'; what has changed since the last call goes to the device."""
         assert len(sequences) == self._batch
-        chunks = [one.lease.chunks for one in sequences]
+        chunks = [one.blocks.chunks for one in sequences]
         if chunks != self._chunks:
             bases = torch.zeros(self._bases.shape, dtype=torch.int64)
             for row, one in zip(bases, sequences, strict=True):
-                own = self._pool.row_base(one.lease)[: len(row)]
+                own = self._pool.row_base(one.blocks)[: len(row)]
                 row[: len(own)] = own
             put(bases, self._bases)
             self._chunks = [list(ids) for ids in chunks]
@@ -149,7 +151,7 @@ class RowLists:
         comes from there, of what several of them have in common (`overlapping`) all but the first one's from the first
         one's, the others from the pool.
 
-        Tokens and counts are borrowed from the compute stream; all else is made, used and freed in the prefetch lane.
+        Tokens and counts are borrowed from the compute stream; all else is made, used and freed in the prefetch stream.
         """
         with self._prefetch.behind_compute():
             for mark in {id(one.written): one.written for one in self._open}.values():

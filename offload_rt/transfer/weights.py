@@ -17,7 +17,7 @@ from ..models.adapter import ModelAdapter
 from ..models.forwarding import ForwardingAdapter
 from ..models.weights import ALIGNMENT, layer_bytes
 from ..pool.arena import page_lock, reserve
-from .lanes import Lane, Mark
+from .streams import Event, Stream
 
 BUFFERS = 2
 """Streamed layers on the device at once: the one that computes, and the one that speculation already asks and that
@@ -29,24 +29,24 @@ class WeightStream:
     device buffers into which blocks are copied. A layer's modules are never exchanged: while its block is in a buffer
     its parameters are views of the buffer, else views of the host block.
 
-    Order. A block is copied in the lane behind everything queued on the compute stream so far, so nothing still reads
+    Order. A block is copied in the stream behind everything queued on the compute stream so far, so nothing still reads
     what it overwrites; compute is held behind the copy when the layer is first used. `begin(l)` says that all layers
     before l have been queued: only then is a buffer given to the next streamed layer.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], streamed: Collection[int], device: torch.device, lane: Lane
+        self, layers: Sequence[nn.Module], streamed: Collection[int], device: torch.device, stream: Stream
     ) -> None:
         """Takes the parameters of `layers[i]`, i in `streamed`, all in host memory, out of where they lie; a block at
         a time is held twice. MemoryLimitError where the host memory cannot be had."""
         assert len(streamed) > BUFFERS, "fewer would take no more room where they run"
         self._order = sorted(streamed)
-        self._lane = lane
+        self._lane = stream
         size = max(layer_bytes(layers[layer]) for layer in self._order)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._blocks = {layer: _Block(layers[layer], self._buffers, device.type == "cuda") for layer in self._order}
         self._held: list[int | None] = [None] * BUFFERS
-        self._arriving: list[Mark | None] = [None] * BUFFERS
+        self._arriving: list[Event | None] = [None] * BUFFERS
         self._current = 0
         self.bytes = 0
         """What has crossed the link so far."""
@@ -149,7 +149,7 @@ class _Block:
 
 class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model some of whose layers are in a `WeightStream`: before a layer's modules are called, its
-    weights are brought over (`embed` and `logits` are always on the device, `turned` reads no weight). `qkv` and
+    weights are brought over (`embed` and `logits` are always on the device, `rotate_keys` reads no weight). `qkv` and
     `key_value` are only ever called for the layer that computes, `query` and `attention_input` also to speculate about
     the one after it: so the former say that a layer begins."""
 

@@ -84,7 +84,7 @@ class Table:
         slots = order.gather(1, at)
         used = torch.zeros_like(self._scores).scatter_(1, slots.where(hit, capacity), 1.0)[:, :capacity]
         scores.mul_(self._decay).add_(used)
-        # Slots by rising score, those just used behind all others: the j-th missing token takes the j-th of them.
+        # SlotTable by rising score, those just used behind all others: the j-th missing token takes the j-th of them.
         leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
         turn = missing.cumsum(1) - 1
         kept = missing & (turn < capacity - hit.sum(1, keepdim=True))
@@ -129,7 +129,7 @@ class WorkingSet:
     """The working set of one sequence. Rows are kept as they are stored in the pool, so that a row from here is the
     row from there, bit for bit. A layer's table and rows are made when it first selects.
 
-    Every call belongs to the same lane (the link's prefetch lane): their order is that of the lane."""
+    Every call belongs to the same stream (the link's prefetch stream): their order is that of the stream."""
 
     def __init__(self, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity

@@ -127,7 +127,7 @@ def main() -> None:
             args.model,
             policy=args.policy,
             host_memory=args.host_memory,
-            spill=args.spill,
+            swap=args.swap,
             progress=sys.stderr.isatty(),
         )
         answer_file(llm, document, questions, args.out, params, batch=args.batch, document_limit=args.document_tokens)

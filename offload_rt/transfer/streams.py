@@ -9,40 +9,40 @@ from typing import Any, Protocol
 import torch
 
 
-class Mark(Protocol):
-    """A point in a lane's order."""
+class Event(Protocol):
+    """A point in a stream's order."""
 
     def synchronize(self) -> None:
         """Blocks the host until the point is reached."""
         ...
 
 
-class Lane(Protocol):
-    """Work queued in a lane runs in order, beside other lanes."""
+class Stream(Protocol):
+    """Work queued in a stream runs in order, beside other streams."""
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Work queued in this context runs in this lane, after everything queued on the compute stream so far."""
+        """Work queued in this context runs in this stream, after everything queued on the compute stream so far."""
         ...
 
-    def mark(self) -> Mark:
-        """The point behind everything queued in this lane so far."""
+    def mark(self) -> Event:
+        """The point behind everything queued in this stream so far."""
         ...
 
-    def wait_for(self, mark: Mark) -> None:
-        """Later work of this lane starts after `mark`."""
+    def wait_for(self, mark: Event) -> None:
+        """Later work of this stream starts after `mark`."""
         ...
 
-    def hold_compute(self, mark: Mark, *tensors: torch.Tensor) -> None:
-        """Later work of the compute stream starts after `mark`; `tensors`, allocated in this lane, are used there."""
+    def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
+        """Later work of the compute stream starts after `mark`; `tensors`, allocated in this stream, are used there."""
         ...
 
     def borrow(self, *tensors: torch.Tensor) -> None:
-        """`tensors`, allocated on the compute stream, are used in this lane: not to be reused before it is done."""
+        """`tensors`, allocated on the compute stream, are used in this stream: not to be reused before it is done."""
         ...
 
 
-class CudaLane:
+class CudaStream:
     """A CUDA stream. Cross-stream use of a tensor is told to the caching allocator, so that its memory is not given
     out again while the other stream still works on it."""
 
@@ -52,30 +52,30 @@ class CudaLane:
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """See `Lane.behind_compute`."""
+        """See `Stream.behind_compute`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
     def mark(self) -> torch.cuda.Event:
-        """See `Lane.mark`."""
+        """See `Stream.mark`."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def wait_for(self, mark: Any) -> None:
-        """See `Lane.wait_for`."""
+        """See `Stream.wait_for`."""
         self._stream.wait_event(mark)
 
     def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
-        """See `Lane.hold_compute`."""
+        """See `Stream.hold_compute`."""
         compute = torch.cuda.current_stream(self._device)
         compute.wait_event(mark)
         for tensor in tensors:
             tensor.record_stream(compute)
 
     def borrow(self, *tensors: torch.Tensor) -> None:
-        """See `Lane.borrow`."""
+        """See `Stream.borrow`."""
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
@@ -85,25 +85,25 @@ class _Reached:
         return
 
 
-class InlineLane:
+class InlineStream:
     """A device without streams: work runs when it is queued. With it the CUDA link's bookkeeping runs, and is tested,
     on a CPU."""
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """See `Lane.behind_compute`."""
+        """See `Stream.behind_compute`."""
         with nullcontext():
             yield
 
-    def mark(self) -> Mark:
-        """See `Lane.mark`."""
+    def mark(self) -> Event:
+        """See `Stream.mark`."""
         return _Reached()
 
-    def wait_for(self, mark: Mark) -> None:
-        """See `Lane.wait_for`."""
+    def wait_for(self, mark: Event) -> None:
+        """See `Stream.wait_for`."""
 
-    def hold_compute(self, mark: Mark, *tensors: torch.Tensor) -> None:
-        """See `Lane.hold_compute`."""
+    def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
+        """See `Stream.hold_compute`."""
 
     def borrow(self, *tensors: torch.Tensor) -> None:
-        """See `Lane.borrow`."""
+        """See `Stream.borrow`."""
