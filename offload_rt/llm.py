@@ -139,7 +139,7 @@ class LLM:
         pin = loaded.adapter.device.type == "cuda"
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
         self._runner = Runner(streamed, chosen, pool, _link(loaded, pool, working_set), config, plan, stream)
-        self._spill = None if swap is None else Swap(self._runner, Path(swap).expanduser())
+        self._swap = None if swap is None else Swap(self._runner, Path(swap).expanduser())
         self._last: Served | None = None
         self._stores: dict[Path, SessionStore] = {}
 
@@ -236,7 +236,7 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
-        engine = Engine(self._runner, max_batch=MAX_BATCH, swap=self._spill)
+        engine = Engine(self._runner, max_batch=MAX_BATCH, swap=self._swap)
         generations = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
             with self._progress.items("generate", sum(one.n for one in each)) as on_done:

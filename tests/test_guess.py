@@ -94,11 +94,11 @@ def test_policy_corrects_with_its_source(source: str) -> None:
     shape = geometry(layers=3)
     policy, made = corrected_policy(shape, source=source)
     x, s = torch.randn(2, shape.hidden, dtype=torch.float64), SOURCES.index(source)
-    assert torch.equal(policy.guessed(0, x), x), "layer 0 is dense"
+    assert torch.equal(policy.correct_guess(0, x), x), "layer 0 is dense"
     expected = x * made.slope[s, 2].double() + made.offset[s, 2].double()
-    torch.testing.assert_close(policy.guessed(2, x), expected)
+    torch.testing.assert_close(policy.correct_guess(2, x), expected)
     plain, _ = corrected_policy(shape, source=source, corrected=False)
-    assert torch.equal(plain.guessed(2, x), x)
+    assert torch.equal(plain.correct_guess(2, x), x)
     assert plain.lineage != policy.lineage
 
 

@@ -162,7 +162,7 @@ def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_pat
 def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.engine.swap.BYTES_PER_SECOND", 1e15)
     kept = []
-    monkeypatch.setattr(Swap, "restore", lambda self, spilled, *args, **named: kept.append(spilled))
+    monkeypatch.setattr(Swap, "restore", lambda self, swapped, *args, **named: kept.append(swapped))
     llm = make(chunks=6, swap=tmp_path)
     assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == roomy()
     assert kept and not list(tmp_path.rglob("*.kv"))

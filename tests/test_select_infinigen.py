@@ -109,7 +109,7 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.
     shape = geometry(group=group, layers=3)
     options = InfiniGenOptions.preset("paper")
     rule = InfiniGen(options, shape, artifact(shape), device, torch.float64)
-    assert (rule.moment, rule.sinks, rule.recent, rule.dense_layers) == ("attention_input", 0, 1, {0})
+    assert (rule.query_source, rule.sinks, rule.recent, rule.dense_layers) == ("attention_input", 0, 1, {0})
     q, k = tokens(shape, TOTAL)
     q[:, :, :, 3] *= 5  # unlike magnitudes, so that the prompt's columns are not calibration's
     state = filled(rule, q.to(device), k.to(device))

@@ -50,8 +50,8 @@ def test_full_is_dense_and_exact() -> None:
 def test_infinigen_presets_and_overrides() -> None:
     asked: list[str] = []
     policy = made("infinigen", {"preset": "paper", "sinks": 2}, asked)
-    assert (policy.moment, policy.sinks, policy.recent, policy.dense_layers) == ("attention_input", 2, 1, {0})
-    assert made("infinigen", {"skew": "balanced"}, asked).moment == "residual"
+    assert (policy.query_source, policy.sinks, policy.recent, policy.dense_layers) == ("attention_input", 2, 1, {0})
+    assert made("infinigen", {"skew": "balanced"}, asked).query_source == "residual"
     assert asked == ["svd", "balanced"]
 
 

@@ -90,23 +90,23 @@ class Swap:
             fresh = fresh[taken:]
         self._users.update(name.key for name in names)
         self._disk.pin(name.key for name in names)
-        spilled = Swapped(names, sequence.position, sequence.exact, sequence.shift, sequence.cut)
+        swapped = Swapped(names, sequence.position, sequence.exact, sequence.shift, sequence.cut)
         if any(name.key not in self._disk for name in names):
-            self.forget(spilled)
+            self.forget(swapped)
             return None
         if written:
             self._write_rate = (time.perf_counter() - began) / written
-        return spilled
+        return swapped
 
-    def restore(self, spilled: Swapped, tokens: Seq[int], spare: int = 0) -> Sequence | None:
+    def restore(self, swapped: Swapped, tokens: Seq[int], spare: int = 0) -> Sequence | None:
         """The sequence as it was, with room for one more of `tokens`; what the prefix tree still has is not read. None
         where the files are not what was written. Raises PoolFullError, before anything is read, where the pool has not
         `spare` chunks besides."""
         runner, pool = self._runner, self._runner.pool
-        blocks = self._known(spilled, tokens)
-        found = self._find(spilled, blocks)
+        blocks = self._known(swapped, tokens)
+        found = self._find(swapped, blocks)
         try:
-            pool.check_spare(-(-(spilled.position + 1) // CHUNK) - len(blocks.chunks) + spare)
+            pool.check_spare(-(-(swapped.position + 1) // CHUNK) - len(blocks.chunks) + spare)
         except PoolFullError:
             pool.release(blocks)
             raise
@@ -115,8 +115,8 @@ class Swap:
             return None
         known = blocks.length
         sequence = runner.adopt(
-            tokens, blocks, capacity=spilled.position + 1, known=spilled.position, exact=spilled.exact,
-            shift=spilled.shift, cut=spilled.cut,
+            tokens, blocks, capacity=swapped.position + 1, known=swapped.position, exact=swapped.exact,
+            shift=swapped.shift, cut=swapped.cut,
         )  # fmt: skip
         if not self._load(blocks, found):
             pool.truncate(blocks, known)
@@ -126,9 +126,9 @@ class Swap:
         self._learn(sequence)
         return sequence
 
-    def forget(self, spilled: Swapped) -> None:
+    def forget(self, swapped: Swapped) -> None:
         """Removes the files that no other sequence needs."""
-        keys = [name.key for name in spilled.names]
+        keys = [name.key for name in swapped.names]
         self._disk.unpin(keys)
         self._users.subtract(keys)
         self._users += Counter()
@@ -163,14 +163,14 @@ class Swap:
             yield NamedChunk(start // CHUNK, parent, lineage, tokens, key)
             parent = key
 
-    def _known(self, spilled: Swapped, tokens: Seq[int]) -> BlockTable:
+    def _known(self, swapped: Swapped, tokens: Seq[int]) -> BlockTable:
         """What the prefix tree has of the tokens that an exact prefill computed."""
         if not self._runner.config.prefix_sharing:
             return BlockTable()
-        return self._runner.pool.match(tokens[: spilled.exact + 1], EXACT + spilled.cut)
+        return self._runner.pool.match(tokens[: swapped.exact + 1], EXACT + swapped.cut)
 
-    def _find(self, spilled: Swapped, blocks: BlockTable) -> list[tuple[int, StoredChunk]] | None:
-        names = spilled.names[blocks.length // CHUNK :]
+    def _find(self, swapped: Swapped, blocks: BlockTable) -> list[tuple[int, StoredChunk]] | None:
+        names = swapped.names[blocks.length // CHUNK :]
         chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
         found = [(name.index, chunk) for name, chunk in zip(names, chunks, strict=True) if chunk is not None]
         return found if len(found) == len(names) else None

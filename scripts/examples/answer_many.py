@@ -110,7 +110,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="reference", help="'reference', a local folder or a hub id")
     parser.add_argument("--policy", default="infinigen")
     parser.add_argument("--host-memory", help="limit of KV in host memory, such as 64GiB")
-    parser.add_argument("--spill", metavar="DIR", help="where rows go when host memory is full (default: nowhere)")
+    parser.add_argument("--swap", metavar="DIR", help="where rows go when host memory is full (default: nowhere)")
     return parser.parse_args()
 
 
