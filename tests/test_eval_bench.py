@@ -15,8 +15,9 @@ from rich.console import Console
 from offload_rt.cli import main
 from offload_rt.core import Visible
 from offload_rt.errors import ConfigError, InputError
+from offload_rt.eval.speed import bench
 from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, Ours, Peer, Shape
-from offload_rt.eval.speed.bench import BenchConfig, bench, make_field, run_bench
+from offload_rt.eval.speed.bench import BenchConfig, make_field, run_bench
 from offload_rt.eval.speed.report import Point, Timing
 from offload_rt.eval.speed.step_profiler import (
     ATTENTION,
