@@ -12,7 +12,7 @@ import torch
 
 from . import lists, segments
 from .lists import Scores
-from .pointer_table import Addressed
+from .pointer_table import PointerTable
 from .segments import Run
 
 
@@ -38,7 +38,7 @@ def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) ->
     module.scatter_rows(rows, ids, source)
 
 
-def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.Tensor) -> None:
+def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """See `lists.keep_rows`."""
     module: Any = lists
     if _compiled(k):
@@ -46,7 +46,9 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.T
     module.keep_rows(k, v, kept, places)
 
 
-def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops: torch.Tensor, tokens: int) -> Scores:
+def partial_scores(
+    q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
+) -> Scores:
     """See `lists.partial_scores`."""
     module: Any = lists
     if _compiled(q):
@@ -57,7 +59,7 @@ def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops
 
 def quantised_scores(
     q: torch.Tensor,
-    packed: Addressed,
+    packed: PointerTable,
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
@@ -103,7 +105,7 @@ def attend_counted(
 
 def attend_kept(
     q: torch.Tensor,
-    kept: Addressed,
+    kept: PointerTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     k: torch.Tensor,
@@ -128,7 +130,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
     return whole
 
 
-def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: Addressed, slots: torch.Tensor) -> None:
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
     """See `lists.append_partial`."""
     module: Any = lists
     if _compiled(k):
@@ -142,7 +144,7 @@ def append_quantised(
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
-    packed: Addressed,
+    packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
     """See `lists.append_quantised`."""

@@ -2,8 +2,8 @@
 
 A list is one KV head of one sequence; P = B * Hkv lists, sequence-major. Lists of a batch differ in length: what counts
 is said by tensors that lie beside the data (`starts`, `stops`, `counts`, int32), so that shapes are static and nothing
-is asked of the host. What a sequence keeps from step to step is a tensor of its own (`Addressed`). Scores and LSE are
-float32 (float64 for float64), LSE is the natural logarithm, and a list without tokens has LSE -inf and output 0.
+is asked of the host. What a sequence keeps from step to step is a tensor of its own (`PointerTable`). Scores and LSE
+are float32 (float64 for float64), LSE is the natural logarithm, and a list without tokens has LSE -inf and output 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .pointer_table import Addressed
+from .pointer_table import PointerTable
 from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
 from .selection import quantised_scores as packed_scores
 
@@ -44,7 +44,7 @@ def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) ->
     rows[ids.to(rows.device)] = source.to(rows.device)
 
 
-def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.Tensor) -> None:
+def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """The rows k, v `[P, d]` of each sequence's newest token take place `places[b]` (int64 `[B]`) of its kept rows
     `[2 * Hkv, room, d]`: K of all heads, then V."""
     batch = len(kept.tensors)
@@ -56,7 +56,9 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.T
 # ---------------------------------------------------------------------------------------------------------- scores
 
 
-def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops: torch.Tensor, tokens: int) -> Scores:
+def partial_scores(
+    q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
+) -> Scores:
     """Skewed and scaled queries q `[P, G, r]` with keys `[Hkv, r, N_b]` of any dtype; tokens [start, stop) of each list
     count. Scores of `tokens` tokens, at least as many as any list has."""
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
@@ -68,7 +70,7 @@ def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops
 
 def quantised_scores(
     q: torch.Tensor,
-    packed: Addressed,
+    packed: PointerTable,
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
@@ -145,7 +147,7 @@ def attend_counted(
 
 def attend_kept(
     q: torch.Tensor,
-    kept: Addressed,
+    kept: PointerTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     k: torch.Tensor,
@@ -192,7 +194,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------- scoring keys
 
 
-def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: Addressed, slots: torch.Tensor) -> None:
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
     """The key k `[P, d]` of each list's newest token, skewed by basis `[Hkv, d, r]` (or `[P, d, r]`, each list's own),
     becomes column `slots[p]` of keys `[Hkv, r, N_b]`. slots: int64 `[P]`."""
     skewed = _skewed(k, basis).to(keys.dtype)
@@ -207,7 +209,7 @@ def append_quantised(
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
-    packed: Addressed,
+    packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
     """As `append_partial`, quantised by mean and step `[Hkv, r]` into packed `[Hkv, m_b, r]`; the other tokens of its

@@ -19,7 +19,7 @@ ALIGNED = 16
 
 
 @dataclass(frozen=True)
-class Addressed:
+class PointerTable:
     """What each of B sequences has of one layer in a tensor of its own, `[X, a, c]`, the numbers of a row side by side:
     X * B lists, sequence-major.
 
@@ -31,7 +31,7 @@ class Addressed:
     table: torch.Tensor
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Addressed:
+    def of(cls, tensors: Sequence[torch.Tensor]) -> PointerTable:
         """With a table of its own."""
         table = torch.tensor([entry(tensor) for tensor in tensors], dtype=torch.int64)
         return cls(tuple(tensors), table.to(tensors[0].device))

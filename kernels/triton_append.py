@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .pointer_table import FIELDS, Addressed
+from .pointer_table import FIELDS, PointerTable
 
 _COLUMNS = 16
 """Columns of a program."""
@@ -93,7 +93,7 @@ def _keep(
     tl.store(at + heads * step, tl.load(v + p * d + column, mask=column < d), mask=column < d)
 
 
-def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: Addressed, slots: torch.Tensor) -> None:
+def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
     """See `lists.append_partial`."""
     (lists, d), (bases, _, r) = k.shape, basis.shape
     assert basis.shape[1] == d and lists == keys.lists and keys.tensors[0].shape[1] == r and slots.shape == (lists,)
@@ -110,7 +110,7 @@ def append_quantised(
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,
-    packed: Addressed,
+    packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
     """See `lists.append_quantised`."""
@@ -125,7 +125,7 @@ def append_quantised(
     )  # fmt: skip
 
 
-def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: Addressed, places: torch.Tensor) -> None:
+def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """See `lists.keep_rows`; k, v and the kept rows of one dtype."""
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .pointer_table import FIELDS, Addressed
+from .pointer_table import FIELDS, PointerTable
 from .triton_attention import PIECE_ROWS, attend_pieces, attend_rows, block_rows, merge_parts, store_part
 
 _FIELDS = tl.constexpr(FIELDS)
@@ -41,7 +41,7 @@ def _attend(
 
 def attend_kept(
     q: torch.Tensor,
-    kept: Addressed,
+    kept: PointerTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     k: torch.Tensor,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .lists import Scores
-from .pointer_table import ALIGNED, FIELDS, Addressed
+from .pointer_table import ALIGNED, FIELDS, PointerTable
 from .triton_append import triton_dtype
 
 _BLOCK = 256
@@ -142,7 +142,9 @@ def _packed(
     _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
-def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops: torch.Tensor, tokens: int) -> Scores:
+def partial_scores(
+    q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
+) -> Scores:
     """See `lists.partial_scores`. Float32 whatever the keys' dtype."""
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
@@ -159,7 +161,7 @@ def partial_scores(q: torch.Tensor, keys: Addressed, starts: torch.Tensor, stops
 
 def quantised_scores(
     q: torch.Tensor,
-    packed: Addressed,
+    packed: PointerTable,
     mean: torch.Tensor,
     step: torch.Tensor,
     bits: int,

@@ -253,8 +253,9 @@ def test_layout_wastes_less_than_a_chunk_a_slab(chunks: int, head_dim: int, dtyp
     assert layout.chunk_bytes == shape.kv_bytes(CHUNK, dtype)
     assert layout.chunks <= chunks < layout.chunks + layout.slabs
     assert layout.slab_chunks * CHUNK <= 16_384
-    assert layout.slab_bytes % PAGE == 0
-    last = layout.chunk_row(layout.chunks - 1) + layout.row(2, 1, 1, CHUNK - 1)
+    assert layout.slab_rows * layout.row_bytes % PAGE == 0
+    last_slot = (layout.slab_chunks - 1) * CHUNK
+    last = (layout.slabs - 1) * layout.slab_rows + last_slot + layout.row(2, 1, 1, CHUNK - 1)
     assert layout.rows - layout.slab_rows < last < layout.rows
     assert layout.bytes - layout.chunks * layout.chunk_bytes < layout.slabs * (PAGE * layout.row_bytes)
 
@@ -279,7 +280,7 @@ def test_slabs_are_pinned_when_they_are_needed() -> None:
     blocks = pool.new_block_table(5 * CHUNK)
     for part in pool.runs(blocks, 0, range(5 * CHUNK)):
         assert part.k.is_pinned()
-    assert not pool.rows[pool.layout.chunk_row(11)].is_pinned()
+    assert not pool.rows[2 * pool.layout.slab_rows].is_pinned()
     k, v = kv(range(5 * CHUNK), 0)
     pool.write(blocks, 0, 0, k.cuda(), v.cuda())
     assert torch.equal(read(pool.runs(blocks, 0, range(5 * CHUNK)))[0], k)

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from offload_rt.kernels import lists
-from offload_rt.kernels.pointer_table import Addressed
+from offload_rt.kernels.pointer_table import PointerTable
 
 HEADS, ROOM = 2, 300
 
 
-def kept_rows(device: torch.device, d: int, dtype: torch.dtype) -> Addressed:
+def kept_rows(device: torch.device, d: int, dtype: torch.dtype) -> PointerTable:
     """Of three sequences, each in memory of its own, one of them a layer in the middle of others; NaN at the first and
     the last place, which nobody sees."""
     rows = torch.randn(3, 2 * HEADS, ROOM, d, device=device).to(dtype)
     rows[:, :, 0] = rows[:, :, -1] = math.nan
     layers = torch.zeros(3, 2 * HEADS, ROOM, d, device=device, dtype=dtype)
     layers[1] = rows[1]
-    return Addressed.of([rows[0], layers[1], rows[2].clone()])
+    return PointerTable.of([rows[0], layers[1], rows[2].clone()])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_kept_and_fetched_rows_are_attended_to(
         for each in ([1, 3, 200], [2, 299, 290], [270, 0, 33])
     )
     out, lse = attend_kept(q, kept, starts, stops, k, v, counts, d**-0.5)
-    wide = Addressed.of([rows.double() for rows in kept.tensors])
+    wide = PointerTable.of([rows.double() for rows in kept.tensors])
     want, want_lse = lists.attend_kept(q.double(), wide, starts, stops, k.double(), v.double(), counts, d**-0.5)
     largest = max(float(x.double().nan_to_num(0).abs().max()) for x in (v, *kept.tensors))
     rounding = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}.get(dtype, 0.0) if q.is_cuda else 0.0
@@ -70,7 +70,7 @@ def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, d
     from offload_rt.kernels.triton_append import keep_rows
 
     kept = kept_rows(kernel_device, 24, dtype)
-    want = Addressed.of([rows.clone() for rows in kept.tensors])
+    want = PointerTable.of([rows.clone() for rows in kept.tensors])
     k, v = torch.randn(2, 3 * HEADS, 24, device=kernel_device).to(dtype)
     places = torch.tensor([0, 299, 17], device=kernel_device)
     keep_rows(k, v, kept, places)

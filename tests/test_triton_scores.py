@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_rt.kernels import lists
-from offload_rt.kernels.pointer_table import Addressed
+from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.kernels.selection import GAUSSIAN_STEP, dequantise, pack, quantise, quantise_query, unpack
 
 PARTIAL = [(38, 4, torch.float16), (19, 1, torch.float32), (38, 16, torch.bfloat16), (76, 3, torch.bfloat16)]
@@ -23,10 +23,10 @@ def ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
 
 
-def apart(lists_: torch.Tensor) -> Addressed:
+def apart(lists_: torch.Tensor) -> PointerTable:
     """`[P, a, c]` as two sequences have it, each in memory of its own, the second with more room than the first."""
     wider = torch.nn.functional.pad(lists_[HEADS:], (0, 0, 0, 3))
-    return Addressed.of([lists_[:HEADS], wider[:, : lists_.shape[1]]])
+    return PointerTable.of([lists_[:HEADS], wider[:, : lists_.shape[1]]])
 
 
 def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
     slots, want, own = torch.tensor([0, 32, 7, 7], device=kernel_device), keys.double(), apart(keys)
     append_partial(k, basis, own, slots)
     keys = torch.cat(own.tensors)
-    lists.append_partial(k.double(), basis.double(), Addressed.of(want.split(HEADS)), slots)
+    lists.append_partial(k.double(), basis.double(), PointerTable.of(want.split(HEADS)), slots)
     unit = torch.finfo(dtype).eps
     if kernel_device.type == "cuda" or dtype != torch.bfloat16:
         unit /= 2  # to nearest; the interpreter cuts bf16 off

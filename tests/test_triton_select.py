@@ -9,7 +9,7 @@ import torch
 from support.select_models import as_sets
 
 from offload_rt.kernels import lists
-from offload_rt.kernels.pointer_table import Addressed
+from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.kernels.selection import floor_share, select_tokens_reference
 
 KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny"]
@@ -87,7 +87,7 @@ def test_nothing_waits_for_the_device() -> None:
     device = torch.device("cuda")
     q, keys = torch.randn(8, 4, 38, device=device), torch.randn(8, 38, 8192, device=device).half()
     rows = torch.randn(8, 2048, 128, device=device).half()
-    own = Addressed.of([keys])
+    own = PointerTable.of([keys])
     starts, stops = (torch.full((8,), at, dtype=torch.int32, device=device) for at in (4, 8000))
     limit = torch.full((1,), 1024, dtype=torch.int32, device=device)
     query = torch.randn(8, 4, 128, device=device).half()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels import dispatch, lists, segments
-from ...kernels.pointer_table import Addressed
+from ...kernels.pointer_table import PointerTable
 from ...kernels.segments import Run
 from ...kernels.selection import pack
 from ..core.report import Row
@@ -124,7 +124,7 @@ def _partial(device: torch.device, size: Size) -> Iterator[Case]:
     q = torch.randn(KV_HEADS, GROUP, COLUMNS, device=device)
     keys = torch.randn(KV_HEADS, COLUMNS, size.tokens, device=device).half()
     starts, stops = _bounds(device, size.tokens)
-    own = Addressed.of([keys])
+    own = PointerTable.of([keys])
 
     def call() -> lists.Scores:
         return dispatch.partial_scores(q, own, starts, stops, size.tokens)
@@ -142,18 +142,18 @@ def _quantised(device: torch.device, size: Size) -> Iterator[Case]:
     for bits, d in ((8, COLUMNS), (4, D), (2, D)):
         mean, step = torch.zeros(KV_HEADS, d, device=device), torch.rand(KV_HEADS, d, device=device) + 0.01
         codes = torch.randint(0, 1 << bits, (KV_HEADS, size.tokens, d), dtype=torch.uint8, device=device)
-        packed, q = Addressed.of([pack(codes, bits)]), torch.randn(KV_HEADS, GROUP, d, device=device)
+        packed, q = PointerTable.of([pack(codes, bits)]), torch.randn(KV_HEADS, GROUP, d, device=device)
         del codes
 
         def call(
-            bits: int = bits, q: torch.Tensor = q, packed: Addressed = packed, mean: torch.Tensor = mean,
+            bits: int = bits, q: torch.Tensor = q, packed: PointerTable = packed, mean: torch.Tensor = mean,
             step: torch.Tensor = step,
         ) -> lists.Scores:  # fmt: skip
             return dispatch.quantised_scores(q, packed, mean, step, bits, starts, stops, size.tokens)
 
         def error(
             call: Callable[[], lists.Scores] = call, bits: int = bits, q: torch.Tensor = q,
-            packed: Addressed = packed, mean: torch.Tensor = mean, step: torch.Tensor = step,
+            packed: PointerTable = packed, mean: torch.Tensor = mean, step: torch.Tensor = step,
         ) -> float:  # fmt: skip
             want = lists.quantised_scores(q, packed, mean, step, bits, starts, stops, size.tokens)
             wide = (q.double().abs() * step.double().unsqueeze(1) * (1 << bits)).sum(-1, keepdim=True)
@@ -238,7 +238,7 @@ def _append(device: torch.device, size: Size) -> Iterator[Case]:
     k = torch.randn(KV_HEADS, D, device=device).to(_half(device))
     keys = torch.zeros(KV_HEADS, COLUMNS, size.tokens, dtype=torch.float16, device=device)
     slots = torch.full((KV_HEADS,), size.tokens - 1, device=device)
-    own = Addressed.of([keys])
+    own = PointerTable.of([keys])
 
     def call() -> None:
         dispatch.append_partial(k, basis, own, slots)
@@ -246,7 +246,7 @@ def _append(device: torch.device, size: Size) -> Iterator[Case]:
     def error() -> float:
         call()
         want = torch.zeros(KV_HEADS, COLUMNS, 1, dtype=torch.float64, device=device)
-        lists.append_partial(k.double(), basis.double(), Addressed.of([want]), torch.zeros_like(slots))
+        lists.append_partial(k.double(), basis.double(), PointerTable.of([want]), torch.zeros_like(slots))
         return float(((keys[:, :, -1:] - want).abs() / (2.0**-10 * want.abs() + 1e-6)).max())
 
     moved = basis.numel() * 4 + k.numel() * k.itemsize + KV_HEADS * COLUMNS * 2

@@ -18,7 +18,7 @@ import torch
 
 from ..core import ModelGeometry, bucket
 from ..kernels.dispatch import attend_kept
-from ..kernels.h2d_copy import put
+from ..kernels.h2d_copy import copy_into
 from ..select.base import Policy
 from ..select.key_lists import KeyLists, Rule, Spans
 from ..transfer.residency import place, places
@@ -66,18 +66,18 @@ class Lists:
         step.link.hold(self.rows, [s.blocks for s in step.batch])
         moved = self.keys.hold([own for own in keys if own is not None], slots)
         if moved is not None:
-            put(moved, self.keys.tables)
+            copy_into(moved, self.keys.tables)
         sinks, recent, heads = self._policy.sinks, self._policy.recent, self._heads
         every = [slot for slot in slots for _ in range(heads)]
         kept_at = [place(slot, sinks, recent) for slot in slots]
-        put(torch.tensor([*step.tokens, *step.positions, *slots, *kept_at, *every]), self._newest)
+        copy_into(torch.tensor([*step.tokens, *step.positions, *slots, *kept_at, *every]), self._newest)
         spans = []
         for layer in self._layer_of.values():
             seen = step.see(layer)
             kept = [span for visible in seen for span in [places(visible, sinks, recent)] * heads]
             numbers = Spans.numbers(seen, heads, self._rule)
             spans.append([*chain.from_iterable(numbers), *(span.start for span in kept), *(span.stop for span in kept)])
-        put(torch.tensor(spans, dtype=torch.int32), self._spans)
+        copy_into(torch.tensor(spans, dtype=torch.int32), self._spans)
 
     def release(self) -> None:
         """Lets go of the sequences, until the next `hold`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import KVPart, Selection, Visible
-from ..kernels.h2d_copy import sent
+from ..kernels.h2d_copy import to_device
 from ..transfer.link import Ticket
 from ..transfer.plan import attended_tokens
 from .attention import attend, group_weights, scores_lse
@@ -47,7 +47,7 @@ class PerSequenceStrategy:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Strategy.inputs`."""
         device = self._step.adapter.device
-        return sent(torch.tensor(self._step.tokens), device), sent(torch.tensor(self._step.positions), device)
+        return to_device(torch.tensor(self._step.tokens), device), to_device(torch.tensor(self._step.positions), device)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """See `Strategy.append`."""

@@ -105,11 +105,6 @@ class ArenaLayout:
         return math.ceil(self.layers * self.layer_rows / unit) * unit
 
     @property
-    def slab_bytes(self) -> int:
-        """Bytes between neighbouring slabs, a multiple of the page size."""
-        return self.slab_rows * self.row_bytes
-
-    @property
     def rows(self) -> int:
         """R, rows of the whole arena, padding included."""
         return self.slabs * self.slab_rows
@@ -122,9 +117,3 @@ class ArenaLayout:
     def row(self, layer: int, head: int, kv: int, offset: int = 0) -> int:
         """Row of token slot `offset` of a slab, from the slab's first row; kv is 0 for K and 1 for V."""
         return layer * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset
-
-    def chunk_row(self, chunk: int) -> int:
-        """Row id of chunk `chunk`: layer 0, head 0, K, its first token. Adding `row(layer, head, kv, t)` gives token
-        slot `t` of any layer and head."""
-        slab, slot = divmod(chunk, self.slab_chunks)
-        return slab * self.slab_rows + slot * CHUNK

@@ -51,7 +51,7 @@ class HostPool:
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
     machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
-    for CUDA when they are first needed. `namespace` names the model in the keys of the prefix tree.
+    for CUDA when they are first needed.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class HostPool:
         *,
         kv_format: KVFormatName = "auto",
         pin: bool = False,
-        namespace: str = "",
         slab_tokens: int = SLAB_TOKENS,
     ) -> None:
         self.format = make_format(kv_format, dtype, geometry.head_dim)
@@ -80,7 +79,7 @@ class HostPool:
         self.bytes_peak = 0
         self._arena = Arena(self.layout, self.format.storage, pin=pin)
         self._chunks = ChunkTable(self.layout.slab_chunks)
-        self._tree = PrefixTree(f"{namespace} {self.format.name}")
+        self._tree = PrefixTree()
         self._claimed: set[int] = set()
 
     @property

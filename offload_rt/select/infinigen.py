@@ -12,7 +12,7 @@ import torch
 from ..config import InfiniGenOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
-from ..kernels.h2d_copy import put, sent
+from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
 from ..skewing.artifact import SkewArtifact
 from ..skewing.guess import SOURCES
@@ -84,9 +84,9 @@ class InfiniGenState(PassiveState):
         lists = KeyLists(rule, [layer], 1, q.device)
         moved = lists.hold([self._keys], [slots - 1])
         assert moved is not None
-        put(moved, lists.tables)
+        copy_into(moved, lists.tables)
         numbers = Spans.numbers([visible], kv_heads, rule)
-        starts, stops, limits = (sent(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers)
+        starts, stops, limits = (to_device(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers)
         spans = Spans(starts, stops, limits, slots, numbers[2][0])
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 

@@ -14,7 +14,7 @@ import torch
 from ..core import Visible
 from ..kernels import dispatch
 from ..kernels.lists import selection_limit
-from ..kernels.pointer_table import FIELDS, Addressed, entry
+from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .bases import Basis
 from .scoring import ScoringKeys
 
@@ -61,7 +61,7 @@ class KeyLists:
         self._tables = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
         self._keys: list[ScoringKeys] = []
         self._bases: list[list[Basis]] = []
-        self._storages: list[Addressed] = []
+        self._storages: list[PointerTable] = []
         self._basis: list[Basis] = []
 
     def hold(self, keys: Sequence[ScoringKeys], slots: Sequence[int]) -> torch.Tensor | None:
@@ -74,7 +74,7 @@ class KeyLists:
         rows = [[own.storage(layer, slot + 1) for own, slot in zip(keys, slots, strict=True)] for layer in self._at]
         if not _differ(rows, [each.tensors for each in self._storages]):
             return None
-        self._storages = [Addressed(tuple(each), table) for each, table in zip(rows, self._tables, strict=True)]
+        self._storages = [PointerTable(tuple(each), table) for each, table in zip(rows, self._tables, strict=True)]
         return torch.tensor([[entry(own) for own in each] for each in rows])
 
     def release(self) -> None:

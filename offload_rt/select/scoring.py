@@ -15,7 +15,7 @@ import torch
 
 from ..kernels import dispatch
 from ..kernels.lists import Scores
-from ..kernels.pointer_table import Addressed
+from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import (
     GAUSSIAN_STEP,
     dot_scores,
@@ -76,7 +76,7 @@ class ScoringKeys(Protocol):
         sequence's alone until the next `fork`, and stays where it is until it has to grow."""
         ...
 
-    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: Addressed, slots: torch.Tensor) -> None:
+    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
         """As `write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
         slot `slots[p]` (int64) of its storage."""
         ...
@@ -85,7 +85,7 @@ class ScoringKeys(Protocol):
         self,
         layer: int,
         q: torch.Tensor,
-        storages: Addressed,
+        storages: PointerTable,
         starts: torch.Tensor,
         stops: torch.Tensor,
         tokens: int,
@@ -161,7 +161,7 @@ class PartialKeys:
         self._lengths[layer] = max(self.length(layer), slots)
         return self._keys[layer].reserve(self._lengths[layer])
 
-    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: Addressed, slots: torch.Tensor) -> None:
+    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
         """As `ScoringKeys.enter`."""
         dispatch.append_partial(k, basis.key, storages, slots)
 
@@ -169,7 +169,7 @@ class PartialKeys:
         self,
         layer: int,
         q: torch.Tensor,
-        storages: Addressed,
+        storages: PointerTable,
         starts: torch.Tensor,
         stops: torch.Tensor,
         tokens: int,
@@ -292,7 +292,7 @@ class QuantisedKeys:
         self._lengths[layer] = max(self.length(layer), slots)
         return self._packed[layer].reserve(-(-self._lengths[layer] // self._fields))
 
-    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: Addressed, slots: torch.Tensor) -> None:
+    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
         """As `ScoringKeys.enter`."""
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
@@ -301,7 +301,7 @@ class QuantisedKeys:
         self,
         layer: int,
         q: torch.Tensor,
-        storages: Addressed,
+        storages: PointerTable,
         starts: torch.Tensor,
         stops: torch.Tensor,
         tokens: int,

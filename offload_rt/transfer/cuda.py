@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, ModelGeometry, Selection, Visible
-from ..kernels.h2d_copy import sent
+from ..kernels.h2d_copy import to_device
 from ..pool.kv_format import KVFormat
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Spared, Ticket
@@ -277,7 +277,7 @@ class CudaLink:
             return torch.cat([one.tokens.to(self._device) for one in selections]), None
         if not counts:
             known = [len(one.tokens) * [one.count] for one in selections]
-            counts = [sent(torch.tensor(known, dtype=torch.int32).flatten(), self._device)]
+            counts = [to_device(torch.tensor(known, dtype=torch.int32).flatten(), self._device)]
         most = max(one.count for one in selections)
         padded = [F.pad(one.tokens.to(self._device), (0, most - one.count)) for one in selections]
         return torch.cat(padded), torch.cat([each.to(self._device) for each in counts])

@@ -14,8 +14,8 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..kernels.dispatch import gather_rows, keep_rows, scatter_rows
-from ..kernels.h2d_copy import put
-from ..kernels.pointer_table import FIELDS, Addressed, entry
+from ..kernels.h2d_copy import copy_into
+from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..pool.pool import HostPool
 from .plan import CHUNK_BITS, first_askers
 from .residency import Residency
@@ -78,7 +78,7 @@ class RowLists:
         """int64 `[L, 2, 1, Hkv]`: the row of a slab's first token."""
         self._chunks: list[list[int]] = []
         self._open: list[Open] = []
-        self._kept: list[Addressed] = []
+        self._kept: list[PointerTable] = []
 
     @property
     def tokens(self) -> int:
@@ -94,12 +94,12 @@ class RowLists:
             for row, one in zip(bases, sequences, strict=True):
                 own = self._pool.row_base(one.blocks)[: len(row)]
                 row[: len(own)] = own
-            put(bases, self._bases)
+            copy_into(bases, self._bases)
             self._chunks = [list(ids) for ids in chunks]
         if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
             kept = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
-            put(torch.tensor([[entry(rows) for rows in layer] for layer in kept]), self._tables)
-            self._kept = [Addressed(tuple(rows), table) for rows, table in zip(kept, self._tables, strict=True)]
+            copy_into(torch.tensor([[entry(rows) for rows in layer] for layer in kept]), self._tables)
+            self._kept = [PointerTable(tuple(rows), table) for rows, table in zip(kept, self._tables, strict=True)]
             self._open = list(sequences)
 
     def release(self) -> None:
@@ -125,7 +125,7 @@ class RowLists:
         for one in self._open:
             one.written = mark
 
-    def kept(self, layer: int) -> Addressed:
+    def kept(self, layer: int) -> PointerTable:
         """The resident rows of a layer, `[2 * Hkv, s + w, d]` of each sequence."""
         return self._kept[layer]
 
