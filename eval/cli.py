@@ -14,7 +14,7 @@ from ..config import check_choice
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from .core.model_under_test import Subject, Variant
+    from .core.model_under_test import ModelUnderTest, Variant
     from .core.report import Report
 
 ENGINE = ("host_memory", "eviction", "kv_format")
@@ -110,52 +110,52 @@ def run_eval(args: argparse.Namespace, read_text: Callable[[str], str], say: Say
         raise ConfigError(f"nothing to measure: give one or several of {flags}")
     variants = make_variants(args.policies, args.budgets, args.set, args.variant)
 
-    from .core.model_under_test import Subject
+    from .core.model_under_test import ModelUnderTest
 
-    subject = Subject(
+    tested = ModelUnderTest(
         args.model, device=args.device, dtype=args.dtype, skew=args.skew, path=args.path, batch=args.batch
     )
     for variant in variants:
-        subject.policy(variant)  # a wrong option is told before anything is measured
+        tested.policy(variant)  # a wrong option is told before anything is measured
     for name in asked:
-        report = _MEASURES[name](subject, variants, args, read_text, say)
+        report = _MEASURES[name](tested, variants, args, read_text, say)
         print(report.markdown(), flush=True)
         say(f"wrote {Path(args.out) / report.name}.json, .csv, .md")
     return 0
 
 
 def _perplexity(
-    subject: Subject, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
+    tested: ModelUnderTest, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
 ) -> Report:
     from .quality.perplexity import PerplexityConfig, run_perplexity
 
     config = PerplexityConfig(**_given(args, ("context", "windows", "decode_from", "margin")))
     text = read_text(args.perplexity)
-    return run_perplexity(subject, text, Path(args.perplexity).name, variants, config, Path(args.out), say)
+    return run_perplexity(tested, text, Path(args.perplexity).name, variants, config, Path(args.out), say)
 
 
 def _retrieval(
-    subject: Subject, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
+    tested: ModelUnderTest, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
 ) -> Report:
     from .quality.retrieval import RetrievalConfig, run_retrieval
 
     config = RetrievalConfig(**_given(args, ("lengths", "passages", "kinds")))
     book = args.book or str(files("offload_rt").joinpath("data", "black_arrow.txt"))
-    return run_retrieval(subject, read_text(book), Path(book).name, variants, config, Path(args.out), say)
+    return run_retrieval(tested, read_text(book), Path(book).name, variants, config, Path(args.out), say)
 
 
 def _tasks(
-    subject: Subject, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
+    tested: ModelUnderTest, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
 ) -> Report:
     from .quality.lm_eval_tasks import TasksConfig, run_tasks
 
     names = ("num_fewshot", "limit", "decode_from", "include_path")
     config = TasksConfig(tasks=tuple(args.tasks), **_given(args, names))
-    return run_tasks(subject, variants, config, Path(args.out), own_class=args.harness_class, say=say)
+    return run_tasks(tested, variants, config, Path(args.out), own_class=args.harness_class, say=say)
 
 
 def _analysis(
-    subject: Subject, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
+    tested: ModelUnderTest, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
 ) -> Report:
     from .quality.attention_analysis import run_analysis
     from .quality.perplexity import PerplexityConfig
@@ -164,28 +164,28 @@ def _analysis(
     start = given.get("context", PerplexityConfig().context) // 8  # early, so that a budget has time to show
     config = PerplexityConfig(**{"windows": 2, "decode_from": start} | given)
     name = Path(args.analysis).name
-    return run_analysis(subject, read_text(args.analysis), name, config, Path(args.out), say)
+    return run_analysis(tested, read_text(args.analysis), name, config, Path(args.out), say)
 
 
 def _ablation(
-    subject: Subject, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
+    tested: ModelUnderTest, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
 ) -> Report:
     from .quality.ablation import run_ablation
     from .quality.perplexity import PerplexityConfig
 
     config = PerplexityConfig(**_given(args, ("context", "windows", "decode_from", "margin")))
     name, budgets = Path(args.ablation).name, tuple(args.budgets) or (0.1, 0.2)
-    return run_ablation(subject, read_text(args.ablation), name, budgets, config, Path(args.out), say)
+    return run_ablation(tested, read_text(args.ablation), name, budgets, config, Path(args.out), say)
 
 
 def _bounded_pool(
-    subject: Subject, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
+    tested: ModelUnderTest, variants: list[Variant], args: argparse.Namespace, read_text: Callable[[str], str], say: Say
 ) -> Report:
     from .quality.bounded_pool import BoundedPoolConfig, run_bounded_pool
 
     config = BoundedPoolConfig(**_given(args, ("context", "windows")))
     options, name = _settings(args.set), Path(args.bounded_pool).name
-    return run_bounded_pool(subject, read_text(args.bounded_pool), name, config, Path(args.out), say, options)
+    return run_bounded_pool(tested, read_text(args.bounded_pool), name, config, Path(args.out), say, options)
 
 
 _MEASURES: dict[str, Callable[..., Report]] = {

@@ -29,7 +29,7 @@ from ..models.checkpoint import locate, read_config, read_tokenizer, read_weight
 from ..models.registry import ARCHITECTURES, LoadedModel, load_model
 from .artifact import SkewArtifact
 from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
-from .rotation import Basis, Moments, kept_energy, plain_basis
+from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
 """Share of the columns whose energy the report states (paper §4.3)."""
@@ -183,7 +183,7 @@ def skew_model(
     probe = _probe_tokens(loaded, calibration_tokens)
     on_probe, _ = measure(loaded.adapter, probe, positions=positions)
     plain = _energy(on_probe, plain_basis(moments))
-    skewed = _energy(on_probe, Basis(artifact.query.double(), artifact.key.double()))
+    skewed = _energy(on_probe, SkewBasis(artifact.query.double(), artifact.key.double()))
     folded, difference = None, None
     if loaded.adapter.geometry.absolute_positions:
         folded = out / "folded"
@@ -224,7 +224,7 @@ def _probe_tokens(loaded: LoadedModel, calibrated: int) -> list[int]:
     return ids[-count:]
 
 
-def _energy(moments: Moments, basis: Basis) -> float:
+def _energy(moments: Moments, basis: SkewBasis) -> float:
     """Energy that 30 % of the columns keep, mean over layers and KV heads, for people."""
     columns = max(1, round(PARTIAL_RATIO * moments.query.shape[-1]))
     return round(float(kept_energy(moments, basis, columns).mean()), 4)

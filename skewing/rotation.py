@@ -51,7 +51,7 @@ class Moments:
         """C_k `[..., d, d]`: softmax ignores the score of the mean key, the same for every token."""
         return self.key - self.key_mean[..., :, None] * self.key_mean[..., None, :]
 
-    def skewed(self, basis: Basis) -> Moments:
+    def skewed(self, basis: SkewBasis) -> Moments:
         """The moments of q @ basis.query and k @ basis.key."""
         return Moments(
             basis.query.mT @ self.query @ basis.query,
@@ -61,28 +61,28 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class SkewBasis:
     """query, key: B_q, B_k float64 `[..., d, d]` with B_q B_k^T = I, columns by falling importance."""
 
     query: torch.Tensor
     key: torch.Tensor
 
 
-def plain_basis(moments: Moments) -> Basis:
+def plain_basis(moments: Moments) -> SkewBasis:
     """No skewing: the model's own columns, reordered by importance. The rival of the other two."""
     identity = torch.eye(moments.query.shape[-1], dtype=torch.float64).expand_as(moments.query)
-    return _ordered(moments, Basis(identity, identity))
+    return _ordered(moments, SkewBasis(identity, identity))
 
 
-def svd_basis(moments: Moments) -> Basis:
+def svd_basis(moments: Moments) -> SkewBasis:
     """The paper's A, `query == key`: right singular vectors of Q = eigenvectors of Q^T Q (equation 3), signs chosen so
     that each column's largest entry is positive, columns by falling (E q~^2)(Var k~)."""
     vectors = torch.linalg.eigh(_symmetric(moments.query)).eigenvectors.flip(-1)
     vectors = vectors * _signs(vectors)
-    return _ordered(moments, Basis(vectors, vectors))
+    return _ordered(moments, SkewBasis(vectors, vectors))
 
 
-def balanced_basis(moments: Moments, ridge: float = RIDGE) -> Basis:
+def balanced_basis(moments: Moments, ridge: float = RIDGE) -> SkewBasis:
     """U S V^T = SVD(L_q^T L_k), B_q = L_k V S^-1/2, B_k = L_q U S^-1/2: keeping r columns gives the best rank-r scores
     in the least-squares sense, and both skewed moments are diag(S). `ridge` times the mean eigenvalue is added to both
     moments, so that rank-deficient ones (fewer tokens than d, dead columns, keys that are all alike) keep
@@ -93,14 +93,14 @@ def balanced_basis(moments: Moments, ridge: float = RIDGE) -> Basis:
     root = s.rsqrt()[..., None, :]
     query, key = right @ vh.mT * root, left @ u * root
     signs = _signs(query)
-    return Basis(query * signs, key * signs)
+    return SkewBasis(query * signs, key * signs)
 
 
-BASES: Final[Mapping[SkewMethod, Callable[[Moments], Basis]]] = {"svd": svd_basis, "balanced": balanced_basis}
+BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_basis, "balanced": balanced_basis}
 """Method name -> basis from moments."""
 
 
-def kept_energy(moments: Moments, basis: Basis, columns: int) -> torch.Tensor:
+def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
     """Share `[...]` of the scores' mean square (of centred keys) that the first `columns` columns of `basis` explain:
     1 - error / total. Negative where dropping columns that cancel each other is worse than scoring everything 0.
     1 where there is no energy at all."""
@@ -117,10 +117,10 @@ def importance(moments: Moments) -> torch.Tensor:
     return query.clamp_min(0) * moments.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
 
 
-def _ordered(moments: Moments, basis: Basis) -> Basis:
+def _ordered(moments: Moments, basis: SkewBasis) -> SkewBasis:
     order = importance(moments.skewed(basis)).argsort(dim=-1, descending=True, stable=True)[..., None, :]
     order = order.expand_as(basis.query)
-    return Basis(basis.query.gather(-1, order), basis.key.gather(-1, order))
+    return SkewBasis(basis.query.gather(-1, order), basis.key.gather(-1, order))
 
 
 def _symmetric(matrix: torch.Tensor) -> torch.Tensor:

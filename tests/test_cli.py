@@ -27,7 +27,7 @@ SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 
 @dataclass(frozen=True)
-class Run:
+class CommandRun:
     """What a run of `main` returned and wrote."""
 
     code: int
@@ -46,7 +46,7 @@ class Run:
         assert not missing, f"{missing} not in {self.err!r}"
 
 
-Cli = Callable[..., Run]
+Cli = Callable[..., CommandRun]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,14 +59,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def run(*argv: str) -> Run:
+    def run(*argv: str) -> CommandRun:
         capsys.readouterr()
         try:
             code: Any = main(argv)
         except SystemExit as leave:
             code = leave.code
         captured = capsys.readouterr()
-        return Run(code, captured.out, captured.err)
+        return CommandRun(code, captured.out, captured.err)
 
     return run
 
@@ -338,7 +338,7 @@ def test_artifact_of_another_model_names_both_fingerprints(cli: Cli, generate: C
 
 
 def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
-    def tries(model: Path | str) -> Run:
+    def tries(model: Path | str) -> CommandRun:
         return cli("generate", str(model), "--prompt-file", BOOK, *SHORT)
 
     tries(tmp_path / "nowhere").fails_with("nowhere", "does not exist")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_model
 
-from offload_rt.eval.core.model_under_test import Subject, Variant
+from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
 from offload_rt.eval.core.teacher_forced import LayerView, score_layerwise
 from offload_rt.eval.quality.ablation import parts, run_ablation
 from offload_rt.eval.quality.attention_analysis import block_similarities, run_analysis
@@ -79,22 +79,22 @@ def test_block_similarities_are_those_of_transformers() -> None:
 
 
 def test_skew_none_is_no_skew() -> None:
-    subject = Subject("reference")
+    tested = ModelUnderTest("reference")
     chosen = {"scorer": "partial", "columns": "prompt", "partial_ratio": 1.0, "budget": 0.2, "recent": 8}
-    tokens = tuple(subject.loaded.tokenizer(BOOK[:2000])["input_ids"][:160])  # type: ignore[misc]
+    tokens = tuple(tested.loaded.tokenizer(BOOK[:2000])["input_ids"][:160])  # type: ignore[misc]
     from offload_rt.eval.core.model_under_test import Text
 
     text = Text(tokens, 120, 121)
-    plain = subject.score(Variant("infinigen", chosen | {"skew": "none"}), [text])[0]
-    skewed = subject.score(Variant("infinigen", chosen | {"skew": "svd"}), [text])[0]
-    cut = subject.score(Variant("infinigen", chosen | {"skew": "none", "partial_ratio": 0.1}), [text])[0]
+    plain = tested.score(Variant("infinigen", chosen | {"skew": "none"}), [text])[0]
+    skewed = tested.score(Variant("infinigen", chosen | {"skew": "svd"}), [text])[0]
+    cut = tested.score(Variant("infinigen", chosen | {"skew": "none", "partial_ratio": 0.1}), [text])[0]
     assert plain.nats == pytest.approx(skewed.nats, abs=1e-4)  # with every column a rotation changes nothing
     assert cut.nats != pytest.approx(plain.nats, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_analysis_draws_every_picture(tmp_path: Path) -> None:
-    report = run_analysis(Subject("reference"), BOOK, "arrow", SMALL, tmp_path)
+    report = run_analysis(ModelUnderTest("reference"), BOOK, "arrow", SMALL, tmp_path)
     names = {path.name for path in tmp_path.glob("*.png")}
     assert names == {
         "attention_similarity_along_the_text.png",
@@ -115,9 +115,9 @@ def test_analysis_draws_every_picture(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ablation_measures_every_part_once(tmp_path: Path) -> None:
-    subject = Subject("reference")
+    tested = ModelUnderTest("reference")
     assert len({what for what, _ in parts(0.1)}) == len(parts(0.1))
-    report = run_ablation(subject, BOOK, "arrow", (0.2,), SMALL, tmp_path)
+    report = run_ablation(tested, BOOK, "arrow", (0.2,), SMALL, tmp_path)
     rows = {row["part"]: row for row in report.rows}
     assert rows["default"]["caught"] <= rows["true query, full keys (oracle)"]["caught"]
     assert rows["scorer: int4"]["caught"] >= rows["scorer: partial, bytes of int4"]["caught"] - 0.02

@@ -1,4 +1,4 @@
-"""The speed benchmark's pieces: what is planted is what is selected, every competitor decodes the same context, and the
+"""The speed benchmark's pieces: what is planted is what is selected, every baseline decodes the same context, and the
 clock's stages add up. Nothing here is timed."""
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def uneven(request: pytest.FixtureRequest) -> Field:
 
 
 def filled(field: Field, name: str) -> Any:
-    competitor = MAKERS[name](field)
-    for layer, kv in enumerate(field.planted.layers()):
-        competitor.fill(layer, kv)
-    return competitor
+    baseline = MAKERS[name](field)
+    for layer, kv in enumerate(field.synthetic.layers()):
+        baseline.fill(layer, kv)
+    return baseline
 
 
 def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]]:
@@ -84,18 +84,18 @@ def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]
 def test_the_planted_tokens_are_selected_and_no_others(field: Field, name: str) -> None:
     found = recorded_selections(filled(field, name), 3)
     dense = 1 if name == "infinigen-dense0" else 0
-    assert len(found) == 3 * (field.planted.geometry.layers - dense)
+    assert len(found) == 3 * (field.synthetic.geometry.layers - dense)
     for layer, tokens in found:
         share = tokens.shape[1] / (LENGTH - sum(RESIDENT))
         assert 0.9 * FRACTION <= share <= 1.1 * FRACTION
-        assert torch.equal(tokens.sort(1).values, torch.stack(field.planted.tokens[layer])), f"layer {layer}"
+        assert torch.equal(tokens.sort(1).values, torch.stack(field.synthetic.tokens[layer])), f"layer {layer}"
 
 
 @pytest.mark.parametrize("name", ["infinigen", "infinigen-int4"])
 def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: Field, name: str) -> None:
     """The layer's count is the mean; a head with fewer fills up from what other heads have planted."""
     for layer, tokens in recorded_selections(filled(uneven, name), 2):
-        planted = [set(rows.tolist()) for rows in uneven.planted.tokens[layer]]
+        planted = [set(rows.tolist()) for rows in uneven.synthetic.tokens[layer]]
         n = tokens.shape[1]
         assert n == -(-sum(map(len, planted)) // len(planted))
         for own, chosen in zip(planted, tokens, strict=True):
@@ -104,16 +104,16 @@ def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: Field, name
 
 
 def test_counts_by_head_are_what_was_asked_for(uneven: Field) -> None:
-    geometry = uneven.planted.geometry
+    geometry = uneven.synthetic.geometry
     n = round(FRACTION * (LENGTH - sum(RESIDENT)))
-    for heads in uneven.planted.tokens:
+    for heads in uneven.synthetic.tokens:
         counts = sorted(map(len, heads))
         assert sum(counts) == n * geometry.kv_heads
         assert counts[0] == round(n / 2) and abs(counts[-1] - 1.5 * n) <= 2
 
 
 def test_planted_tokens_differ_between_heads_and_spare_what_is_resident(field: Field) -> None:
-    tokens = field.planted.tokens
+    tokens = field.synthetic.tokens
     assert not torch.equal(tokens[0][0], tokens[0][1]) and not torch.equal(tokens[0][0], tokens[1][0])
     for row in (row for heads in tokens for row in heads):
         assert row.min() >= RESIDENT[0] and row.max() < LENGTH - RESIDENT[1]
@@ -121,8 +121,8 @@ def test_planted_tokens_differ_between_heads_and_spare_what_is_resident(field: F
 
 
 def test_the_artifact_has_the_moments_of_the_planted_keys(field: Field) -> None:
-    artifact = field.planted.artifact()
-    for layer, kv in enumerate(field.planted.layers()):
+    artifact = field.synthetic.artifact()
+    for layer, kv in enumerate(field.synthetic.layers()):
         skewed = torch.bmm(kv.k, artifact.key[layer])
         # 2,048 samples of deviation 0.1: means within 5 * 0.1 / 45, deviations within 5 * 0.1 / 64
         torch.testing.assert_close(artifact.key_mean[layer], skewed.mean(1), rtol=0.01, atol=0.012)
@@ -132,7 +132,7 @@ def test_the_artifact_has_the_moments_of_the_planted_keys(field: Field) -> None:
 
 
 def test_every_call_gives_the_same_rows(field: Field) -> None:
-    for a, b in zip(field.planted.layers(), field.planted.layers(), strict=True):
+    for a, b in zip(field.synthetic.layers(), field.synthetic.layers(), strict=True):
         assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
 
 
@@ -168,7 +168,7 @@ def test_rows_on_the_device_are_the_pools_rows(uneven: Field, policy: str, optio
     logits, crossed = [], []
     for context in (uneven.context, uneven.other("device")):
         ours = Ours(policy, uneven.loaded, uneven.policy(policy, options), context, context.forks())
-        for layer, kv in enumerate(uneven.planted.layers()):
+        for layer, kv in enumerate(uneven.synthetic.layers()):
             ours.fill(layer, kv)
         logits.append(torch.cat([logits_of(ours) for _ in range(3)]))
         crossed.append(ours.facts()["link_bytes_per_token"])
@@ -208,7 +208,7 @@ def test_a_peer_grows_by_the_token_it_decodes(field: Field, name: str) -> None:
         assert int(peer._cache.get_seq_length()) == LENGTH + steps
 
 
-def test_competitors_on_one_pool_do_not_touch_each_other(field: Field) -> None:
+def test_baselines_on_one_pool_do_not_touch_each_other(field: Field) -> None:
     alone, other = filled(field, "full"), filled(field, "full")
     expected = [logits_of(alone) for _ in range(3)]
     disturbed = filled(field, "full")
@@ -220,16 +220,16 @@ def test_competitors_on_one_pool_do_not_touch_each_other(field: Field) -> None:
 
 def test_the_floor_has_no_context(field: Field) -> None:
     for name in ("floor", "floor-ours"):
-        competitor = filled(field, name)
-        competitor.step()
-        facts = competitor.facts()
+        baseline = filled(field, name)
+        baseline.step()
+        facts = baseline.facts()
         assert facts.get("link_bytes_per_token", 0) == 0
 
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(field: Field) -> None:
     console = Console(record=True, width=200)
     skipped: dict[str, None] = {}
-    made = bench._competitors(("static", "offloaded"), field, console, skipped)
+    made = bench._baselines(("static", "offloaded"), field, console, skipped)
     assert [c.name for c in made] == ["StaticCache"]
     assert list(skipped) == ["offloaded: it offloads from a CUDA device, and this is a CPU"]
     assert "skipped offloaded: it offloads from a CUDA device" in console.export_text()
@@ -283,7 +283,7 @@ def test_stages_of_a_step_cover_what_it_calls(field: Field) -> None:
 def test_a_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.SHAPES, "small", SHAPES["gqa"])
     names = ("static", "full", "infinigen", "floor", "offloaded")
-    config = BenchConfig(contexts=(512, 1024), turns=1, spread=0.0, competitors=names)
+    config = BenchConfig(contexts=(512, 1024), repeats=1, spread=0.0, baselines=names)
     threads = torch.get_num_threads()
     timings = run_bench(config, tmp_path / "new", Console(quiet=True))
     assert torch.get_num_threads() == threads
@@ -309,7 +309,7 @@ def test_a_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_sweeps_over_batches_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.SHAPES, "small", SHAPES["mha"])
     monkeypatch.setitem(bench.SHAPES, "medium", SHAPES["gqa"])
-    config = BenchConfig(contexts=(512,), batches=(1, 2), turns=1, competitors=("static", "ideal"))
+    config = BenchConfig(contexts=(512,), batches=(1, 2), repeats=1, baselines=("static", "ideal"))
     timings = run_bench(config, tmp_path, Console(quiet=True), "medium")
     expected = [(shape, batch) for shape in ("small", "medium") for batch in (1, 2) for _ in range(2)]
     assert [(t.shape, t.batch) for t in timings] == expected
@@ -342,10 +342,10 @@ class _Fake:
         ({"shape": "lama-8b"}, "did you mean 'llama-8b'"),
         ({"contexts": (100,)}, "multiple of 64"),
         ({"contexts": (64,)}, "at least 128"),
-        ({"competitors": ("statik",)}, "did you mean 'static'"),
+        ({"baselines": ("statik",)}, "did you mean 'static'"),
         ({"fraction": 0.0}, "fraction=0.0"),
         ({"fraction": 0.5}, "fraction=0.5"),
-        ({"turns": 0}, "turns=0"),
+        ({"repeats": 0}, "repeats=0"),
         ({"spread": 1.0}, "spread=1.0"),
         ({"batches": (0,)}, "batches=0"),
         ({"dtype": "int8"}, "dtype='int8'"),

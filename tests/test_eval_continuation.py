@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from offload_rt import LLM
-from offload_rt.eval.quality.continuation import Passage, compare, main
+from offload_rt.eval.quality.continuation import ScoredPassage, compare, main
 
 BOOK = Path(__file__).parent.parent / "offload_rt/data/black_arrow.txt"
 
 
 def test_bytes_per_selecting_layer_add_up_to_the_link_s() -> None:
     llm = LLM("reference", policy="full", host_memory="64MiB")
-    passage = Passage.of(llm, BOOK.read_text()[:40_000], 300, 8, 0.1)
+    passage = ScoredPassage.of(llm, BOOK.read_text()[:40_000], 300, 8, 0.1)
     full, sparse = compare(
         "reference", passage, {"full": ("full", {}), "sparse": ("infinigen", {"recent": 8, "dense_layers": (0, 3)})}
     )

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from lm_eval.tasks import TaskManager, get_task_dict
 
     from offload_rt.cli import main
-    from offload_rt.eval.core.model_under_test import Subject, Variant
+    from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
     from offload_rt.eval.quality.lm_eval_adapter import TASKS, OffloadLM, _batch, _option
     from offload_rt.eval.quality.lm_eval_tasks import OWN, TasksConfig, compare, run_tasks
     from offload_rt.models.checkpoint import locate
@@ -173,10 +173,10 @@ def test_the_harness_command_runs_with_our_model(tmp_path: Path, capsys: pytest.
 @pytest.mark.slow
 @needs_data
 def test_tasks_under_policies_resume_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = Subject("reference", dtype="float32")
+    tested = ModelUnderTest("reference", dtype="float32")
     config = TasksConfig(tasks=("copa_local", "lambada_local"), limit=3)
     variants = [Variant("full"), Variant("streaming", {"budget": 0.1, "recent": 2, "sinks": 1})]
-    report = run_tasks(subject, variants, config, tmp_path, own_class=True)
+    report = run_tasks(tested, variants, config, tmp_path, own_class=True)
     rows = {(row["task"], row["variant"].split()[0]): row for row in report.rows}
     own = rows["copa_local", OWN.split()[0]]
     assert own["largest_difference"] < 1e-3
@@ -187,7 +187,7 @@ def test_tasks_under_policies_resume_and_compare(tmp_path: Path, monkeypatch: py
     assert set(rows["copa_local", "full"]["metrics"]) == {"acc"}
     assert "perplexity" in sparse["changes"]
     monkeypatch.setattr("offload_rt.eval.quality.lm_eval_tasks.make_model", lambda *a: pytest.fail("measured again"))
-    assert run_tasks(subject, variants, config, tmp_path, own_class=True).rows == report.rows
+    assert run_tasks(tested, variants, config, tmp_path, own_class=True).rows == report.rows
 
 
 def test_comparison_of_rows() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from offload_rt.errors import OffloadError
-from offload_rt.eval.core.model_under_test import Subject
-from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Job, Paper, Size, main, run_jobs
+from offload_rt.eval.core.model_under_test import ModelUnderTest
+from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Paper, PaperJob, PaperSize, main, run_jobs
 from offload_rt.models.registry import load_model
 
 BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
-TINY = Size(320, 1, (0.2,), 1, 1, 1, (256,), 1, 1, 3)
+TINY = PaperSize(320, 1, (0.2,), 1, 1, 1, (256,), 1, 1, 3)
 MADE = [step for step in STEPS if step != "tasks"]
 
 PICTURES = {
@@ -47,22 +47,22 @@ TABLES = {
 def test_every_table_and_figure_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     book = BOOK.read_text(encoding="utf-8")
-    Paper(Subject("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
+    Paper(ModelUnderTest("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
     assert all(json.loads((tmp_path / name).with_suffix(".json").read_text())["data"] for name in PICTURES)
     assert {path.name for path in tmp_path.glob("*.md")} == TABLES
     assert (tmp_path / "needles_with_a_bounded_pool" / "retrieval.md").is_file()
     monkeypatch.setitem(STEPS, "attention", lambda paper: None)  # pictures are drawn anew each time, from the text
-    monkeypatch.setattr(Subject, "score", lambda *a, **k: pytest.fail("measured again"))
-    monkeypatch.setattr(Subject, "llm", lambda *a: pytest.fail("timed again"))
-    Paper(Subject("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
+    monkeypatch.setattr(ModelUnderTest, "score", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr(ModelUnderTest, "llm", lambda *a: pytest.fail("timed again"))
+    Paper(ModelUnderTest("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
 
 
 def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
     book = tmp_path / "arrow.txt"
     book.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    size = Size(256, 1, (0.3,), 1, 1, 1, (64,), 1, 1, 3)
-    run_jobs([Job(model, "lengths", size, book, tmp_path) for model in ("reference", "reference-opt")], 2)
+    size = PaperSize(256, 1, (0.3,), 1, 1, 1, (64,), 1, 1, 3)
+    run_jobs([PaperJob(model, "lengths", size, book, tmp_path) for model in ("reference", "reference-opt")], 2)
     for model in ("reference", "reference-opt"):
         rows = json.loads((tmp_path / model / "perplexity_by_context.json").read_text())["rows"]
         assert [row["policy"] for row in rows] == ["full", *POLICIES]  # the one context that fits
@@ -71,7 +71,7 @@ def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
         data = json.loads((tmp_path / model / "perplexity_by_context_with_64_tokens.json").read_text())["data"]
         assert data == {row["policy"]: [[row["context"], row["perplexity"]]] for row in rows}
     with pytest.raises(OffloadError):
-        run_jobs([Job("no/such/model/at/all", "lengths", size, book, tmp_path)] * 2, 2)
+        run_jobs([PaperJob("no/such/model/at/all", "lengths", size, book, tmp_path)] * 2, 2)
 
 
 def test_a_missing_book_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 from offload_rt import LLM
 from offload_rt.config import InfiniGenOptions
 from offload_rt.errors import ConfigError, InputError, PoolFullError
-from offload_rt.eval.core.model_under_test import Scored, Subject, Text, Variant, encode_text, grid, pool_settings
+from offload_rt.eval.core.model_under_test import (
+    ModelUnderTest,
+    Scored,
+    Text,
+    Variant,
+    encode_text,
+    grid,
+    pool_settings,
+)
 from offload_rt.eval.core.report import Column, Report, RowStore
 from offload_rt.eval.core.stats import paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.core.teacher_forced import LayerView, score_layerwise
@@ -242,11 +250,11 @@ def test_grid_begins_with_full() -> None:
 
 
 def test_windows_are_even_pieces_with_their_bytes() -> None:
-    subject = Subject("reference")
+    tested = ModelUnderTest("reference")
     text = "“Naïve — café”, said he. " * 80
     config = PerplexityConfig(context=64, windows=3, decode_from=40, margin=0)
-    windows = cut_windows(subject, text, config)
-    ids, ends, lead = encode_text(subject, text)
+    windows = cut_windows(tested, text, config)
+    ids, ends, lead = encode_text(tested, text)
     assert ends[-1] == len(text.encode())
     assert lead == ()
     assert windows[0].text == Text(tuple(ids[:64]), 40, 41)
@@ -256,19 +264,19 @@ def test_windows_are_even_pieces_with_their_bytes() -> None:
 
 
 def test_windows_leave_the_margins_out() -> None:
-    subject, text = Subject("reference"), "“Naïve — café”, said he. " * 80
-    ids = encode_text(subject, text)[0]
+    tested, text = ModelUnderTest("reference"), "“Naïve — café”, said he. " * 80
+    ids = encode_text(tested, text)[0]
     edge = int(0.1 * len(ids))
-    windows = cut_windows(subject, text, PerplexityConfig(context=64, windows=3, decode_from=40, margin=0.1))
+    windows = cut_windows(tested, text, PerplexityConfig(context=64, windows=3, decode_from=40, margin=0.1))
     assert windows[0].text.tokens == tuple(ids[edge : edge + 64])
     assert windows[-1].text.tokens == tuple(ids[len(ids) - edge - 64 : len(ids) - edge])
     whole = PerplexityConfig(context=len(ids) - 1, windows=3, decode_from=40, margin=0.1)
-    assert cut_windows(subject, text, whole)[0].text.tokens == tuple(ids[:-1])
+    assert cut_windows(tested, text, whole)[0].text.tokens == tuple(ids[:-1])
 
 
 def test_text_too_short_is_refused() -> None:
     with pytest.raises(InputError, match="fewer than one window of 64"):
-        cut_windows(Subject("reference"), "short", PerplexityConfig(context=64, windows=1))
+        cut_windows(ModelUnderTest("reference"), "short", PerplexityConfig(context=64, windows=1))
 
 
 @pytest.mark.parametrize("wrong", [{"context": 1}, {"windows": 0}, {"context": 10, "decode_from": 9}, {"margin": 0.5}])
@@ -281,7 +289,7 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     text = BOOK.read_text(encoding="utf-8")[:20_000]
     config = PerplexityConfig(context=128, windows=3, decode_from=96)
     variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8})
-    report = run_perplexity(Subject("reference"), text, "arrow", variants, config, tmp_path)
+    report = run_perplexity(ModelUnderTest("reference"), text, "arrow", variants, config, tmp_path)
     record = json.loads((tmp_path / "perplexity.json").read_text())
     assert record["rows"] == json.loads(json.dumps(report.rows))
     assert record["about"]["fingerprint"] == load_model("reference").fingerprint
@@ -304,27 +312,29 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(Subject, "score", forbidden)
-    again = run_perplexity(Subject("reference"), text, "arrow", variants, config, tmp_path)
+    monkeypatch.setattr(ModelUnderTest, "score", forbidden)
+    again = run_perplexity(ModelUnderTest("reference"), text, "arrow", variants, config, tmp_path)
     assert again.rows == report.rows
     with pytest.raises(AssertionError, match="measured again"):
-        run_perplexity(Subject("reference"), text + "x", "arrow", variants, config, tmp_path)
+        run_perplexity(ModelUnderTest("reference"), text + "x", "arrow", variants, config, tmp_path)
 
 
 def test_a_row_is_known_by_what_its_options_mean() -> None:
     """Rows measured with other defaults must not be taken for today's."""
-    subject = Subject("reference")
-    plain, recent = (subject.key(Variant("infinigen", options)) for options in ({}, {"recent": 5}))
-    named = subject.key(Variant("infinigen", {"recent": InfiniGenOptions().recent}))
+    tested = ModelUnderTest("reference")
+    plain, recent = (tested.key(Variant("infinigen", options)) for options in ({}, {"recent": 5}))
+    named = tested.key(Variant("infinigen", {"recent": InfiniGenOptions().recent}))
     assert plain["lineage"] == named["lineage"] != recent["lineage"]
-    assert subject.key(Variant("full"))["lineage"] == "exact"
+    assert tested.key(Variant("full"))["lineage"] == "exact"
 
 
 def test_both_paths_give_one_row(tmp_path: Path) -> None:
     text = BOOK.read_text(encoding="utf-8")[:8_000]
     config = PerplexityConfig(context=96, windows=2, decode_from=64)
     rows = [
-        run_perplexity(Subject("reference", path=path), text, "t", [Variant("infinigen", {"recent": 8})], config, out)
+        run_perplexity(
+            ModelUnderTest("reference", path=path), text, "t", [Variant("infinigen", {"recent": 8})], config, out
+        )
         for path, out in (("layers", tmp_path / "a"), ("steps", tmp_path / "b"))
     ]
     ours, steps = rows[0].rows[0], rows[1].rows[0]

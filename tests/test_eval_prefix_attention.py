@@ -19,7 +19,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_attention, "LEAST_SECONDS", 0.0)
-        tables = ["attention", "steps", "workload", "waste"]
+        tables = ["attention", "steps", "workload", "fragmentation"]
         assert main(["bench-sharing", "--small", "--only", *tables, "--out", str(out)]) == 0
     return out
 
@@ -68,5 +68,5 @@ def test_a_gap_between_two_owners_is_used_again() -> None:
 
 
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench-sharing", "--turns", "0"]) == 2
-    assert capsys.readouterr().err == "offload-rt: --turns 0 must be at least 1\n"
+    assert main(["bench-sharing", "--repeats", "0"]) == 2
+    assert capsys.readouterr().err == "offload-rt: --repeats 0 must be at least 1\n"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.core.model_under_test import Scored, Subject, Text, Variant
+from offload_rt.eval.core.model_under_test import ModelUnderTest, Scored, Text, Variant
 from offload_rt.eval.core.needles import KINDS, LINKED, NAMES, Haystack
 from offload_rt.eval.quality.retrieval import (
     RetrievalConfig,
@@ -31,18 +31,18 @@ BOOK = (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="ut
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject("reference")
+def tested() -> ModelUnderTest:
+    return ModelUnderTest("reference")
 
 
 @pytest.fixture(scope="module")
-def haystack(subject: Subject) -> Haystack:
-    return Haystack(subject, BOOK)
+def haystack(tested: ModelUnderTest) -> Haystack:
+    return Haystack(tested, BOOK)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_needles_stand_where_they_are_said_to(subject: Subject, haystack: Haystack, kind: str) -> None:
-    tokenizer: Any = subject.loaded.tokenizer
+def test_needles_stand_where_they_are_said_to(tested: ModelUnderTest, haystack: Haystack, kind: str) -> None:
+    tokenizer: Any = tested.loaded.tokenizer
     for seed in range(10):
         passage = haystack.hide(np.random.default_rng(seed), kind, 512)
         text = passage.text
@@ -83,33 +83,33 @@ def test_passages_do_not_depend_on_other_lengths_and_kinds(haystack: Haystack) -
 
 
 def test_a_kind_told_in_other_words_is_measured_again_and_no_other(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tested: ModelUnderTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config, variants = RetrievalConfig(lengths=(256,), passages=1, kinds=("single", "chain")), [Variant("full")]
     asked: list[str] = []
-    score = Subject.score
+    score = ModelUnderTest.score
 
-    def counted(self: Subject, variant: Variant, texts: Sequence[Text], *more: Any) -> list[Scored]:
+    def counted(self: ModelUnderTest, variant: Variant, texts: Sequence[Text], *more: Any) -> list[Scored]:
         asked.extend(self.loaded.tokenizer.decode(text.tokens[text.scored_from :]) for text in texts)
         return score(self, variant, texts, *more)
 
-    monkeypatch.setattr(Subject, "score", counted)
-    first = run_retrieval(subject, BOOK, "arrow", variants, config, tmp_path).rows
-    assert run_retrieval(subject, BOOK, "arrow", variants, config, tmp_path).rows == first
+    monkeypatch.setattr(ModelUnderTest, "score", counted)
+    first = run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path).rows
+    assert run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path).rows == first
     assert len(asked) == 2
     monkeypatch.setitem(KINDS, "chain", KINDS["several queries"])
-    (changed,) = run_retrieval(subject, BOOK, "arrow", variants, config, tmp_path).rows
+    (changed,) = run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path).rows
     assert len(asked) == 3
     assert asked[2].count(".") == 4
     assert changed["samples"][0] == first[0]["samples"][0]
     assert (first[0]["asked"], changed["asked"], changed["asked chain"]) == (2, 5, 4)
 
 
-def test_what_does_not_fit_is_refused(subject: Subject, haystack: Haystack) -> None:
+def test_what_does_not_fit_is_refused(tested: ModelUnderTest, haystack: Haystack) -> None:
     with pytest.raises(InputError, match="does not fit into 64 tokens"):
         haystack.hide(np.random.default_rng(0), "chain", 64)
     with pytest.raises(InputError, match="no sentences"):
-        Haystack(subject, "word " * 50)
+        Haystack(tested, "word " * 50)
     with pytest.raises(ConfigError, match="did you mean 'single'"):
         RetrievalConfig(kinds=("singel",))
     with pytest.raises(ConfigError, match="at least 64"):
@@ -131,9 +131,9 @@ def test_accuracies_by_kind_and_distance() -> None:
     assert (both["attended"], both["missed"], both["right"], both["right a"]) == (0.2, 0.2, 0.5, 1.0)
 
 
-def test_chains_are_told_in_any_order_and_followed_to_their_end(haystack: Haystack, subject: Subject) -> None:
+def test_chains_are_told_in_any_order_and_followed_to_their_end(haystack: Haystack, tested: ModelUnderTest) -> None:
     """Three links, each found by the answer before; with all of the context the shipped model finds most of them."""
-    tokenizer: Any = subject.loaded.tokenizer
+    tokenizer: Any = tested.loaded.tokenizer
     passages = [haystack.hide(np.random.default_rng(seed), "chain", 320) for seed in range(6)]
     orders = set()
     for passage in passages:
@@ -147,16 +147,16 @@ def test_chains_are_told_in_any_order_and_followed_to_their_end(haystack: Haysta
         assert set(links) < set(everywhere)
         orders.add(tuple(everywhere.index(link) < everywhere.index(after) for link, after in pairwise(links)))
     assert len(orders) > 1
-    assert measure(subject, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
+    assert measure(tested, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
 
 
 @pytest.mark.slow
-def test_policies_that_drop_lose_what_full_finds(subject: Subject, tmp_path: Path) -> None:
+def test_policies_that_drop_lose_what_full_finds(tested: ModelUnderTest, tmp_path: Path) -> None:
     """4 sinks and 16 recent tokens see no needle; selecting 20 % finds about what full finds."""
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]
     config = RetrievalConfig(lengths=(256,), passages=12, kinds=("single", "several queries"))
-    report = run_retrieval(subject, BOOK, "arrow", variants, config, tmp_path)
+    report = run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path)
     full, ours, streaming = report.rows
     assert full["asked"] == 12 + 48
     if full["right"] < 0.4:

@@ -9,20 +9,20 @@ import pytest
 
 from offload_rt import LLM
 from offload_rt.engine.runner import Runner
-from offload_rt.eval.speed.session_ttft import TURN, Subject, buffers, measure, shape_model
+from offload_rt.eval.speed.session_ttft import TURN, TimedModel, buffers, measure, shape_model
 from offload_rt.sessions.host_tier import TierStats
 
 HISTORY = 150
 
 
 @pytest.fixture
-def subject() -> Subject:
+def timed() -> TimedModel:
     model = shape_model(layers=2, hidden=64, heads=4, kv_heads=2)
-    return Subject("tiny", lambda: LLM(model, policy="full", host_memory="16MiB"), [HISTORY])
+    return TimedModel("tiny", lambda: LLM(model, policy="full", host_memory="16MiB"), [HISTORY])
 
 
 def test_every_repetition_computes_the_turn_and_nothing_else(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed: TimedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[int] = []
     counted: list[tuple[int, int]] = []
@@ -38,7 +38,7 @@ def test_every_repetition_computes_the_turn_and_nothing_else(
 
     monkeypatch.setattr(Runner, "begin_prefill", begin)
     monkeypatch.setattr(TierStats, "count", told)
-    rows = measure(subject, 2, tmp_path)
+    rows = measure(timed, 2, tmp_path)
     assert [row["source"] for row in rows] == ["recomputed", "host", "disk warm", "disk cold"]
     assert all(row["seconds"] > 0 and len(row["samples"]) == 2 for row in rows[1:])
     assert computed.count(HISTORY + TURN) == 1, "recomputed: history and turn"
@@ -51,9 +51,9 @@ def test_every_repetition_computes_the_turn_and_nothing_else(
 
 
 def test_a_throttled_reader_stalls_without_a_buffer_and_not_with_one(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed: TimedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_rt.eval.speed.session_ttft.EARLY", 0.2)
-    rows = {row["ahead"]: row for row in buffers(subject, HISTORY, tmp_path, [1e6])}
+    rows = {row["ahead"]: row for row in buffers(timed, HISTORY, tmp_path, [1e6])}
     reading = 2 * 2 * 2 * 16 * 4 * HISTORY / 1e6
     assert rows["0"]["stall"] > 0.9 * reading and rows["2"]["stall"] < 0.5 * reading

@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.simulate.store import BLOCK, Machine, Outcome, Replay, TraceRequest, read_trace, simulate
+from offload_rt.eval.simulate.store import BLOCK, Outcome, Replay, StoreMachine, TraceRequest, read_trace, simulate
 from offload_rt.eval.simulate.store_report import findings, write_report
 
 TOKEN = 1000
 
 
-def machine(host: int, disk: int = 0, **options: float) -> Machine:
+def machine(host: int, disk: int = 0, **options: float) -> StoreMachine:
     """Sizes in blocks."""
     size = BLOCK * TOKEN
-    return Machine(host * size, disk * size, token_bytes=TOKEN, **options)  # type: ignore[arg-type]
+    return StoreMachine(host * size, disk * size, token_bytes=TOKEN, **options)  # type: ignore[arg-type]
 
 
 def request(arrival: float, *blocks: int, tokens: int | None = None) -> TraceRequest:
     return TraceRequest(arrival, tokens or len(blocks) * BLOCK, 10, blocks)
 
 
-def run(requests: list[TraceRequest], where: Machine, policy: str, speed: float = 1.0) -> Outcome:
+def run(requests: list[TraceRequest], where: StoreMachine, policy: str, speed: float = 1.0) -> Outcome:
     return Replay(requests, where, policy, speed).run()
 
 

@@ -15,7 +15,7 @@ from offload_rt import LLM
 from offload_rt.cli import main
 from offload_rt.core import Selection, Visible
 from offload_rt.errors import ArtifactError, ConfigError, InputError
-from offload_rt.eval.core.model_under_test import Subject, Text
+from offload_rt.eval.core.model_under_test import ModelUnderTest, Text
 from offload_rt.eval.quality import tune
 from offload_rt.eval.quality.tune import Search, Trial, TuneConfig, cut_text
 from offload_rt.select.infinigen import InfiniGenState
@@ -68,14 +68,14 @@ def trial(missed: float, worst: float, link: float) -> Trial:
 
 
 def test_the_cheapest_of_those_that_keep_it() -> None:
-    search = Search(Subject("reference"), Text((1, 2, 3), 0, 1), TuneConfig(0.05), lambda: None)
+    search = Search(ModelUnderTest("reference"), Text((1, 2, 3), 0, 1), TuneConfig(0.05), lambda: None)
     good, dear, bad = trial(0.01, 0.05, 10), trial(0.0, 0.0, 20), trial(0.01, 0.06, 1)
     assert search.cheapest([dear, bad, good]) is good
     assert search.cheapest([bad, trial(0.02, 0.2, 0)]) is bad
 
 
 def test_bisection_finds_the_first_rung(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = Search(Subject("reference"), Text((1, 2, 3), 0, 1), TuneConfig(0.05), lambda: None)
+    search = Search(ModelUnderTest("reference"), Text((1, 2, 3), 0, 1), TuneConfig(0.05), lambda: None)
     ladder = tuple(range(1, 11))
     for first in (*ladder, 99):
         monkeypatch.setattr(search, "measure", lambda o, first=first: trial(0, 0.0 if o["x"] >= first else 1.0, o["x"]))

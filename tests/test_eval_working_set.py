@@ -9,14 +9,14 @@ import pytest
 from support.tiny_models import tiny_prompt
 
 from offload_rt.errors import InputError
-from offload_rt.eval.simulate.working_set import SETUPS, Plan, Setup, main, report
+from offload_rt.eval.simulate.working_set import SETUPS, Setup, Sweep, main, report
 
 
 def test_replayed_and_repeated_runs_agree(tmp_path: Path) -> None:
     """Rule by rule against the run that keeps rows by the runtime's; with a dense layer, whose bytes are set aside."""
     setups = Setup("a", {"recent": 8}), Setup("b", {"recent": 8, "dense_layers": ()}, "int4")
-    plan = Plan("reference", (tuple(tiny_prompt(150)),), 5, (0.1,), setups)
-    runs, rules = report(plan, {"model": "reference"}, tmp_path)
+    sweep = Sweep("reference", (tuple(tiny_prompt(150)),), 5, (0.1,), setups)
+    runs, rules = report(sweep, {"model": "reference"}, tmp_path)
     for run in runs.rows:
         by_rule = {row["rule"]: row for row in rules.rows if row["setup"] == run["setup"]}
         assert run["same_tokens"] and run["rows_kept"] == by_rule["decay"]["rows_kept"] > 0
@@ -30,7 +30,7 @@ def test_replayed_and_repeated_runs_agree(tmp_path: Path) -> None:
 
 def test_where_nothing_is_selected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing is selected of 53 tokens"):
-        report(Plan("reference", (tuple(tiny_prompt(50)),), 3, (0.1,), SETUPS[1:2]), {}, tmp_path)
+        report(Sweep("reference", (tuple(tiny_prompt(50)),), 3, (0.1,), SETUPS[1:2]), {}, tmp_path)
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from offload_rt.skewing.calibrate import (
 )
 from offload_rt.skewing.fold import fold, skew_model
 from offload_rt.skewing.guess import Correction
-from offload_rt.skewing.rotation import BASES, Basis, Moments, balanced_basis, kept_energy, plain_basis, svd_basis
+from offload_rt.skewing.rotation import BASES, Moments, SkewBasis, balanced_basis, kept_energy, plain_basis, svd_basis
 
 DATA = Path(os.environ.get("OFFLOAD_RT_DATA", Path(__file__).parents[2] / "shared" / "data"))
 NOVELS, BOOK = DATA / "models" / "novels", DATA / "books" / "war_and_peace.txt"
@@ -66,7 +66,7 @@ def moments_of(Q: torch.Tensor, K: torch.Tensor) -> Moments:
     return Moments(Q.T @ Q / len(Q), K.T @ K / len(K), K.mean(0))
 
 
-def score_error(Q: torch.Tensor, K: torch.Tensor, basis: Basis, r: int) -> float:
+def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> float:
     """Brute force: squared error of all scores from r columns, up to the constant that softmax ignores."""
     centred = K - K.mean(0)
     kept = (Q @ basis.query)[:, :r] @ (centred @ basis.key)[:, :r].T
@@ -113,7 +113,7 @@ def test_svd_columns_are_the_best_subset() -> None:
     basis = svd_basis(moments_of(Q, K))
     for r in range(1, 6):
         errors = [
-            score_error(Q, K, Basis(basis.query[:, c], basis.key[:, c]), r)
+            score_error(Q, K, SkewBasis(basis.query[:, c], basis.key[:, c]), r)
             for c in map(list, combinations(range(6), r))
         ]
         assert score_error(Q, K, basis, r) == pytest.approx(min(errors), rel=1e-9)

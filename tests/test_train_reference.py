@@ -23,7 +23,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts" / "reference"
 sys.path.insert(0, str(SCRIPTS))
 
 from build import blocked_causal_attention, build_model, grow, weighted_loss  # noqa: E402
-from config import PRESETS, Shape, Stage, TrainConfig  # noqa: E402
+from config import PRESETS, ReferenceShape, Stage, TrainConfig  # noqa: E402
 from data import (  # noqa: E402
     HELD_OUT_BOOKS,
     KINDS,
@@ -42,11 +42,11 @@ from data import (  # noqa: E402
     training_books,
 )
 from evaluate import bits_per_byte, nats_by_context, paired_bootstrap, scored_bytes, token_bytes  # noqa: E402
-from train import Run, main  # noqa: E402
+from train import TrainingRun, main  # noqa: E402
 
 VOCABULARY = 320
 TINY = TrainConfig(
-    shape=Shape(vocab_size=VOCABULARY, layers=1, hidden=64, mlp=64, heads=1, kv_heads=1, max_positions=512),
+    shape=ReferenceShape(vocab_size=VOCABULARY, layers=1, hidden=64, mlp=64, heads=1, kv_heads=1, max_positions=512),
     stages=(Stage(0.5, ((256, 1.0),)), Stage(1.0, ((256, 0.5), (512, 0.5)))),
     total_tokens=8 * 1024,
     tokens_per_step=1024,
@@ -62,8 +62,8 @@ import os, signal, sys
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-from test_train_reference import TINY, Run, Path
-class Killed(Run):
+from test_train_reference import TINY, TrainingRun, Path
+class Killed(TrainingRun):
     def train_step(self):
         if self.step == 5:  # after the checkpoint at 3, with two steps to lose
             os.kill(os.getpid(), signal.SIGKILL)
@@ -241,11 +241,11 @@ def test_impossible_configurations_raise(change, message):
 
 def test_impossible_parts_raise():
     with pytest.raises(ValueError, match="head_dim is 64"):
-        Shape(hidden=100, heads=2)
+        ReferenceShape(hidden=100, heads=2)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
-        Shape(hidden=192, heads=3, kv_heads=2)
+        ReferenceShape(hidden=192, heads=3, kv_heads=2)
     with pytest.raises(ValueError, match="architecture must be"):
-        Shape(architecture="mamba")
+        ReferenceShape(architecture="mamba")
     with pytest.raises(ValueError, match="at most 1 together"):
         Mixture(recall=0.8, copy=0.4)
     with pytest.raises(ValueError, match="lengths >= 64"):
@@ -275,7 +275,7 @@ def test_learning_rate_warms_up_and_decays():
 
 def test_grown_model_computes_the_same_logits():
     torch.manual_seed(0)
-    small = Shape(vocab_size=64, layers=3, hidden=64, mlp=96, heads=1, kv_heads=1)
+    small = ReferenceShape(vocab_size=64, layers=3, hidden=64, mlp=96, heads=1, kv_heads=1)
     model = AutoModelForCausalLM.from_config(small.config(), dtype=torch.float32)
     grown = grow(model, replace(small, layers=5))
     ids = torch.randint(0, 64, (2, 17))
@@ -287,7 +287,7 @@ def test_grown_model_computes_the_same_logits():
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_model_of_the_shape_is_taken_as_it_is(architecture):
-    shape = Shape(architecture, 64, layers=2, hidden=64, mlp=96, heads=1, kv_heads=1)
+    shape = ReferenceShape(architecture, 64, layers=2, hidden=64, mlp=96, heads=1, kv_heads=1)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
     assert grow(model, shape) is model
     with pytest.raises(ValueError, match="hidden_size"):
@@ -295,7 +295,7 @@ def test_model_of_the_shape_is_taken_as_it_is(architecture):
 
 
 def test_opt_does_not_grow():
-    shape = Shape("opt", 64, layers=1, hidden=64, mlp=96, heads=1, kv_heads=1)
+    shape = ReferenceShape("opt", 64, layers=1, hidden=64, mlp=96, heads=1, kv_heads=1)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
     with pytest.raises(ValueError, match="1 layers"):
         grow(model, replace(shape, layers=2))
@@ -303,7 +303,7 @@ def test_opt_does_not_grow():
 
 def test_shifted_sequences_read_the_positions_they_begin_at():
     torch.manual_seed(0)
-    shape = Shape("opt", 64, layers=1, hidden=64, mlp=96, heads=1, kv_heads=1, max_positions=64)
+    shape = ReferenceShape("opt", 64, layers=1, hidden=64, mlp=96, heads=1, kv_heads=1, max_positions=64)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
     ids, weights = torch.randint(0, 64, (2, 10)), torch.ones(2, 10)
     model.train(False)
@@ -329,7 +329,7 @@ def test_share_of_steps_begins_anywhere_it_fits():
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_blocked_attention_is_causal_attention(architecture):
     torch.manual_seed(0)
-    shape = Shape(architecture, 64, layers=2, hidden=256, mlp=64, heads=4, kv_heads=2, max_positions=256)
+    shape = ReferenceShape(architecture, 64, layers=2, hidden=256, mlp=64, heads=4, kv_heads=2, max_positions=256)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
     ids, weights = torch.randint(0, 64, (2, 200)), torch.ones(2, 200)
     found = {}
@@ -378,13 +378,13 @@ def _assert_equal(left, right, path="state"):
 
 def test_killed_run_resumes_bit_for_bit(books, tmp_path):
     quiet = Console(quiet=True)
-    Run(TINY, books, tmp_path / "whole", None, None).train(quiet)
+    TrainingRun(TINY, books, tmp_path / "whole", None, None).train(quiet)
     paths = [str(SCRIPTS), str(Path(__file__).parent)]
     code = KILLED_RUN.format(paths=paths, data=str(books), out=str(tmp_path / "killed"))
     killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
     assert killed.returncode == -signal.SIGKILL
     assert _state(tmp_path / "killed")["step"] == 3
-    resumed = Run(TINY, books, tmp_path / "killed", None, None)
+    resumed = TrainingRun(TINY, books, tmp_path / "killed", None, None)
     assert resumed.step == 3
     resumed.train(quiet)
     _assert_equal(_state(tmp_path / "whole"), _state(tmp_path / "killed"))
@@ -394,7 +394,7 @@ def test_killed_run_resumes_bit_for_bit(books, tmp_path):
 
 
 def test_interrupted_run_loses_no_step(books, tmp_path):
-    class Interrupted(Run):
+    class Interrupted(TrainingRun):
         def train_step(self) -> float:
             if self.step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -409,12 +409,12 @@ def test_interrupted_run_loses_no_step(books, tmp_path):
 
 
 def test_other_settings_do_not_resume(books, tmp_path):
-    run = Run(TINY, books, tmp_path, None, None)
+    run = TrainingRun(TINY, books, tmp_path, None, None)
     run.train_step()
     run.save()
     with pytest.raises(ValueError, match="other settings or data"):
-        Run(replace(TINY, seed=1), books, tmp_path, None, None)
-    longer = Run(replace(TINY, total_tokens=2 * TINY.total_tokens), books, tmp_path, None, None)
+        TrainingRun(replace(TINY, seed=1), books, tmp_path, None, None)
+    longer = TrainingRun(replace(TINY, total_tokens=2 * TINY.total_tokens), books, tmp_path, None, None)
     assert longer.step == 1
 
 

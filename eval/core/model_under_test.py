@@ -101,7 +101,7 @@ class Scored:
     output_error_worst: float | None = None
 
 
-class Subject:
+class ModelUnderTest:
     """A model under measurement. `path` "steps" scores by `LLM.score`; "layers" computes the same layer by layer, many
     times faster on a CPU.
 
@@ -304,12 +304,12 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def encode_text(subject: Subject, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
+def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
     """Token ids, each token's end in UTF-8 bytes of `text`, and the tokens that begin every text of this tokenizer
     (BOS where it has one). Raises InputError without a fast tokenizer."""
-    tokenizer = subject.loaded.tokenizer
+    tokenizer = tested.loaded.tokenizer
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
-        raise InputError(f"{subject.model} has no fast tokenizer, which measuring by bytes needs")
+        raise InputError(f"{tested.model} has no fast tokenizer, which measuring by bytes needs")
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     size = [0]
     for character in text:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InputError
-from .model_under_test import Subject, Text
+from .model_under_test import ModelUnderTest, Text
 
 Rng = np.random.Generator
 
@@ -138,9 +138,9 @@ class Passage:
 class Haystack:
     """A book to hide needles in. Raises InputError without a fast tokenizer, or for a book without sentences."""
 
-    def __init__(self, subject: Subject, book: str) -> None:
-        self._tokenizer: Any = subject.loaded.tokenizer
-        ids, _, self._lead = subject.encode(book)
+    def __init__(self, tested: ModelUnderTest, book: str) -> None:
+        self._tokenizer: Any = tested.loaded.tokenizer
+        ids, _, self._lead = tested.encode(book)
         self._ids = ids
         stops = {i for mark in (".", "!", "?") for i in self._piece(mark)[-1:]}
         self._starts = np.array([i + 1 for i, token in enumerate(ids[:-1]) if token in stops])

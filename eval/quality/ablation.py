@@ -12,7 +12,7 @@ from ...config import InfiniGenOptions
 from ...planning.memory_model import scoring_bytes
 from ...select.bases import kept_columns
 from ..core.figures import picture
-from ..core.model_under_test import Subject, Variant
+from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
 from .perplexity import COST, WHAT, PerplexityConfig, about, measure_all
 
@@ -55,7 +55,7 @@ def parts(budget: float) -> list[tuple[str, Variant]]:
 
 
 def run_ablation(
-    subject: Subject,
+    tested: ModelUnderTest,
     text: str,
     name: str,
     budgets: Sequence[float],
@@ -66,28 +66,28 @@ def run_ablation(
     """Writes ablation.json, .csv, .md and a picture; rows that `out` holds are not measured again."""
     named = [(what, variant) for budget in budgets for what, variant in parts(budget)]
     variants = [Variant("full"), *(variant for _, variant in named)]
-    rows = measure_all(subject, text, name, variants, config, out, say)
+    rows = measure_all(tested, text, name, variants, config, out, say)
     rows = [rows[0] | {"part": "full"}, *(r | {"part": what} for (what, _), r in zip(named, rows[1:], strict=True))]
     for variant, row in zip(variants, rows, strict=True):
-        row["scoring_keys"] = scoring_share(subject, variant, config.context)
+        row["scoring_keys"] = scoring_share(tested, variant, config.context)
         if row["missed"] is not None:
             row |= {"caught": 1 - row["missed"], "caught_worst": 1 - row["missed_worst"]}
-    title = f"Parts of the selection replaced, {subject.name} on {name}"
-    report = Report("ablation", title, about(subject, text, name, config), COLUMNS, rows, NOTES)
+    title = f"Parts of the selection replaced, {tested.name} on {name}"
+    report = Report("ablation", title, about(tested, text, name, config), COLUMNS, rows, NOTES)
     report.write(out)
     for budget in budgets:
         _draw(title, [r for r in rows if r["budget"] == budget], budget, out)
     return report
 
 
-def scoring_share(subject: Subject, variant: Variant, context: int) -> float | None:
+def scoring_share(tested: ModelUnderTest, variant: Variant, context: int) -> float | None:
     """Bytes of scoring keys, static scales included, over those of K and V in the same layers, both for a model of 16
     bits a number and `context` tokens; None where the policy has no scoring keys."""
     if variant.policy != "infinigen":
         return None
     options = dict(variant.options)
     options.pop("skew", None)  # takes no part in the size
-    chosen, geometry = InfiniGenOptions.preset(options.pop("preset", "default"), **options), subject.geometry
+    chosen, geometry = InfiniGenOptions.preset(options.pop("preset", "default"), **options), tested.geometry
     layers = geometry.layers - len(chosen.dense_layers)
     keys = scoring_bytes(geometry, torch.bfloat16, context, chosen)
     if chosen.scorer != "partial":

@@ -15,7 +15,7 @@ import torch
 from ...kernels.causal import attend_causal
 from ...models.adapter import ModelAdapter
 from ..core.figures import lines, picture
-from ..core.model_under_test import Subject, Variant
+from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
 from ..core.teacher_forced import LayerView
 from .attention_weights import kept_similarity, spread, tokens_for_mass, top_recall, weights
@@ -37,7 +37,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 def run_analysis(
-    subject: Subject,
+    tested: ModelUnderTest,
     text: str,
     name: str,
     config: PerplexityConfig,
@@ -45,22 +45,22 @@ def run_analysis(
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Writes analysis.json, .csv, .md (a row per layer) and the pictures, each with its data beside it."""
-    windows = cut_windows(subject, text, config)
-    rows: list[Row] = [{"layer": layer} for layer in range(subject.geometry.layers)]
-    title = f"{subject.name} on {name}"
+    windows = cut_windows(tested, text, config)
+    rows: list[Row] = [{"layer": layer} for layer in range(tested.geometry.layers)]
+    title = f"{tested.name} on {name}"
     for step in (_inputs, _needed, _kept, _recalled):
-        step(subject, windows, rows, title, out)
+        step(tested, windows, rows, title, out)
         say(f"analysis: {(step.__doc__ or '').splitlines()[0]}")
-    report = Report("analysis", f"Attention of {title}", about(subject, text, name, config), COLUMNS, rows, NOTES)
+    report = Report("analysis", f"Attention of {title}", about(tested, text, name, config), COLUMNS, rows, NOTES)
     report.write(out)
     return report
 
 
-def _inputs(subject: Subject, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
+def _inputs(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
     """Likeness of neighbouring layers' inputs (Table 1)."""
     sums: dict[int, dict[str, list[float]]] = {}
     for window in windows:
-        for layer, alike in block_similarities(subject.loaded.adapter, window.text.tokens).items():
+        for layer, alike in block_similarities(tested.loaded.adapter, window.text.tokens).items():
             for key, value in alike.items():
                 sums.setdefault(layer, {}).setdefault(key, []).append(value)
     for layer, found in sums.items():
@@ -90,7 +90,7 @@ def block_similarities(adapter: ModelAdapter, tokens: Sequence[int]) -> dict[int
     return found
 
 
-def _needed(subject: Subject, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
+def _needed(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
     """Tokens that hold nine tenths of a query's attention (Figures 5, 20a), and weights over time (Figure 20b)."""
     counts: dict[int, list[tuple[int, int]]] = {}
     traced: dict[str, Series] = {}
@@ -106,7 +106,7 @@ def _needed(subject: Subject, windows: Sequence[Window], rows: list[Row], title:
 
     texts = [window.text for window in windows]
     for text in texts:
-        subject.score(Variant("full"), [text], observe=observe)
+        tested.score(Variant("full"), [text], observe=observe)
     for layer, pairs in counts.items():
         found = spread(n for n, _ in pairs)
         rows[layer] |= {f"tokens_{key}": value for key, value in found.items()}
@@ -159,7 +159,7 @@ def _draw_by_length(counts: dict[int, list[tuple[int, int]]], title: str, out: P
         lines(axis, series, x="tokens in context", y="share of queries", percent="y")
 
 
-def _kept(subject: Subject, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
+def _kept(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
     """Likeness of each policy's attention with the exact one at 10 % attended (Figure 4)."""
     data: dict[str, Series] = {}
     for policy in ("h2o", "streaming", "quest", "infinigen", "oracle"):
@@ -175,7 +175,7 @@ def _kept(subject: Subject, windows: Sequence[Window], rows: list[Row], title: s
 
         variant = Variant(policy, {"budget": BUDGET})
         for window in windows:
-            subject.score(variant, [window.text], observe=observe)
+            tested.score(variant, [window.text], observe=observe)
         for layer, at in found.items():
             values = [value for some in at.values() for value in some]
             rows[layer][f"similarity_{policy}"] = sum(values) / len(values)
@@ -200,9 +200,9 @@ def _smooth(at: dict[int, list[float]]) -> list[tuple[float, float]]:
     return points
 
 
-def _recalled(subject: Subject, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
+def _recalled(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row], title: str, out: Path) -> None:
     """Share of the truly heaviest 10 % that partial scoring keys find, by ratio and skew (Figures 13, 17b)."""
-    bases = {name: _basis(subject, name) for name in ("svd", "balanced", "none")}
+    bases = {name: _basis(tested, name) for name in ("svd", "balanced", "none")}
     hits: dict[str, dict[float, list[float]]] = {}
     by_layer: dict[int, list[float]] = {}
 
@@ -226,7 +226,7 @@ def _recalled(subject: Subject, windows: Sequence[Window], rows: list[Row], titl
     for source in ("residual", "attention_input"):
         variant = Variant("infinigen", {"budget": 1.0, "source": source, "corrected": source == "residual"})
         for window in windows:
-            subject.score(variant, [window.text], observe=partial(observe, source))
+            tested.score(variant, [window.text], observe=partial(observe, source))
     for layer, values in by_layer.items():
         rows[layer]["recall"] = sum(values) / len(values)
     series = {
@@ -237,9 +237,9 @@ def _recalled(subject: Subject, windows: Sequence[Window], rows: list[Row], titl
         lines(axis, series, x="partial ratio", y="recall", percent="y")
 
 
-def _basis(subject: Subject, skew: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _basis(tested: ModelUnderTest, skew: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key bases `[L, Hkv, d, d]`; "none" is the identity."""
-    artifact: Any = subject.artifact("balanced" if skew == "balanced" else "svd")
+    artifact: Any = tested.artifact("balanced" if skew == "balanced" else "svd")
     if skew != "none":
         return artifact.query.float(), artifact.key.float()
     unit = torch.eye(artifact.query.shape[-1]).expand_as(artifact.query)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core import CHUNK
 from ...errors import ConfigError
-from ..core.model_under_test import Subject, Variant
+from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
 from .perplexity import COST, WHAT, PerplexityConfig, about, compare, measure_all, shown_interval
 
@@ -65,7 +65,7 @@ def variants(pool_bytes: int, options: Mapping[str, Any]) -> list[tuple[str, Var
 
 
 def run_bounded_pool(
-    subject: Subject,
+    tested: ModelUnderTest,
     text: str,
     name: str,
     config: BoundedPoolConfig,
@@ -75,9 +75,9 @@ def run_bounded_pool(
 ) -> Report:
     """Writes perplexity_with_a_bounded_pool.json, .csv and .md on `text` (called `name`); rows that `out` holds are not
     measured again. `options` are infinigen's."""
-    pool_bytes = subject.geometry.kv_bytes(config.slots, subject.loaded.adapter.dtype)
+    pool_bytes = tested.geometry.kv_bytes(config.slots, tested.loaded.adapter.dtype)
     named = variants(pool_bytes, options or {})
-    measured = measure_all(subject, text, name, [variant for _, variant in named], config.perplexity, out, say)
+    measured = measure_all(tested, text, name, [variant for _, variant in named], config.perplexity, out, say)
     unlimited = measured[1]
     rows: list[Row] = []
     for (eviction, variant), row in zip(named, measured, strict=True):
@@ -87,8 +87,8 @@ def run_bounded_pool(
             compared[f"{what}_shown"] = shown_interval(compared, what)
         compared["pool"] = config.slots / config.context if variant.engine else 1.0
         rows.append(compared)
-    title = f"Perplexity of {subject.name} on {name} with a pool of {config.limit:.0%} of the KV cache"
-    shared = about(subject, text, name, config.perplexity)
+    title = f"Perplexity of {tested.name} on {name} with a pool of {config.limit:.0%} of the KV cache"
+    shared = about(tested, text, name, config.perplexity)
     shared |= {"pool_slots": config.slots, "pool_bytes": pool_bytes}
     report = Report("perplexity_with_a_bounded_pool", title, shared, COLUMNS, rows, NOTES)
     report.write(out)

@@ -42,14 +42,14 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Passage:
+class ScoredPassage:
     """Token ids of the book's passage: the last `scored` of them are predicted, the others are the prompt."""
 
     tokens: list[int]
     scored: int
 
     @classmethod
-    def of(cls, llm: LLM, text: str, context: int, scored: int, start: float) -> Passage:
+    def of(cls, llm: LLM, text: str, context: int, scored: int, start: float) -> ScoredPassage:
         """`context` tokens from the share `start` of the text on. Raises InputError where the text is too short."""
         ids = llm.encode(text)
         first = int(start * len(ids))
@@ -59,7 +59,7 @@ class Passage:
         return cls(tokens, scored)
 
 
-def measure(model: str, passage: Passage, policy: str, options: Mapping[str, Any]) -> tuple[float, Stats]:
+def measure(model: str, passage: ScoredPassage, policy: str, options: Mapping[str, Any]) -> tuple[float, Stats]:
     """Mean natural log-probability of the scored tokens, and what scoring them cost."""
     llm = LLM(model, policy=policy, policy_options=options)
     split = len(passage.tokens) - passage.scored
@@ -67,7 +67,7 @@ def measure(model: str, passage: Passage, policy: str, options: Mapping[str, Any
     return sum(score.logprobs) / passage.scored, score.stats
 
 
-def compare(model: str, passage: Passage, runs: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Row]:
+def compare(model: str, passage: ScoredPassage, runs: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Row]:
     """A row for each of `runs`; the first is what the others' bytes are compared with."""
     rows: list[Row] = []
     for name, (policy, options) in runs.items():
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = args.text.read_text(encoding="utf-8")
         llm = LLM(args.model, policy="full")
         context = args.context or llm.geometry.max_positions
-        passage = Passage.of(llm, text, context, args.scored, args.start)
+        passage = ScoredPassage.of(llm, text, context, args.scored, args.start)
         about = {
             "model": args.model,
             "text": f"{args.text.name} ({text_digest(text)}), from {args.start:.0%} of it on",

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...models.checkpoint import locate
-from ..core.model_under_test import Subject, Variant
+from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, perplexity_change
 
@@ -43,7 +43,7 @@ class TasksConfig:
 
 
 def run_tasks(
-    subject: Subject,
+    tested: ModelUnderTest,
     variants: Sequence[Variant],
     config: TasksConfig,
     out: Path,
@@ -54,7 +54,7 @@ def run_tasks(
     """Runs every task under every variant, compared with the first, which should be full; with `own_class` also under
     the harness' transformers class. Writes tasks.json, .csv and .md to `out`; rows that it holds are not run again."""
     store = RowStore(out)
-    shared = {"suite": "tasks", **subject.identity, **asdict(config)}
+    shared = {"suite": "tasks", **tested.identity, **asdict(config)}
     runs: list[tuple[str, Variant | None]] = [(variant.label, variant) for variant in variants]
     runs += [(OWN, None)] if own_class else []
     rows: list[Row] = []
@@ -62,35 +62,35 @@ def run_tasks(
     for label, variant in runs:
         model: Any = None
         for task in config.tasks:
-            key = shared | {"tasks": task, "variant": subject.key(variant) if variant else OWN}
+            key = shared | {"tasks": task, "variant": tested.key(variant) if variant else OWN}
             row = store.get(key)
             if row is None:
-                model = model or make_model(subject, variant, config)
+                model = model or make_model(tested, variant, config)
                 row = measure(model, task, config)
                 store.put(key, row)
-            row = (subject.describe(variant) if variant else subject.identity | {"variant": label}) | row
+            row = (tested.describe(variant) if variant else tested.identity | {"variant": label}) | row
             row |= {"task": task}
             base.setdefault(task, row)
             rows.append(row | compare(row, base[task]))
             say(f"{task}, {label}: {rows[-1]['metrics_shown']}")
     rows.sort(key=lambda row: config.tasks.index(row["task"]))
-    about = {**subject.identity, **asdict(config), "harness": "lm-eval 0.4"}
-    report = Report("tasks", f"Harness tasks under {subject.name}", about, COLUMNS, rows, NOTES)
+    about = {**tested.identity, **asdict(config), "harness": "lm-eval 0.4"}
+    report = Report("tasks", f"Harness tasks under {tested.name}", about, COLUMNS, rows, NOTES)
     report.write(out)
     return report
 
 
-def make_model(subject: Subject, variant: Variant | None, config: TasksConfig) -> Any:
+def make_model(tested: ModelUnderTest, variant: Variant | None, config: TasksConfig) -> Any:
     """The harness' model: ours under a variant, or (None) its own transformers class."""
     from .lm_eval_adapter import OffloadLM
 
-    settings: dict[str, Any] = {"dtype": subject.identity["dtype"], "device": subject.identity["device"]}
+    settings: dict[str, Any] = {"dtype": tested.identity["dtype"], "device": tested.identity["device"]}
     if variant is None:
         from lm_eval.models.huggingface import HFLM
 
-        return HFLM(pretrained=str(locate(subject.model)), batch_size=8, **settings)
-    llm = subject.llm(variant)
-    return OffloadLM.around(llm, decode_from=config.decode_from, batch_size=subject.batch)
+        return HFLM(pretrained=str(locate(tested.model)), batch_size=8, **settings)
+    llm = tested.llm(variant)
+    return OffloadLM.around(llm, decode_from=config.decode_from, batch_size=tested.batch)
 
 
 def measure(model: Any, task: str, config: TasksConfig) -> Row:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import ConfigError, InputError
 from ..core.figures import lines, picture
-from ..core.model_under_test import Scored, Subject, Text, Variant, text_digest
+from ..core.model_under_test import ModelUnderTest, Scored, Text, Variant, text_digest
 from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, perplexity_change, ratio_error
 
@@ -62,13 +62,13 @@ class Window:
     bytes: int
 
 
-def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[Window]:
+def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
     """`config.windows` windows spread evenly over the text between its margins (a text too short for these has none),
     each begun as the tokenizer begins a text (BOS).
 
     Raises InputError where the text is shorter than a window.
     """
-    ids, ends, lead = subject.encode(text)
+    ids, ends, lead = tested.encode(text)
     body = config.context - len(lead)
     if len(ids) < body:
         raise InputError(f"the text has {len(ids)} tokens, fewer than one window of {body}; lower --context")
@@ -84,9 +84,9 @@ def cut_windows(subject: Subject, text: str, config: PerplexityConfig) -> list[W
     return found
 
 
-def measure(subject: Subject, variant: Variant, windows: Sequence[Window], tail_from: int | None = None) -> Row:
+def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window], tail_from: int | None = None) -> Row:
     """What the variant's row measures: `samples` holds nats, tokens and bytes of each window, and of its tail."""
-    scored = subject.score(variant, [window.text for window in windows])
+    scored = tested.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
         "nats": [sum(score.nats) for score in scored],
         "tokens": [len(score.nats) for score in scored],
@@ -170,7 +170,7 @@ def shown_interval(row: Row, name: str) -> str:
 
 
 def measure_all(
-    subject: Subject,
+    tested: ModelUnderTest,
     text: str,
     name: str,
     variants: Sequence[Variant],
@@ -181,28 +181,28 @@ def measure_all(
     """A row per variant on `text` (called `name`), each compared with the first (which should be full) and with
     infinigen at its budget. Rows that `out` holds from an earlier run are not measured again."""
     store = RowStore(out)
-    windows = cut_windows(subject, text, config)
-    shared = {"suite": "perplexity", **subject.identity, "text": text_digest(text), **asdict(config)}
-    shared |= {"path": subject.path}
+    windows = cut_windows(tested, text, config)
+    shared = {"suite": "perplexity", **tested.identity, "text": text_digest(text), **asdict(config)}
+    shared |= {"path": tested.path}
     rows: list[Row] = []
     for variant in variants:
-        key = shared | {"variant": subject.key(variant)}
-        row = store.once(key, partial(measure, subject, variant, windows, config.tail_from))
-        row = subject.describe(variant) | {"text": name, "context": config.context} | row
+        key = shared | {"variant": tested.key(variant)}
+        row = store.once(key, partial(measure, tested, variant, windows, config.tail_from))
+        row = tested.describe(variant) | {"text": name, "context": config.context} | row
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
         say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
     _against_rivals(rows)
     return _shown(rows)
 
 
-def about(subject: Subject, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
+def about(tested: ModelUnderTest, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
     """What holds for all rows of a text."""
-    found = {**subject.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
-    return found | {"decode_from": config.start, "path": subject.path, "bootstrap_seed": 0}
+    found = {**tested.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
+    return found | {"decode_from": config.start, "path": tested.path, "bootstrap_seed": 0}
 
 
 def run_perplexity(
-    subject: Subject,
+    tested: ModelUnderTest,
     text: str,
     name: str,
     variants: Sequence[Variant],
@@ -211,9 +211,9 @@ def run_perplexity(
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """`measure_all` on `text` (called `name` in the tables), written as perplexity.json, .csv, .md and two pictures."""
-    rows = measure_all(subject, text, name, variants, config, out, say)
-    title = f"Perplexity of {subject.name} on {name}"
-    report = Report("perplexity", title, about(subject, text, name, config), COLUMNS, rows, NOTES)
+    rows = measure_all(tested, text, name, variants, config, out, say)
+    title = f"Perplexity of {tested.name} on {name}"
+    report = Report("perplexity", title, about(tested, text, name, config), COLUMNS, rows, NOTES)
     report.write(out)
     draw(report, out / "perplexity_by_attended_share.png")
     draw_chunks(report, out / "perplexity_along_the_text.png")

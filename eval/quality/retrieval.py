@@ -14,7 +14,7 @@ import numpy as np
 from ...config import check_choice
 from ...errors import ConfigError
 from ..core.figures import lines, picture
-from ..core.model_under_test import Subject, Variant, text_digest
+from ..core.model_under_test import ModelUnderTest, Variant, text_digest
 from ..core.needles import KINDS, Haystack, Passage
 from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, share_error
@@ -54,10 +54,10 @@ def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind
     return [replace(p, text=replace(p.text, decode_from=min(start, p.text.decode_from))) for p in made]
 
 
-def measure(subject: Subject, variant: Variant, passages: Sequence[Passage]) -> Row:
+def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage]) -> Row:
     """What the variant's row measures; `samples` holds [kind, distance, right] of each question. A question is right if
     every token of its answers was the likeliest (which is the same as writing them greedily)."""
-    scored = subject.score(variant, [passage.text for passage in passages])
+    scored = tested.score(variant, [passage.text for passage in passages])
     samples: list[tuple[str, int, bool]] = []
     for passage, score in zip(passages, scored, strict=True):
         first = passage.text.scored_from
@@ -113,7 +113,7 @@ def against(row: Row, base: Row) -> Row:
 
 
 def run_retrieval(
-    subject: Subject,
+    tested: ModelUnderTest,
     book: str,
     name: str,
     variants: Sequence[Variant],
@@ -124,30 +124,30 @@ def run_retrieval(
     """Measures every variant at every length, each compared with the first, which should be full; writes
     retrieval.json, .csv, .md and two pictures to `out`. Rows that it holds are not measured again."""
     store = RowStore(out)
-    haystack = Haystack(subject, book)
+    haystack = Haystack(tested, book)
     rows: list[Row] = []
     for length in config.lengths:
         asked = [make_passages(haystack, config, length, kind) for kind in config.kinds]
         base: Row | None = None
         for variant in variants:
-            by_kind = [_row(store, subject, variant, length, passages) for passages in asked]
-            row = subject.describe(variant) | {"text": name, "length": length} | together(by_kind)
+            by_kind = [_row(store, tested, variant, length, passages) for passages in asked]
+            row = tested.describe(variant) | {"text": name, "length": length} | together(by_kind)
             base = base or row
             rows.append(row | against(row, base))
             say(f"{length} tokens, {variant.label}: {row['right']:.1%} of {row['asked']} right")
-    about = {**subject.identity, "book": name, "book_digest": text_digest(book), "path": subject.path, **asdict(config)}
-    report = Report("retrieval", f"Needles found by {subject.name} in {name}", about, columns(rows), rows, NOTES)
+    about = {**tested.identity, "book": name, "book_digest": text_digest(book), "path": tested.path, **asdict(config)}
+    report = Report("retrieval", f"Needles found by {tested.name} in {name}", about, columns(rows), rows, NOTES)
     report.write(out)
     draw(report, config.kinds, out)
     return report
 
 
-def _row(store: RowStore, subject: Subject, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
+def _row(store: RowStore, tested: ModelUnderTest, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
     """`measure` of the passages of one kind, once. The key holds a digest of all that they say: passages made in other
     words are other passages."""
     said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
-    key = {"suite": "retrieval", **subject.identity, "path": subject.path, **said, "variant": subject.key(variant)}
-    return store.once(key, partial(measure, subject, variant, passages))
+    key = {"suite": "retrieval", **tested.identity, "path": tested.path, **said, "variant": tested.key(variant)}
+    return store.once(key, partial(measure, tested, variant, passages))
 
 
 NOTES = (

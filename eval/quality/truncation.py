@@ -20,7 +20,7 @@ from ...forward.sequence import Sequence as RunningSequence
 from ...llm import LLM
 from ...sessions.session import Session
 from ...sessions.window import SINKS
-from ..core.model_under_test import Subject
+from ..core.model_under_test import ModelUnderTest
 from ..core.needles import Haystack
 from ..core.report import Column, Report, Row
 from ..core.stats import paired_bootstrap, perplexity_change, share_error
@@ -158,12 +158,19 @@ def perplexity_rows(found: Sequence[dict[str, Followed]]) -> list[Row]:
 
 
 def passages_of(
-    subject: Subject, book: str, *, context: int, keep: int, passages: int, seed: int = 0, kinds: Sequence[str] = KINDS
+    tested: ModelUnderTest,
+    book: str,
+    *,
+    context: int,
+    keep: int,
+    passages: int,
+    seed: int = 0,
+    kinds: Sequence[str] = KINDS,
 ) -> list[Cut]:
     """Passages of `keep` tokens with facts and, at the end, questions about them, behind as much other prose of the
     book as makes `context` tokens; `passages` of each kind. Raises InputError where they do not fit."""
-    haystack, rng = Haystack(subject, book), np.random.default_rng(seed)
-    prose = subject.loaded.tokenizer(book[: 16 * context], add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+    haystack, rng = Haystack(tested, book), np.random.default_rng(seed)
+    prose = tested.loaded.tokenizer(book[: 16 * context], add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     before = tuple(prose[: context - keep])
     cuts = []
     for kind in kinds:
@@ -233,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = perplexity_rows(list(measure(llm, cuts, progress("windows", len(cuts)))))
     told = about | {"scored": f"{args.scored} tokens of each window"}
     Report("truncation", "Perplexity after a truncation", told, PERPLEXITY, rows).write(args.out)
-    asked = passages_of(Subject(args.model), book, passages=args.passages, seed=args.seed, **sizes)
+    asked = passages_of(ModelUnderTest(args.model), book, passages=args.passages, seed=args.seed, **sizes)
     rows = recall_rows(asked, list(measure(llm, asked, progress("passages", len(asked)))))
     told = about | {"questions": f"facts in the kept part, {', '.join(KINDS)}; every answer token right"}
     Report("truncation_recall", "Questions answered after a truncation", told, RECALL, rows).write(args.out)

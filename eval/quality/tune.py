@@ -24,7 +24,7 @@ from ...errors import ConfigError, InputError
 from ...planning.memory_model import scoring_bytes
 from ...skewing.artifact import SkewArtifact
 from ...skewing.tuned import ARTIFACT, POLICY, TunedPolicy
-from ..core.model_under_test import Subject, Text, Variant, text_digest
+from ..core.model_under_test import ModelUnderTest, Text, Variant, text_digest
 from ..core.report import Column, Report, Row, write_atomic
 
 FRACTIONS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -97,22 +97,22 @@ class Trial:
 class Search:
     """Measures settings, each once, and walks the stages."""
 
-    def __init__(self, subject: Subject, text: Text, config: TuneConfig, done: Callable[[], None]) -> None:
-        self.subject, self.text, self.config, self._done = subject, text, config, done
+    def __init__(self, tested: ModelUnderTest, text: Text, config: TuneConfig, done: Callable[[], None]) -> None:
+        self.tested, self.text, self.config, self._done = tested, text, config, done
         self.trials: dict[str, Trial] = {}
 
     def measure(self, options: Options) -> Trial:
         """The setting on the text, every position from `decode_from` on decoded."""
         key = repr(sorted(options.items()))
         if key not in self.trials:
-            (scored,) = self.subject.score(Variant("infinigen", options), [self.text])
+            (scored,) = self.tested.score(Variant("infinigen", options), [self.text])
             assert scored.missed is not None and scored.missed_worst is not None
             self.trials[key] = self._trial(options, scored.missed, scored.missed_worst, scored)
             self._done()
         return self.trials[key]
 
     def _trial(self, options: Options, missed: float, worst: float, scored: Any) -> Trial:
-        geometry, dtype = self.subject.geometry, self.subject.loaded.adapter.dtype
+        geometry, dtype = self.tested.geometry, self.tested.loaded.adapter.dtype
         chosen = InfiniGenOptions.preset("default", **options)
         context = (self.text.decode_from + 1 + len(self.text.tokens)) / 2
         layers = [layer for layer in range(geometry.layers) if layer not in chosen.dense_layers]
@@ -188,9 +188,9 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
     return Text(tokens, start, start + 1)
 
 
-def verify(subject: Subject, trial: Trial, text: Text) -> Row:
+def verify(tested: ModelUnderTest, trial: Trial, text: Text) -> Row:
     """The setting once more through `LLM.score`, step by step, the missed mass probed at every step."""
-    (scored,) = subject.score_by_step(Variant("infinigen", trial.options, {"missed_mass_every": 1}), [text])
+    (scored,) = tested.score_by_step(Variant("infinigen", trial.options, {"missed_mass_every": 1}), [text])
     return {
         "missed_mass": scored.missed,
         "missed_mass_worst_layer": scored.missed_worst,
@@ -201,22 +201,22 @@ def verify(subject: Subject, trial: Trial, text: Text) -> Row:
 
 
 def run_tune(
-    subject: Subject, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
+    tested: ModelUnderTest, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
 ) -> tuple[Report, TunedPolicy]:
     """Searches on `text` (called `name`), and writes skew.safetensors, policy.json and the table of all trials into
     `out`. The choice is written also where nothing keeps the limit (then it is what misses least), and says so.
 
     Raises InputError where the text is too short or `out` cannot be written, ConfigError for layers.
     """
-    tokenizer = subject.loaded.tokenizer
+    tokenizer = tested.loaded.tokenizer
     if tokenizer is None:
-        raise InputError(f"{subject.model} has no tokenizer: there is no way to read the text")
+        raise InputError(f"{tested.model} has no tokenizer: there is no way to read the text")
     ids: Any = tokenizer(text)["input_ids"]
-    cut = cut_text(list(ids), config, subject.geometry.max_positions)
-    search = Search(subject, cut, config, done)
+    cut = cut_text(list(ids), config, tested.geometry.max_positions)
+    search = Search(tested, cut, config, done)
     best = search.run()
     limit = config.max_missed_mass
-    through = verify(subject, best, cut)
+    through = verify(tested, best, cut)
     keeps = best.keeps(limit) and through["missed_mass_worst_layer"] <= limit
     measured = {
         "max_missed_mass": limit,
@@ -230,11 +230,11 @@ def run_tune(
         "choice": best.row(limit),
         "through_llm_score": through,
     }
-    tuned = TunedPolicy("infinigen", best.options, subject.loaded.fingerprint, measured)
+    tuned = TunedPolicy("infinigen", best.options, tested.loaded.fingerprint, measured)
     rows = [trial.row(limit) | {"chosen": trial is best} for trial in search.trials.values()]
-    title = f"Tuning infinigen for {subject.loaded.name}: at most {limit:.2%} missed"
-    report = Report("tune", title, {**subject.identity, **measured}, COLUMNS, rows, NOTES)
-    _save(subject.artifact(InfiniGenOptions(**best.options).skew), tuned, report, out)
+    title = f"Tuning infinigen for {tested.loaded.name}: at most {limit:.2%} missed"
+    report = Report("tune", title, {**tested.identity, **measured}, COLUMNS, rows, NOTES)
+    _save(tested.artifact(InfiniGenOptions(**best.options).skew), tuned, report, out)
     return report, tuned
 
 

@@ -120,7 +120,7 @@ class Pool:
     def __init__(self, slots: int) -> None:
         geometry = ModelGeometry(1, 1, 1, 1, 1, 2, (1.0,), (None,), LONGEST, False, 5.0)
         self._pool = HostPool(geometry, torch.float32, geometry.kv_bytes(slots, torch.float32))
-        self._leases: dict[int, BlockTable] = {}
+        self._block_tables: dict[int, BlockTable] = {}
         self.running: list[Job] = []
 
     def admit(self, job: Job) -> bool:
@@ -134,7 +134,7 @@ class Pool:
         except PoolFullError:
             self._pool.release(blocks)
             return False
-        self._leases[id(job)] = blocks
+        self._block_tables[id(job)] = blocks
         self.running.append(job)
         job.held = job.prompt
         self._pool.commit(blocks, job.held)
@@ -146,9 +146,9 @@ class Pool:
         for job in list(self.running):
             while job in self.running:
                 try:
-                    self._pool.reserve(self._leases[id(job)], job.held + 1)
+                    self._pool.reserve(self._block_tables[id(job)], job.held + 1)
                     job.held += 1
-                    self._pool.commit(self._leases[id(job)], job.held)
+                    self._pool.commit(self._block_tables[id(job)], job.held)
                     break
                 except PoolFullError:
                     gone.append(self.running[-1])
@@ -157,12 +157,12 @@ class Pool:
 
     def end(self, job: Job) -> None:
         """See `Memory.end`."""
-        self._pool.release(self._leases.pop(id(job)))
+        self._pool.release(self._block_tables.pop(id(job)))
         self.running.remove(job)
 
     def slots_of(self, job: Job) -> int:
         """See `Memory.slots_of`."""
-        return self._leases[id(job)].capacity
+        return self._block_tables[id(job)].capacity
 
 
 def jobs(count: int, seed: int) -> list[Job]:
@@ -205,7 +205,7 @@ def _kinds(memory: Memory, slots: int) -> dict[str, int]:
     return {"used": used, "reserved": later, "internal": taken - used - later, "external": slots - taken}
 
 
-def waste_report(scale: Scale) -> Report:
+def fragmentation_report(scale: Scale) -> Report:
     """Shares of KV memory by kind for each way to reserve."""
     slots, count = scale.slots, scale.slots // 64
     ways: dict[str, Memory] = {
@@ -232,7 +232,7 @@ def waste_report(scale: Scale) -> Report:
     return Report("sharing_waste", "What KV memory is spent on (PagedAttention, Figure 2)", about, columns, rows, notes)
 
 
-def draw_waste(rows: Sequence[Row], path: Path) -> None:
+def draw_fragmentation(rows: Sequence[Row], path: Path) -> None:
     """Stacked bars of the shares, one bar a way to reserve."""
     names = [row["memory"] for row in rows]
     data = {label: [row[kind] for row in rows] for kind, label in KINDS.items()}

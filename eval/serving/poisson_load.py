@@ -30,12 +30,12 @@ ANSWER = 8
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the measurements are. turns: of each competitor, at the least. batches, prefixes, suffixes: sequences
+    """How large the measurements are. repeats: of each baseline, at the least. batches, prefixes, suffixes: sequences
     and tokens of the attention table. requests, shared: those of the workload, and the tokens they have in common.
     questions: about one document. arrivals, rates: requests of the open loop, and how many a second. slots: tokens that
     the memory of the waste table holds."""
 
-    turns: int = 7
+    repeats: int = 7
     batches: tuple[int, ...] = (1, 4, 16, 32)
     prefixes: tuple[int, ...] = (0, 1024, 4096)
     suffixes: tuple[int, ...] = (64, 256, 1024, 2048)
@@ -75,14 +75,14 @@ def token_lists(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]
 
 
 @dataclass(frozen=True)
-class Planted:
+class ToldDocument:
     """A passage of a book with made-up facts spread through it, and for each fact a question and its answer."""
 
     document: list[int]
     questions: list[tuple[list[int], str]]
 
 
-def plant(llm: LLM, book: str, length: int, facts: int, seed: int = 0) -> Planted:
+def tell(llm: LLM, book: str, length: int, facts: int, seed: int = 0) -> ToldDocument:
     """`facts` facts of as many people (numbers, birthplaces, things), told at even distances in `length` tokens of
     `book`. Raises InputError for a text that is too short."""
     rng = np.random.default_rng(seed)
@@ -95,11 +95,11 @@ def plant(llm: LLM, book: str, length: int, facts: int, seed: int = 0) -> Plante
         raise InputError(f"{facts} facts and their text do not fit {length} tokens of a text of {len(text)}")
     document = [t for i, fact in enumerate(told) for t in (*text[i * room : (i + 1) * room], *fact)]
     asked = [(llm.encode(question, special_tokens=False), answer) for question, answer in pairs]
-    return Planted(document, asked)
+    return ToldDocument(document, asked)
 
 
 @dataclass
-class Run:
+class Answered:
     """CPU seconds of a run of questions: all of it, and of its decode steps alone; what was spent; and the answers."""
 
     answers: list[str]
@@ -110,7 +110,7 @@ class Run:
     bytes_to_device: int
 
 
-def ask(llm: LLM, prompts: Sequence[list[int]]) -> Run:
+def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
     """Answers all prompts in batches."""
     engine = Engine(llm._runner, max_batch=MAX_BATCH)
     served = [engine.add(prompt, greedy(ANSWER)) for prompt in prompts]
@@ -126,17 +126,17 @@ def ask(llm: LLM, prompts: Sequence[list[int]]) -> Run:
     stats = [completion.stats for completion in done]
     prefilled = sum(s.prompt_tokens - s.reused_tokens for s in stats)
     link = sum(s.link_bytes_to_device for s in stats)
-    return Run([c.text for c in done], seconds, decode, prefilled, llm._runner.pool.bytes_peak, link)
+    return Answered([c.text for c in done], seconds, decode, prefilled, llm._runner.pool.bytes_peak, link)
 
 
 TOLD = 16
 """Facts in the document; more questions than that ask again."""
 
 
-def _answered(llm: LLM, planted: Planted, count: int) -> tuple[Run, float]:
+def _answered(llm: LLM, told_document: ToldDocument, count: int) -> tuple[Answered, float]:
     """`count` questions, and the share of right answers."""
-    asked = [planted.questions[i % TOLD] for i in range(count)]
-    run = ask(llm, [planted.document + question for question, _ in asked])
+    asked = [told_document.questions[i % TOLD] for i in range(count)]
+    run = ask(llm, [told_document.document + question for question, _ in asked])
     right = [text.startswith(f"{answer}.") for text, (_, answer) in zip(run.answers, asked, strict=True)]
     return run, sum(right) / count
 
@@ -146,11 +146,11 @@ def questions_report(scale: Scale) -> Report:
     shared_llm, apart_llm = make(sharing=True), make(sharing=False)
     length = (shared_llm.geometry.max_positions - 128) // 64 * 64
     book = files("offload_rt").joinpath("data", "black_arrow.txt").read_text("utf-8")
-    planted = plant(shared_llm, book, length, TOLD)
-    document = planted.document
+    told_document = tell(shared_llm, book, length, TOLD)
+    document = told_document.document
     rows: list[Row] = []
     for count, sharing in ((scale.questions[0], False), *((count, True) for count in scale.questions)):
-        run, right = _answered(make(sharing=sharing) if sharing else apart_llm, planted, count)
+        run, right = _answered(make(sharing=sharing) if sharing else apart_llm, told_document, count)
         rows.append({"questions": count, "sharing": "yes" if sharing else "no", "right": right, **_run_row(run, count)})
     about = {
         "model": "reference, float32, policy full (all layers dense)",
@@ -173,7 +173,7 @@ def questions_report(scale: Scale) -> Report:
     return Report("sharing_questions", "Many questions about one document", about, columns, rows, notes)
 
 
-def _run_row(run: Run, count: int) -> Row:
+def _run_row(run: Answered, count: int) -> Row:
     return {
         "seconds": run.seconds,
         "each": run.seconds / count,
@@ -187,7 +187,7 @@ def _run_row(run: Run, count: int) -> Row:
 
 
 @dataclass
-class Open:
+class OpenLoopLog:
     """Requests that arrive at times of their own; all times in CPU seconds."""
 
     arrived: dict[int, float] = field(default_factory=dict)
@@ -197,10 +197,10 @@ class Open:
     peak_bytes: int = 0
 
 
-def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) -> Open:
+def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) -> OpenLoopLog:
     """Serves prompts that arrive as a Poisson process of `rate` a second. When nothing is to be done, the clock jumps
     to the next arrival."""
-    rng, at, log = random.Random(seed), 0.0, Open()
+    rng, at, log = random.Random(seed), 0.0, OpenLoopLog()
     arrivals = []
     for prompt in prompts:
         at += rng.expovariate(rate)
@@ -225,7 +225,7 @@ def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) ->
     return log
 
 
-def arrivals_report(scale: Scale) -> Report:
+def poisson_load_report(scale: Scale) -> Report:
     """Normalised latency and time to first token over the arrival rate (ChunkAttention's Figure 5 and Table 4)."""
     rows: list[Row] = []
     for shared_tokens in (0, 1024):

@@ -1,7 +1,7 @@
 """What sharing a prefix saves in the attention of a decode step: segments against one sequence after the other, on the
-same memory, in turns; the least of each. Time is CPU time of this process on one thread.
+same memory, one after another; the least of each. Time is CPU time of this process on one thread.
 
-`offload-rt bench-sharing` writes these tables and those of `arrivals`, `workload` and `waste`.
+`offload-rt bench-sharing` writes these tables and those of `poisson_load`, `workload` and `fragmentation`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...kernels.dispatch import attend_runs
 from ...kernels.segments import Run
 from ...pool.pool import HostPool
 from ..core.report import Column, Report, Row
-from .fragmentation import draw_waste, waste_report
-from .poisson_load import SMALL, Scale, arrivals_report, questions_report
+from .fragmentation import draw_fragmentation, fragmentation_report
+from .poisson_load import SMALL, Scale, poisson_load_report, questions_report
 from .prefix_workload import steps_report, workload_report
 
 HEADS, HEAD_DIM = 8, 128
@@ -103,18 +103,18 @@ def grow(pool: HostPool, blocks: BlockTable, tokens: int) -> None:
     pool.commit(blocks, start + tokens)
 
 
-def least(turns: int, *competitors: Callable[[], object]) -> list[float]:
-    """Milliseconds of CPU time, the least of many turns of each: at least `turns`, and as many as `LEAST_SECONDS` hold.
+def least(repeats: int, *rivals: Callable[[], object]) -> list[float]:
+    """Milliseconds of CPU time, the least of many runs of each: `repeats`, or as many as fit `LEAST_SECONDS` if more.
     The order is turned round every time, so that nobody always finds what the same other one left in the caches."""
-    best = [float("inf")] * len(competitors)
-    order, started, turn = list(range(len(competitors))), time.process_time(), 0
-    while turn < turns or time.process_time() - started < LEAST_SECONDS:
+    best = [float("inf")] * len(rivals)
+    order, started, repeat = list(range(len(rivals))), time.process_time(), 0
+    while repeat < repeats or time.process_time() - started < LEAST_SECONDS:
         for i in order:
             began = time.process_time()
-            competitors[i]()
+            rivals[i]()
             best[i] = min(best[i], time.process_time() - began)
         order.reverse()
-        turn += 1
+        repeat += 1
     return [1e3 * seconds for seconds in best]
 
 
@@ -131,7 +131,7 @@ def attention_rows(scale: Scale) -> list[Row]:
                     return batch.with_segments(prefixes.of(batch.block_tables))
 
                 torch.testing.assert_close(shared(), batch.one_by_one(), rtol=0, atol=1e-4)
-                apart, together = least(scale.turns, batch.one_by_one, shared)
+                apart, together = least(scale.repeats, batch.one_by_one, shared)
                 floors = batch.floor_bytes
                 rows.append(
                     {
@@ -158,7 +158,7 @@ def level_rows(scale: Scale) -> list[Row]:
         top = tuple(s for s in both.segments if s.stop - s.first == len(batch.block_tables))
         one = replace(both, segments=top, private=(top[0].tokens.stop,) * len(batch.block_tables))
         times = least(
-            scale.turns,
+            scale.repeats,
             batch.one_by_one,
             lambda batch=batch, one=one: batch.with_segments(one),  # type: ignore[misc]
             lambda batch=batch, both=both: batch.with_segments(both),  # type: ignore[misc]
@@ -211,8 +211,8 @@ def level_report(scale: Scale) -> Report:
 
 def about_machine(scale: Scale) -> dict[str, Any]:
     """What holds for all tables."""
-    least_of = f"the least of {scale.turns} turns or {LEAST_SECONDS} s of turns, whichever is more"
-    return {"clock": f"CPU time, one thread, {least_of}, in turns"}
+    least_of = f"the least of {scale.repeats} repeats or {LEAST_SECONDS} s of repeats, whichever is more"
+    return {"clock": f"CPU time, one thread, {least_of}, one after another"}
 
 
 REPORTS: dict[str, Callable[[Scale], Report]] = {
@@ -220,9 +220,9 @@ REPORTS: dict[str, Callable[[Scale], Report]] = {
     "levels": level_report,
     "steps": steps_report,
     "workload": workload_report,
-    "waste": waste_report,
+    "fragmentation": fragmentation_report,
     "questions": questions_report,
-    "arrivals": arrivals_report,
+    "poisson": poisson_load_report,
 }
 
 
@@ -237,20 +237,20 @@ def bench_sharing(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for tables (default: out)")
     parser.add_argument("--only", nargs="+", choices=REPORTS, default=list(REPORTS), metavar="TABLE",
                         help=f"of {', '.join(REPORTS)} (default: all)")  # fmt: skip
-    parser.add_argument("--turns", type=int, default=Scale().turns, metavar="N", help="of each competitor, at least")
+    parser.add_argument("--repeats", type=int, default=Scale().repeats, metavar="N", help="of each baseline, at least")
     parser.add_argument("--small", action="store_true", help="tiny sizes: shows that all of it runs, measures nothing")
     args = parser.parse_args(argv)
-    if args.turns < 1:
-        raise ConfigError(f"--turns {args.turns} must be at least 1")
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats} must be at least 1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for name in args.only:
-            report = REPORTS[name](SMALL if args.small else replace(Scale(), turns=args.turns))
+            report = REPORTS[name](SMALL if args.small else replace(Scale(), repeats=args.repeats))
             print(report.markdown(), flush=True)
             report.write(args.out)
-            if name == "waste":
-                draw_waste(report.rows, args.out / "sharing_waste_by_kind.png")
+            if name == "fragmentation":
+                draw_fragmentation(report.rows, args.out / "sharing_waste_by_kind.png")
     finally:
         torch.set_num_threads(threads)
     return 0

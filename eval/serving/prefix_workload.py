@@ -119,13 +119,13 @@ class NoAttention(DecodeStep):
         return None if super()._fetch_dense(layer) is None else Nothing()
 
 
-def step_seconds(runner: Runner, document: list[int], batch: int, step: type[DecodeStep], turns: int) -> float:
-    """CPU seconds of a decode step of `batch` sequences on one document, the least of `turns`."""
-    first = runner.new_sequence([*document, *[5] * (turns + 2)], len(document) + turns + 2)
+def step_seconds(runner: Runner, document: list[int], batch: int, step: type[DecodeStep], repeats: int) -> float:
+    """CPU seconds of a decode step of `batch` sequences on one document, the least of `repeats`."""
+    first = runner.new_sequence([*document, *[5] * (repeats + 2)], len(document) + repeats + 2)
     runner.prefill(first, len(document))
-    sequences = [first, *(runner.fork(first, len(document) + turns + 2) for _ in range(batch - 1))]
+    sequences = [first, *(runner.fork(first, len(document) + repeats + 2) for _ in range(batch - 1))]
     best = float("inf")
-    for _ in range(turns):
+    for _ in range(repeats):
         for sequence in sequences:
             sequence.slots.begin_step(sequence.blocks, sequence.position)
         sharing = runner.prefixes.of([s.blocks for s in sequences])
@@ -152,7 +152,7 @@ def steps_report(scale: Scale) -> Report:
         for prefix in sorted({min(tokens, longest) for tokens in scale.prefixes if tokens}):
             [document] = token_lists(together, 1, prefix, 0)
             kinds = ((apart, DecodeStep), (together, DecodeStep), (together, NoAttention))
-            times = [step_seconds(llm._runner, document, batch, step, scale.turns) for llm, step in kinds]
+            times = [step_seconds(llm._runner, document, batch, step, scale.repeats) for llm, step in kinds]
             rate = [batch / seconds for seconds in times]
             rows.append(
                 {"batch": batch, "prefix": prefix, "apart": rate[0], "segments": rate[1], "none": rate[2]}
@@ -169,7 +169,7 @@ def steps_report(scale: Scale) -> Report:
     )
     about = {
         "model": f"{MODEL}, policy full (all layers dense)",
-        "clock": f"CPU time, one thread, best of {scale.turns}",
+        "clock": f"CPU time, one thread, best of {scale.repeats}",
     }
     title = "Decode steps on one prompt, and the ceiling of no attention"
     return Report("sharing_steps", title, about, columns, rows)

@@ -28,7 +28,7 @@ _END = re.compile(r"[.!?…][\"'”’)\]]*\s*$|\n\s*$")
 
 
 @dataclass(frozen=True)
-class Passage:
+class Sentence:
     """Tokens [start, stop), a sentence or a piece of one."""
 
     start: int
@@ -36,7 +36,7 @@ class Passage:
     text: str
 
 
-def passages(pieces: Sequence[str], prompt_tokens: int) -> list[Passage]:
+def passages(pieces: Sequence[str], prompt_tokens: int) -> list[Sentence]:
     """The text cut into sentences; none crosses from the prompt into what was generated."""
     found, start = [], 0
     for i in range(len(pieces)):
@@ -44,7 +44,7 @@ def passages(pieces: Sequence[str], prompt_tokens: int) -> list[Passage]:
         long = i + 1 - start >= PASSAGE_TOKENS
         ended = _END.search("".join(pieces[max(start, i - 3) : i + 1]))
         if last or long or (ended and not _opens(pieces, i)):
-            found.append(Passage(start, i + 1, "".join(pieces[start : i + 1])))
+            found.append(Sentence(start, i + 1, "".join(pieces[start : i + 1])))
             start = i + 1
     return found
 
@@ -55,7 +55,7 @@ def _opens(pieces: Sequence[str], i: int) -> bool:
     return not following.strip() or following[0] in ".!?…\"'”’)]"
 
 
-def readings(recording: Recording, cut: Sequence[Passage]) -> NDArray[np.float64]:
+def readings(recording: Recording, cut: Sequence[Sentence]) -> NDArray[np.float64]:
     """`[generated passages, passages]`: how much each generated passage read of each, 0 to 1."""
     info = recording.info
     of_token = np.repeat(np.arange(len(cut)), [p.stop - p.start for p in cut])

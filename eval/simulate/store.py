@@ -51,7 +51,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True)
-class Machine:
+class StoreMachine:
     """Sizes in bytes, bandwidths in bytes a second, prices in dollars an hour (of a GPU; of 10^9 bytes). Default prices
     are CachedAttention's (§4.2), bandwidths PCIe 4's and one SSD's, `token_bytes` Llama-3-8B's in 16 bits."""
 
@@ -162,7 +162,7 @@ class Tier:
 class Replay:
     """One run of one policy over one trace."""
 
-    def __init__(self, requests: Sequence[TraceRequest], machine: Machine, policy: str, speed: float) -> None:
+    def __init__(self, requests: Sequence[TraceRequest], machine: StoreMachine, policy: str, speed: float) -> None:
         if speed <= 0:
             raise ConfigError(f"speed={speed} must be positive: 2 lets requests arrive twice as fast")
         self.machine, self.policy, self.speed = machine, policy, speed
@@ -319,7 +319,7 @@ class Replay:
 
 def simulate(
     requests: Sequence[TraceRequest],
-    machines: Iterable[Machine],
+    machines: Iterable[StoreMachine],
     policies: Sequence[str] = POLICIES,
     speeds: Sequence[float] = (1.0,),
 ) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ SETUPS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sweep:
     """model; texts: token ids to go on from; new_tokens: how many are written for each, drawn at temperature 0.8;
     shares: sizes of the working set, tables included, as shares of the whole context's KV in 16 bit."""
 
@@ -68,7 +68,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Run:
+class WorkingSetRun:
     """One prompt gone on with: its new tokens, what it cost, and bytes of the layers that select (a dense layer's rows
     all cross, whatever is kept)."""
 
@@ -77,13 +77,13 @@ class Run:
     selected_bytes: int
 
 
-def run(llm: LLM, prompt: Sequence[int], new_tokens: int, record: Path | None = None) -> Run:
+def run(llm: LLM, prompt: Sequence[int], new_tokens: int, record: Path | None = None) -> WorkingSetRun:
     """Goes on with `prompt`."""
     params = SamplingParams(max_new_tokens=new_tokens, temperature=0.8, seed=1, ignore_eos=True)
     tokens = [event.token_id for event in llm.stream(list(prompt), params, record)]
     stats = llm.last_stats
     assert stats is not None
-    return Run(tokens, stats, stats.link_bytes_to_device - _dense_bytes(llm, stats, len(prompt)))
+    return WorkingSetRun(tokens, stats, stats.link_bytes_to_device - _dense_bytes(llm, stats, len(prompt)))
 
 
 def _dense_bytes(llm: LLM, stats: Stats, prompt: int) -> int:
@@ -126,16 +126,16 @@ def replayed(recording: Recording, capacities: Sequence[int]) -> Iterator[tuple[
         yield cache, found, rows
 
 
-def measure(plan: Plan, setup: Setup, scratch: Path) -> tuple[list[Row], list[Row]]:
+def measure(sweep: Sweep, setup: Setup, scratch: Path) -> tuple[list[Row], list[Row]]:
     """Of one setup: rows of the rules that were replayed, and of the runs that were repeated."""
-    llm, plain, recordings = plan.llm(setup), [], []
-    for i, prompt in enumerate(plan.prompts):
-        plain.append(run(plan.llm(setup), prompt, plan.new_tokens, scratch / str(i)))
+    llm, plain, recordings = sweep.llm(setup), [], []
+    for i, prompt in enumerate(sweep.prompts):
+        plain.append(run(sweep.llm(setup), prompt, sweep.new_tokens, scratch / str(i)))
         recordings.append(Recording.open(scratch / str(i)))
-    context = len(plan.prompts[0]) + plan.new_tokens
+    context = len(sweep.prompts[0]) + sweep.new_tokens
     whole, info = sixteen_bit_bytes(llm, context), recordings[0].info
     layers, row = len(info.selecting), sixteen_bit_row(info, llm)
-    sizes = {rows_within(int(share * whole), layers, info.kv_heads, row): share for share in plan.shares}
+    sizes = {rows_within(int(share * whole), layers, info.kv_heads, row): share for share in sweep.shares}
     sizes.pop(0, None)
     shared = {"setup": setup.name, "selected_rows": _mean_rows(recordings)}
     if not shared["selected_rows"]:
@@ -150,7 +150,7 @@ def measure(plan: Plan, setup: Setup, scratch: Path) -> tuple[list[Row], list[Ro
                   "link_bytes": (rows - hits) * info.row_bytes, "link_bytes_without": rows * info.row_bytes}
         for (rule, kept), (hits, rows) in tallies.items()
     ]  # fmt: skip
-    return ruled, [shared | _repeated(plan, setup, kept, plain) | {"share": sizes[kept]} for kept in sizes]
+    return ruled, [shared | _repeated(sweep, setup, kept, plain) | {"share": sizes[kept]} for kept in sizes]
 
 
 def _mean_rows(recordings: Sequence[Recording]) -> float:
@@ -159,9 +159,9 @@ def _mean_rows(recordings: Sequence[Recording]) -> float:
     return float(sum(one.shape[1] for one in steps)) / len(steps)
 
 
-def _repeated(plan: Plan, setup: Setup, kept: int, plain: Sequence[Run]) -> Row:
+def _repeated(sweep: Sweep, setup: Setup, kept: int, plain: Sequence[WorkingSetRun]) -> Row:
     """The runs with a working set against those without."""
-    again = [run(plan.llm(setup, kept), prompt, plan.new_tokens) for prompt in plan.prompts]
+    again = [run(sweep.llm(setup, kept), prompt, sweep.new_tokens) for prompt in sweep.prompts]
     without, crossed = (sum(one.selected_bytes for one in runs) for runs in (plain, again))
     everything, left = (sum(one.stats.link_bytes_to_device for one in runs) for runs in (plain, again))
     rates = [one.stats.working_set_hit_rate or 0.0 for one in again]
@@ -207,13 +207,13 @@ NOTES = (
 )
 
 
-def report(plan: Plan, about: dict[str, Any], out: Path) -> list[Report]:
+def report(sweep: Sweep, about: dict[str, Any], out: Path) -> list[Report]:
     """Measures everything and writes working_set_rules and working_set as .json, .csv and .md."""
     ruled: list[Row] = []
     repeated: list[Row] = []
-    for setup in plan.setups:
+    for setup in sweep.setups:
         with TemporaryDirectory() as scratch:
-            rules_of, runs_of = measure(plan, setup, Path(scratch))
+            rules_of, runs_of = measure(sweep, setup, Path(scratch))
         ruled, repeated = ruled + rules_of, repeated + runs_of
     reports = [
         Report("working_set", "A working set on the device", about, RUNS, repeated, NOTES),
@@ -243,13 +243,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = tuple(tuple(ids[int(s * len(ids)) :][: context - args.new_tokens]) for s in starts)
         if args.new_tokens >= context or any(len(prompt) < context - args.new_tokens for prompt in prompts):
             raise InputError(f"the text has {len(ids)} tokens: too few for {context} from {args.starts} of it on")
-        plan = Plan(args.model, prompts, args.new_tokens, tuple(float(share) for share in args.shares.split(",")))
+        sweep = Sweep(args.model, prompts, args.new_tokens, tuple(float(share) for share in args.shares.split(",")))
         about = {
             "model": args.model,
             "text": f"{args.text.name} ({text_digest(text)}), from {args.starts} of it on",
             "context": f"{context} tokens, the last {args.new_tokens} of them new, temperature 0.8, seed 1",
         }
-        for one in report(plan, about, args.out):
+        for one in report(sweep, about, args.out):
             print(one.markdown())
     except (OffloadError, OSError, UnicodeDecodeError, ValueError) as error:
         print(f"working_set: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ from ...select.full import Full
 from ...select.registry import make_policy
 from ...transfer.link import Link
 from .step_profiler import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
-from .synthetic_kv import RESIDENT, Given, Planted, PlantedAdapter
+from .synthetic_kv import RESIDENT, Given, SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
 """The token that every step decodes: speed does not depend on it."""
@@ -85,7 +85,7 @@ SHAPES = {
 with keys of its own."""
 
 
-class Competitor(Protocol):
+class Baseline(Protocol):
     """One way to decode."""
 
     @property
@@ -136,22 +136,22 @@ class Context:
     """The planted context in one host pool, once for each sequence of a batch: no chunk is shared. Every policy decodes
     from forks of it."""
 
-    def __init__(self, pool: HostPool, link: Link, planted: Planted, room: int, batch: int = 1) -> None:
+    def __init__(self, pool: HostPool, link: Link, synthetic: SyntheticKV, room: int, batch: int = 1) -> None:
         self.pool, self.link, self.room = pool, link, room
-        self._leases = [pool.new_block_table(planted.length) for _ in range(batch)]
-        for layer, kv in enumerate(planted.layers()):
-            for blocks in self._leases:
+        self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
+        for layer, kv in enumerate(synthetic.layers()):
+            for blocks in self._block_tables:
                 pool.write(blocks, layer, 0, kv.k, kv.v)
-        for blocks in self._leases:
-            pool.commit(blocks, planted.length)
+        for blocks in self._block_tables:
+            pool.commit(blocks, synthetic.length)
 
     def forks(self) -> list[BlockTable]:
         """Other block tables on the same rows."""
-        return [self.pool.fork(blocks) for blocks in self._leases]
+        return [self.pool.fork(blocks) for blocks in self._block_tables]
 
     def blank(self) -> list[BlockTable]:
-        """Leases without rows."""
-        return [self.pool.new_block_table(1) for _ in self._leases]
+        """Block tables without rows."""
+        return [self.pool.new_block_table(1) for _ in self._block_tables]
 
 
 class Ours:
@@ -223,13 +223,13 @@ class Ours:
 
 @dataclass(frozen=True)
 class Field:
-    """What competitors are made from. `model` is for transformers, as transformers makes it; `own`, the same weights,
+    """What baselines are made from. `model` is for transformers, as transformers makes it; `own`, the same weights,
     is for us, in the memory order that `load_model` gives a checkpoint. `context` has rows as they are, `other(format)`
     makes one whose rows are rounded, "device" one whose rows are on the device."""
 
     model: Any
     own: Any
-    planted: Planted
+    synthetic: SyntheticKV
     context: Context
     other: Callable[[str], Context]
     room: int
@@ -239,12 +239,12 @@ class Field:
     @property
     def loaded(self) -> LoadedModel:
         """The model with planted queries."""
-        adapter = PlantedAdapter(adapter_for(self.own), self.planted)
+        adapter = SyntheticAdapter(adapter_for(self.own), self.synthetic)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 
     def peer(self, name: str, cache: Cache) -> Peer:
         """transformers with `cache`."""
-        return Peer(name, self.model, cache, self.planted.length, self.batch)
+        return Peer(name, self.model, cache, self.synthetic.length, self.batch)
 
     def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
         """This runtime with a policy of the registry."""
@@ -253,7 +253,7 @@ class Field:
     def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
         """A policy of the registry."""
         adapter = adapter_for(self.model)
-        artifact = self.planted.artifact()
+        artifact = self.synthetic.artifact()
         return make_policy(
             policy,
             options,
@@ -265,24 +265,24 @@ class Field:
 
 
 class Skipped(Exception):  # noqa: N818 - an answer, not an error
-    """Why a competitor cannot run here."""
+    """Why a baseline cannot run here."""
 
 
-def _static(field: Field) -> Competitor:
+def _static(field: Field) -> Baseline:
     return field.peer("StaticCache", StaticCache(config=field.model.config, max_cache_len=field.room))
 
 
-def _dynamic(field: Field) -> Competitor:
+def _dynamic(field: Field) -> Baseline:
     return field.peer("DynamicCache", DynamicCache(config=field.model.config))
 
 
-def _offloaded(field: Field) -> Competitor:
+def _offloaded(field: Field) -> Baseline:
     if field.model.device.type != "cuda":
         raise Skipped("offloads from a CUDA device, and this is a CPU")
     return field.peer("OffloadedCache", DynamicCache(config=field.model.config, offloading=True))
 
 
-def _quantized(field: Field) -> Competitor:
+def _quantized(field: Field) -> Baseline:
     backends = {"quanto": "optimum.quanto", "hqq": "hqq"}
     found = [name for name, module in backends.items() if _installed(module)]
     if not found:
@@ -297,44 +297,44 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Competitor]:
+def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Baseline]:
     name = f"infinigen, {label}" if label else "infinigen"
     return lambda field: field.ours(name, "infinigen", {"dense_layers": ()} | options)
 
 
-def _full(field: Field) -> Competitor:
+def _full(field: Field) -> Baseline:
     return field.ours("full", "full", {})
 
 
-def _h2o(field: Field) -> Competitor:
+def _h2o(field: Field) -> Baseline:
     """As many tokens attended as "infinigen" attends to. Nothing was attended before the first step, so which tokens
     were heavy is arbitrary: the time is H2O's, the choice is not."""
-    length = field.planted.length
+    length = field.synthetic.length
     first, last = RESIDENT
-    share = field.planted.fraction * (length - first - last) + first + last
+    share = field.synthetic.fraction * (length - first - last) + first + last
     return field.ours("h2o", "h2o", {"dense_layers": (), "budget": min(1.0, share / length)})
 
 
-def _int4(field: Field) -> Competitor:
+def _int4(field: Field) -> Baseline:
     """All rows, rounded to four bits in host memory and on the link."""
     context = field.other("int4")
     return Ours("int4 KV", field.loaded, field.policy("full", {}), context, context.forks())
 
 
-def _ideal(field: Field) -> Competitor:
+def _ideal(field: Field) -> Baseline:
     """The selection of "infinigen" for nothing, from rows that are on the device: on a CPU they are anyway."""
     policy = Given(field.policy("infinigen", {"dense_layers": ()}))
     context = field.context if field.model.device.type == "cpu" else field.other("device")
     return Ours("ideal", field.loaded, policy, context, context.forks())
 
 
-def _floor_peer(field: Field) -> Competitor:
+def _floor_peer(field: Field) -> Baseline:
     cache = DynamicCache(config=field.model.config)
     return _Blank("floor: transformers", field.model, cache, 0, field.batch)
 
 
-def _floor_ours(field: Field) -> Competitor:
-    policy = Full(field.planted.geometry.layers)
+def _floor_ours(field: Field) -> Baseline:
+    policy = Full(field.synthetic.geometry.layers)
     return Ours("floor: ours", field.loaded, policy, field.context, field.context.blank())
 
 
@@ -345,7 +345,7 @@ class _Blank(Peer):
         """Takes nothing."""
 
 
-MAKERS: dict[str, Callable[[Field], Competitor]] = {
+MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "static": _static,
     "dynamic": _dynamic,
     "offloaded": _offloaded,

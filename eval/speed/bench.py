@@ -1,5 +1,5 @@
-"""The speed of a decode step against transformers' caches: one process, the competitors in turns, CPU time (on CUDA:
-synchronised wall time), medians and quartiles, over lengths, batches and model sizes. Written as JSON, tables and
+"""The speed of a decode step against transformers' caches: one process, the baselines one after another, CPU time (on
+CUDA synchronised wall time), medians and quartiles, over lengths, batches and model sizes. Written as JSON, tables and
 pictures.
 
 Counterparts of InfiniGen's figures: 14 `--batches 1,2,4,8`, 15 `--contexts 8192,16384,...`, 16 `--shape a,b,c`; 18 is
@@ -30,13 +30,13 @@ from ...transfer.cpu import CpuLink
 from ...transfer.cuda import CudaLink
 from ...transfer.link import Link
 from ...transfer.streams import InlineStream
-from .baselines import MAKERS, SHAPES, Competitor, Context, Field, Ours, Shape, Skipped
-from .ideal_link import OnDevice
+from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
+from .ideal_link import IdealLink
 from .report import Point, Timing, describe, points, table, write_report
-from .synthetic_kv import Planted
+from .synthetic_kv import SyntheticKV
 
 BURST = 2
-"""Tokens a competitor decodes in its turn: the first finds the others' data in the processor's caches, the second its
+"""Tokens a baseline decodes each time: the first finds the others' data in the processor's caches, the second its
 own."""
 
 WARM_UP = 2
@@ -47,7 +47,7 @@ WARM_UP = 2
 class BenchConfig:
     """shape: a name in SHAPES; layers replaces its number of layers. contexts: tokens, each a multiple of 64. batches:
     sequences decoded together, none of which shares anything. fraction: share of tokens planted; spread: how much more
-    or less of it single KV heads have. competitors: names in MAKERS. turns: of each competitor, BURST tokens each."""
+    or less of it single KV heads have. baselines: names in MAKERS. repeats: of each baseline, BURST tokens each."""
 
     shape: str = "small"
     layers: int | None = None
@@ -55,8 +55,8 @@ class BenchConfig:
     batches: tuple[int, ...] = (1,)
     fraction: float = 0.05
     spread: float = 0.5
-    competitors: tuple[str, ...] = ("static", "dynamic", "full", "infinigen", "ideal", "floor", "floor-ours")
-    turns: int = 12
+    baselines: tuple[str, ...] = ("static", "dynamic", "full", "infinigen", "ideal", "floor", "floor-ours")
+    repeats: int = 12
     threads: int = 1
     device: str = "auto"
     dtype: str = "auto"
@@ -64,15 +64,15 @@ class BenchConfig:
     def __post_init__(self) -> None:
         check_choice("shape", self.shape, SHAPES)
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        for name in self.competitors:
-            check_choice("competitor", name, MAKERS)
+        for name in self.baselines:
+            check_choice("baseline", name, MAKERS)
         for context in self.contexts:
             if context < 2 * CHUNK or context % CHUNK:
                 raise ConfigError(f"contexts={context} must be a multiple of {CHUNK}, at least {2 * CHUNK}")
         for batch in self.batches:
             if batch < 1:
                 raise ConfigError(f"batches={batch} must be at least 1")
-        for name, least in (("layers", 1), ("turns", 1), ("threads", 1)):
+        for name, least in (("layers", 1), ("repeats", 1), ("threads", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
@@ -89,7 +89,7 @@ class BenchConfig:
 
 
 def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) -> list[Timing]:
-    """Measures every competitor at every context and batch, with `config.shape` and with the shapes `others`; writes
+    """Measures every baseline at every context and batch, with `config.shape` and with the shapes `others`; writes
     `decode_step.json`, `.md`, `.png` and `breakdown.png` into `out` and prints tables.
 
     Raises ConfigError for what `BenchConfig` refuses, InputError where `out` cannot be written.
@@ -122,64 +122,64 @@ def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) ->
 
 
 def measure(config: BenchConfig, model: Any, point: Point, console: Console, skipped: dict[str, None]) -> list[Timing]:
-    """All competitors at one point; those that cannot run are entered in `skipped`, with the reason."""
-    turns = WARM_UP + config.turns
-    stage_steps = 2 * config.turns
-    room = point.context + turns * BURST + stage_steps + CHUNK
+    """All baselines at one point; those that cannot run are entered in `skipped`, with the reason."""
+    repeats = WARM_UP + config.repeats
+    stage_steps = 2 * config.repeats
+    room = point.context + repeats * BURST + stage_steps + CHUNK
     field = make_field(model, point.context, room, config.fraction, config.spread, point.batch)
-    competitors = _competitors(config.competitors, field, console, skipped)
-    for layer, kv in enumerate(field.planted.layers()):
-        for competitor in competitors:
-            competitor.fill(layer, kv)
+    baselines = _baselines(config.baselines, field, console, skipped)
+    for layer, kv in enumerate(field.synthetic.layers()):
+        for baseline in baselines:
+            baseline.fill(layer, kv)
     read = _clock(model.device)
-    seconds: list[list[float]] = [[] for _ in competitors]
-    for turn in range(turns):
-        console.print(f"  {point}: turn {turn + 1} of {turns}", end="\r")
-        for competitor, spent in zip(competitors, seconds, strict=True):
+    seconds: list[list[float]] = [[] for _ in baselines]
+    for repeat in range(repeats):
+        console.print(f"  {point}: repeat {repeat + 1} of {repeats}", end="\r")
+        for baseline, spent in zip(baselines, seconds, strict=True):
             for _ in range(BURST):
                 began = read()
-                competitor.step()
-                if turn >= WARM_UP:
+                baseline.step()
+                if repeat >= WARM_UP:
                     spent.append(read() - began)
-    stages = [c.stages(stage_steps, read) if isinstance(c, Ours) else {} for c in competitors]
-    layers = field.planted.geometry.layers
-    return [Timing.of(c, point, s, parts, layers) for c, s, parts in zip(competitors, seconds, stages, strict=True)]
+    stages = [c.stages(stage_steps, read) if isinstance(c, Ours) else {} for c in baselines]
+    layers = field.synthetic.geometry.layers
+    return [Timing.of(c, point, s, parts, layers) for c, s, parts in zip(baselines, seconds, stages, strict=True)]
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
     """Planted contexts of `length` tokens for `model`, in pools that also have room for every policy's new tokens."""
     geometry = adapter_for(model).geometry
-    planted = Planted.draw(geometry, length, fraction, spread)
-    made = {"auto": _context(model, planted, room, batch, "auto", len(MAKERS))}
+    synthetic = SyntheticKV.draw(geometry, length, fraction, spread)
+    made = {"auto": _context(model, synthetic, room, batch, "auto", len(MAKERS))}
 
     def other(kind: str) -> Context:
         if kind not in made:
-            made[kind] = _on_device(model, made["auto"], room) if kind == "device" else _rounded(kind)
+            made[kind] = _ideal(model, made["auto"], room) if kind == "device" else _rounded(kind)
         return made[kind]
 
     def _rounded(kind: Any) -> Context:
-        return _context(model, planted, room, batch, kind, 1)
+        return _context(model, synthetic, room, batch, kind, 1)
 
-    return Field(model, _own(model), planted, made["auto"], other, room, batch)
+    return Field(model, _own(model), synthetic, made["auto"], other, room, batch)
 
 
-def _context(model: Any, planted: Planted, room: int, batch: int, kv_format: KVFormatName, users: int) -> Context:
+def _context(model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_format: KVFormatName, users: int) -> Context:
     """A context in a pool of its own, with room for `users` policies."""
     adapter = adapter_for(model)
-    slots = batch * (planted.length + users * (room - planted.length + CHUNK))
+    slots = batch * (synthetic.length + users * (room - synthetic.length + CHUNK))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
     pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_format=kv_format, pin=_is_cuda(model))
-    return Context(pool, _link(model, pool), planted, room, batch)
+    return Context(pool, _link(model, pool), synthetic, room, batch)
 
 
-def _on_device(model: Any, context: Context, room: int) -> Context:
+def _ideal(model: Any, context: Context, room: int) -> Context:
     """The same pool with a link for which every row is on the device."""
     twin = copy.copy(context)
-    twin.link = OnDevice(context.pool, adapter_for(model).geometry, model.device, room)
+    twin.link = IdealLink(context.pool, adapter_for(model).geometry, model.device, room)
     return twin
 
 
-def _competitors(names: Sequence[str], field: Field, console: Console, skipped: dict[str, None]) -> list[Competitor]:
+def _baselines(names: Sequence[str], field: Field, console: Console, skipped: dict[str, None]) -> list[Baseline]:
     made = []
     for name in MAKERS:
         if name in names:
@@ -253,12 +253,12 @@ def bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spread", type=float, default=default.spread, metavar="F", help="single KV heads have up to F more or less"
     )
-    parser.add_argument("--turns", type=int, default=default.turns, metavar="N", help=f"of {BURST} tokens each")
+    parser.add_argument("--repeats", type=int, default=default.repeats, metavar="N", help=f"of {BURST} tokens each")
     parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
     parser.add_argument("--device", default=default.device, metavar="auto|cpu|cuda")
     parser.add_argument("--dtype", default=default.dtype, metavar="auto|float32|bfloat16|float16")
     parser.add_argument(
-        "--competitors", type=_names, default=default.competitors, metavar="A,B", help=f"of {', '.join(MAKERS)}, or all"
+        "--baselines", type=_names, default=default.baselines, metavar="A,B", help=f"of {', '.join(MAKERS)}, or all"
     )
 
 

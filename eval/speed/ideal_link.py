@@ -41,7 +41,7 @@ class _Ticket:
         return [*resident, KVPart(picked[0], picked[1], self.selection.counts)]
 
 
-class OnDevice:
+class IdealLink:
     """`Link` whose rows `[L, 2, Hkv, room, d]` of each open sequence are on the device, copied there when it opens; the
     pool gets none of the new ones. For decoding only: it neither prefills nor moves rows."""
 

@@ -24,7 +24,7 @@ REPEATS = 30
 
 
 @dataclass(frozen=True)
-class Size:
+class KernelSize:
     """tokens: in context. share: of them fetched. batch, prefix, own: sequences on a shared prefix, and their own."""
 
     tokens: int = 131_072
@@ -34,7 +34,7 @@ class Size:
     own: int = 64
 
 
-SMALL = Size(1024, 0.05, 3, 128, 64)
+SMALL = KernelSize(1024, 0.05, 3, 128, 64)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
 def milliseconds(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """Median and least of `REPEATS` calls after three: CUDA events around each, or CPU time of the process."""
     spent = []
-    for turn in range(REPEATS + 3):
+    for repeat in range(REPEATS + 3):
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -64,12 +64,12 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> tuple[float, 
             began = time.process_time()
             call()
             took = 1e3 * (time.process_time() - began)
-        if turn >= 3:
+        if repeat >= 3:
             spent.append(took)
     return statistics.median(spent), min(spent)
 
 
-def measure(device: torch.device, size: Size, rates: dict[str, float]) -> list[Row]:
+def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
     """A row for each operation. rates: bytes a second of `device` memory (read) and of the `link`, measured."""
     rows = []
     for case in cases(device, size):
@@ -83,7 +83,7 @@ def measure(device: torch.device, size: Size, rates: dict[str, float]) -> list[R
     return rows
 
 
-def cases(device: torch.device, size: Size) -> Iterator[Case]:
+def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
     """All operations, one after the other; the memory of each is given back before the next."""
     torch.manual_seed(0)
     for make in (_gather, _partial, _quantised, _select, _attend, _runs, _append):
@@ -96,11 +96,11 @@ def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return zeros, zeros + tokens
 
 
-def _chosen(size: Size) -> int:
+def _chosen(size: KernelSize) -> int:
     return max(1, int(size.share * size.tokens))
 
 
-def _gather(device: torch.device, size: Size) -> Iterator[Case]:
+def _gather(device: torch.device, size: KernelSize) -> Iterator[Case]:
     n, cuda = _chosen(size), device.type == "cuda"
     rows = torch.randint(0, 1 << 15, (2 * KV_HEADS * size.tokens, D), dtype=torch.int16)
     rows = rows.pin_memory() if cuda else rows
@@ -120,7 +120,7 @@ def _score_error(got: lists.Scores, want: lists.Scores, bound: torch.Tensor) -> 
     return float(((got.scores.double() - want.scores).abs() / bound).max())
 
 
-def _partial(device: torch.device, size: Size) -> Iterator[Case]:
+def _partial(device: torch.device, size: KernelSize) -> Iterator[Case]:
     q = torch.randn(KV_HEADS, GROUP, COLUMNS, device=device)
     keys = torch.randn(KV_HEADS, COLUMNS, size.tokens, device=device).half()
     starts, stops = _bounds(device, size.tokens)
@@ -137,7 +137,7 @@ def _partial(device: torch.device, size: Size) -> Iterator[Case]:
     yield Case("partial_scores, fp16", moved, False, call, error)
 
 
-def _quantised(device: torch.device, size: Size) -> Iterator[Case]:
+def _quantised(device: torch.device, size: KernelSize) -> Iterator[Case]:
     starts, stops = _bounds(device, size.tokens)
     for bits, d in ((8, COLUMNS), (4, D), (2, D)):
         mean, step = torch.zeros(KV_HEADS, d, device=device), torch.rand(KV_HEADS, d, device=device) + 0.01
@@ -163,7 +163,7 @@ def _quantised(device: torch.device, size: Size) -> Iterator[Case]:
         yield Case(f"quantised_scores, int{bits}", moved, False, call, error)
 
 
-def _select(device: torch.device, size: Size) -> Iterator[Case]:
+def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
     starts, stops = _bounds(device, size.tokens)
     found = lists._within(4 * torch.randn(KV_HEADS, GROUP, size.tokens, device=device), starts, stops)
     cap = _chosen(size)
@@ -185,7 +185,7 @@ def _half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _attend(device: torch.device, size: Size) -> Iterator[Case]:
+def _attend(device: torch.device, size: KernelSize) -> Iterator[Case]:
     n, dtype = _chosen(size), _half(device)
     q = torch.randn(KV_HEADS, GROUP, D, device=device).to(dtype)
     k, v = torch.randn(2, KV_HEADS, n, D, device=device).to(dtype)
@@ -209,7 +209,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _runs(device: torch.device, size: Size) -> Iterator[Case]:
+def _runs(device: torch.device, size: KernelSize) -> Iterator[Case]:
     dtype = _half(device)
 
     def rows(first: int, stop: int, n: int) -> Run:
@@ -233,7 +233,7 @@ def _runs(device: torch.device, size: Size) -> Iterator[Case]:
     yield Case(name, moved, False, call, error)
 
 
-def _append(device: torch.device, size: Size) -> Iterator[Case]:
+def _append(device: torch.device, size: KernelSize) -> Iterator[Case]:
     basis = torch.randn(KV_HEADS, D, COLUMNS, device=device) / D**0.5
     k = torch.randn(KV_HEADS, D, device=device).to(_half(device))
     keys = torch.zeros(KV_HEADS, COLUMNS, size.tokens, dtype=torch.float16, device=device)

@@ -17,13 +17,13 @@ import torch
 from rich.table import Table
 
 from ..core.report import write_atomic
-from .baselines import Competitor, Shape
+from .baselines import Baseline, Shape
 from .step_profiler import BREAKDOWN, breakdown
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per step of one competitor at one point (shape, batch, context): median and quartiles; `facts` are
+    """Milliseconds per step of one baseline at one point (shape, batch, context): median and quartiles; `facts` are
     its own, `stages` seconds of a step by stage, `parts` seconds of a layer's step as BREAKDOWN has them."""
 
     name: str
@@ -40,13 +40,13 @@ class Timing:
 
     @classmethod
     def of(
-        cls, competitor: Competitor, point: Point, seconds: Sequence[float], stages: dict[str, float], layers: int
+        cls, baseline: Baseline, point: Point, seconds: Sequence[float], stages: dict[str, float], layers: int
     ) -> Timing:
         """From the seconds of single steps."""
         lower, median, upper = (1e3 * q for q in statistics.quantiles(seconds, n=4, method="inclusive"))
         parts = breakdown(stages, layers) if stages else {}
         return cls(
-            competitor.name,
+            baseline.name,
             point.shape,
             point.batch,
             point.context,
@@ -54,7 +54,7 @@ class Timing:
             lower,
             upper,
             len(seconds),
-            competitor.facts(),
+            baseline.facts(),
             stages,
             parts,
         )
@@ -144,7 +144,7 @@ def _at(point: Point, timings: Sequence[Timing]) -> list[Timing]:
 
 
 def _rows(here: Sequence[Timing]) -> list[list[str]]:
-    """One row of text per competitor at one point."""
+    """One row of text per baseline at one point."""
     medians = {timing.name: timing.median for timing in here}
     rivals = [medians.get(name) for name in ("StaticCache", "DynamicCache")]
     rows = []
@@ -166,7 +166,7 @@ def _rows(here: Sequence[Timing]) -> list[list[str]]:
     return rows
 
 
-_HEAD = ["competitor", "ms/step", "quartiles", "x Static", "x Dynamic", "dense layers", "attended", "link MiB/token"]
+_HEAD = ["baseline", "ms/step", "quartiles", "x Static", "x Dynamic", "dense layers", "attended", "link MiB/token"]
 
 
 def table(point: Point, timings: Sequence[Timing]) -> Table:
@@ -192,7 +192,7 @@ def markdown(report: dict[str, Any], timings: Sequence[Timing]) -> str:
     keys = ("date", "commit", "processor", "device", "python", "torch", "transformers", "clock", "keys", "shapes")
     config = report["config"]
     lines = ["# Decode step", "", *(f"- {key}: {report[key]}" for key in keys)]
-    lines += [f"- {config['threads']} thread(s), {config['turns']} turns of 2 tokens each"]
+    lines += [f"- {config['threads']} thread(s), {config['repeats']} repeats of 2 tokens each"]
     lines += [f"- skipped {reason}" for reason in report["skipped"]] + [""]
     for point in points(timings):
         here = _at(point, timings)

@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class TimedModel:
     """A model to time. `make` gives a fresh `LLM` with nothing in its pool."""
 
     name: str
@@ -63,11 +63,11 @@ def shape_model(layers: int = 12, hidden: int = 512, heads: int = 8, kv_heads: i
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def fresh(subject: Subject, history: int) -> LLM:
+def fresh(timed: TimedModel, history: int) -> LLM:
     """A runtime that knows nothing of the history. What is not asked about has happened: its weights have been used,
     and memory for `history` tokens and a turn has been touched, as pinned memory is (on a busy machine the first touch
     of a page can take longer than reading it from disk)."""
-    llm = subject.make()
+    llm = timed.make()
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
     pool = llm._runner.pool
     count = history + LONG_TURN + CHUNK
@@ -98,10 +98,10 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
     return seconds
 
 
-def begin(subject: Subject, history: int, store: Path, turn: int) -> tuple[LLM, float]:
+def begin(timed: TimedModel, history: int, store: Path, turn: int) -> tuple[LLM, float]:
     """Stores a session "s" of `history` tokens. Returns a runtime that has its rows in host memory, and the seconds
     that history and turn take as a plain prompt, with nothing to reuse or to save."""
-    llm, prompt = fresh(subject, history), tokens(history, "history")
+    llm, prompt = fresh(timed, history), tokens(history, "history")
     seconds = first_token(lambda: llm.stream([*prompt, *tokens(turn, "recomputed")], SHORT))
     session = llm.session("s", store)
     list(session.send(prompt, SHORT))
@@ -109,19 +109,19 @@ def begin(subject: Subject, history: int, store: Path, turn: int) -> tuple[LLM, 
     return llm, seconds
 
 
-def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
+def measure(timed: TimedModel, repeats: int, folder: Path) -> list[Row]:
     """Rows of one model: every history from every source, `repeats` times, sources in turn. Sessions about one text
     would find each other's chunks: each history has a store of its own."""
     rows = []
-    for history in subject.histories:
+    for history in timed.histories:
         store = folder / f"{history}"
-        llm, recomputed = begin(subject, history, store, TURN)
+        llm, recomputed = begin(timed, history, store, TURN)
         times: dict[str, list[float]] = {"recomputed": [recomputed], "host": [], "disk warm": [], "disk cold": []}
         stalls: dict[str, list[float]] = {}
         for i in range(repeats):
             for source in ("host", "disk warm", "disk cold"):
                 if source != "host":
-                    llm = fresh(subject, history)
+                    llm = fresh(timed, history)
                 if source == "disk warm":
                     fill_cache(store)
                 if source == "disk cold":
@@ -130,7 +130,7 @@ def measure(subject: Subject, repeats: int, folder: Path) -> list[Row]:
                 times[source].append(seconds)
                 stalls.setdefault(source, []).append(stalled)
         for source, found in times.items():
-            rows.append(row(subject, history, source, found, recomputed, stalls.get(source, [0.0])))
+            rows.append(row(timed, history, source, found, recomputed, stalls.get(source, [0.0])))
     return rows
 
 
@@ -168,28 +168,28 @@ def throttle(disk: DiskStore, bandwidth: float) -> None:
     disk.read_layer = slow  # type: ignore[method-assign]
 
 
-def buffers(subject: Subject, history: int, folder: Path, bandwidths: Sequence[float]) -> list[Row]:
+def buffers(timed: TimedModel, history: int, folder: Path, bandwidths: Sequence[float]) -> list[Row]:
     """Stall of pre-loading at stated bandwidths, `EARLY` seconds before the turn and while it is computed: no buffer (a
     layer is read when it is needed), one layer, half of all layers, all of them."""
     store, found = folder / "buffers", []
-    llm, whole = begin(subject, history, store, LONG_TURN)
+    llm, whole = begin(timed, history, store, LONG_TURN)
     for bandwidth in bandwidths:
         for ahead in (0, 1, llm.geometry.layers // 2, llm.geometry.layers):
             runs = [
-                timed_fork(fresh(subject, history), store, f"{bandwidth} {ahead} {i}", bandwidth, ahead, LONG_TURN)
+                timed_fork(fresh(timed, history), store, f"{bandwidth} {ahead} {i}", bandwidth, ahead, LONG_TURN)
                 for i in range(3)
             ]
             source = f"disk at {bandwidth / 1e6:g} MB/s, turn of {LONG_TURN}"
-            line = row(subject, history, source, [run[0] for run in runs], whole, [run[1] for run in runs])
+            line = row(timed, history, source, [run[0] for run in runs], whole, [run[1] for run in runs])
             found.append(line | {"ahead": str(ahead)})
     return found
 
 
-def row(subject: Subject, history: int, source: str, found: list[float], whole: float, stalls: list[float]) -> Row:
+def row(timed: TimedModel, history: int, source: str, found: list[float], whole: float, stalls: list[float]) -> Row:
     """One line of the table."""
     seconds = statistics.median(found)
     return {
-        "model": subject.name, "history": history, "source": source, "seconds": seconds, "samples": found,
+        "model": timed.name, "history": history, "source": source, "seconds": seconds, "samples": found,
         "spread": max(found) - min(found), "speedup": whole / seconds, "stall": statistics.median(stalls),
     }  # fmt: skip
 
@@ -246,12 +246,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     random = shape_model()
-    shape = Subject(
+    shape = TimedModel(
         "random 12 layers, 8/4 heads of 64",
         lambda: LLM(random, policy="full", host_memory="3GiB"),
         [int(n) for n in args.histories.split(",")],
     )
-    reference = Subject(
+    reference = TimedModel(
         "reference",
         lambda: LLM("reference", policy="full", host_memory="1GiB"),
         [int(n) for n in args.reference.split(",")],

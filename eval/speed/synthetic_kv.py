@@ -34,7 +34,7 @@ RESIDENT = (4, 64)
 
 
 @dataclass(frozen=True, eq=False)
-class Planted:
+class SyntheticKV:
     """directions: float32 `[L, Hkv, d]`, `c` of each KV head. tokens: of each layer and KV head int64 `[n]`, planted
     token indices, rising. length: tokens of the context. fraction: n over the tokens that could be planted, mean over
     the KV heads of a layer; spread: how far a head's share may lie from that, as a part of it."""
@@ -48,7 +48,9 @@ class Planted:
     tokens: list[list[torch.Tensor]]
 
     @classmethod
-    def draw(cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0) -> Planted:
+    def draw(
+        cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0
+    ) -> SyntheticKV:
         """Draws directions and planted tokens for a context of `length` tokens."""
         generator = torch.Generator().manual_seed(seed)
         layers, kv_heads, d = geometry.layers, geometry.kv_heads, geometry.head_dim
@@ -115,13 +117,13 @@ def _counts(n: int, heads: int, spread: float) -> list[int]:
     return counts
 
 
-class PlantedAdapter(ForwardingAdapter):
+class SyntheticAdapter(ForwardingAdapter):
     """A model's adapter whose queries have `c` added; everything else is the model's own."""
 
-    def __init__(self, inner: ModelAdapter, planted: Planted) -> None:
+    def __init__(self, inner: ModelAdapter, synthetic: SyntheticKV) -> None:
         super().__init__(inner)
         group = inner.geometry.group
-        added = planted.directions.repeat_interleave(group, dim=1).unsqueeze(2)
+        added = synthetic.directions.repeat_interleave(group, dim=1).unsqueeze(2)
         self._added = list(added.to(inner.device, inner.dtype))  # of each layer `[H, 1, d]`
 
     def qkv(

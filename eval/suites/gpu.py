@@ -53,11 +53,11 @@ Results = dict[str, Any]
 """What a part has found so far: parts yield it again and again, and each time it is written, so that one that is cut
 off has not run in vain."""
 
-COMPETITORS = ("static", "dynamic", "offloaded", "quantized", "full", "infinigen", "ideal", "floor", "floor-ours")
+BASELINES = ("static", "dynamic", "offloaded", "quantized", "full", "infinigen", "ideal", "floor", "floor-ours")
 
 
 @dataclass(frozen=True)
-class Job:
+class GpuJob:
     """Where and how large. `small` is for a machine without a GPU; its numbers say nothing."""
 
     device: torch.device
@@ -114,7 +114,7 @@ def bandwidth(device: torch.device, size: int) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------------- parts
 
 
-def run_tests(job: Job) -> Iterator[Results]:
+def run_tests(job: GpuJob) -> Iterator[Results]:
     """Every test marked gpu, then compute-sanitizer on the kernels that index memory by what they are told."""
     chosen = ["tests/test_gpu_streams.py"] if job.small else []
     results: Results = {"marked gpu": _pytest([*chosen, "-m", "gpu"], LIMIT // 2)}
@@ -162,15 +162,15 @@ def _run(command: Sequence[str], limit: float, **variables: str) -> tuple[int, s
         return code, log.read()
 
 
-def run_kernels(job: Job) -> Iterator[Results]:
+def run_kernels(job: GpuJob) -> Iterator[Results]:
     """Every operation against its floor and float64."""
     rates = bandwidth(job.device, 1 << 28 if job.cuda else 1 << 22)
-    size = kernels.SMALL if job.small else kernels.Size()
+    size = kernels.SMALL if job.small else kernels.KernelSize()
     floors = {"device": rates["device"], "link": rates["host_to_device"]}
     yield {"size": asdict(size), "rows": kernels.measure(job.device, size, floors)}
 
 
-def run_decode(job: Job) -> Iterator[Results]:
+def run_decode(job: GpuJob) -> Iterator[Results]:
     """The decode step against transformers' caches (issue D): 8B shape, planted tokens, 5 % selected."""
     found: Results = {}
     for context in (512,) if job.small else (8_192, 32_768, 131_072):
@@ -178,8 +178,8 @@ def run_decode(job: Job) -> Iterator[Results]:
             shape="small" if job.small else "llama-8b",
             layers=1 if job.small else None,
             contexts=(context,),
-            competitors=COMPETITORS,
-            turns=1 if job.small else 5,
+            baselines=BASELINES,
+            repeats=1 if job.small else 5,
             threads=1 if job.small else os.cpu_count() or 1,
             device=job.device.type,
         )
@@ -190,7 +190,7 @@ def run_decode(job: Job) -> Iterator[Results]:
         yield found
 
 
-def run_prefill(job: Job) -> Iterator[Results]:
+def run_prefill(job: GpuJob) -> Iterator[Results]:
     """Seconds and peak device memory of the prefill of an 8B shape, `full`, 8k to 128k tokens."""
     shape = SHAPES["small" if job.small else "llama-8b"]
     lengths = [256, 512] if job.small else [8_192, 32_768, 65_536, 131_072]
@@ -215,7 +215,7 @@ def run_prefill(job: Job) -> Iterator[Results]:
         yield {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}
 
 
-def run_accuracy(job: Job) -> Iterator[Results]:
+def run_accuracy(job: GpuJob) -> Iterator[Results]:
     """The shipped reference models in bf16: perplexity and retrieval under each policy, as issue C's tables."""
     book = next(iter(_data().glob("books/war_and_peace.txt")), None)
     text = str(book or files("offload_rt").joinpath("data", "black_arrow.txt"))
@@ -235,18 +235,18 @@ def run_accuracy(job: Job) -> Iterator[Results]:
         yield found
 
 
-def run_sessions(job: Job) -> Iterator[Results]:
+def run_sessions(job: GpuJob) -> Iterator[Results]:
     """Time to the first token of a session's next turn: recomputed, from host memory, from disk (over PCIe)."""
     name = "small" if job.small else "llama-8b"
     model = SHAPES[name].model(1 << 16, job.device)
     memory = "64MiB" if job.small else "24GiB"
     histories = (128,) if job.small else (1_024, 8_192, 32_768)
-    subject = session_ttft.Subject(name, lambda: LLM(model, policy="full", host_memory=memory), histories)
+    timed = session_ttft.TimedModel(name, lambda: LLM(model, policy="full", host_memory=memory), histories)
     with tempfile.TemporaryDirectory() as folder:
-        yield {"rows": session_ttft.measure(subject, 1 if job.small else 3, Path(folder))}
+        yield {"rows": session_ttft.measure(timed, 1 if job.small else 3, Path(folder))}
 
 
-def run_train(job: Job) -> Iterator[Results]:
+def run_train(job: GpuJob) -> Iterator[Results]:
     """Training of the larger reference model; stopped after the limit it saves its state, and the next run goes on."""
     books, runs = _data() / "books", ROOT / "runs" / "llama-16k"
     if job.small:
@@ -270,7 +270,7 @@ def _data() -> Path:
     return Path(os.environ.get("OFFLOAD_RT_DATA", ROOT.parent / "shared" / "data"))
 
 
-PARTS: dict[str, Callable[[Job], Iterator[Results]]] = {
+PARTS: dict[str, Callable[[GpuJob], Iterator[Results]]] = {
     "tests": run_tests,
     "kernels": run_kernels,
     "decode": run_decode,
@@ -284,7 +284,7 @@ PARTS: dict[str, Callable[[Job], Iterator[Results]]] = {
 # ------------------------------------------------------------------------------------------------------- command
 
 
-def run_part(name: str, job: Job) -> Path:
+def run_part(name: str, job: GpuJob) -> Path:
     """Runs one part in this process and writes `out`/name.json, as far as it has come."""
     job.out.mkdir(parents=True, exist_ok=True)
     path, about, began = job.out / f"{name}.json", machine(job.device), time.perf_counter()
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or (ROOT / "out" / "gpu" if args.small else ROOT / "eval" / "results" / "gpu")
     if args.part:
         warnings.simplefilter("ignore")
-        run_part(args.part, Job(torch.device(args.device), args.small, out))
+        run_part(args.part, GpuJob(torch.device(args.device), args.small, out))
         return 0
     flags = ["--device", args.device, "--out", str(out), *(["--small"] if args.small else [])]
     failed = []

@@ -1,5 +1,5 @@
 """README's section on a real GPU, written from `eval/results/gpu/*.json` and nothing else, with a plot of time per
-token over context for every competitor: `python -P -m offload_rt.eval.suites.gpu_readme`."""
+token over context for every baseline: `python -P -m offload_rt.eval.suites.gpu_readme`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import Any
 from ...core import CHUNK
 from ...errors import OffloadError
 from ..core.figures import lines, picture
-from ..core.model_under_test import Subject, Variant, grid, text_digest
+from ..core.model_under_test import ModelUnderTest, Variant, grid, text_digest
 from ..core.report import Report, Row, RowStore
 from ..quality.ablation import run_ablation
 from ..quality.attention_analysis import run_analysis
@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Size:
+class PaperSize:
     """How much is measured. context: tokens of a window; windows: of the perplexity of all policies, the other tables'
     are given by themselves; lengths, passages: of needles; limit: documents of a harness task; timed_tokens: of each of
     three timings; also_dense: choices of dense layers with which all policies are compared too."""
@@ -89,7 +89,7 @@ class Size:
         }
 
 
-SIBLING = Size(
+SIBLING = PaperSize(
     windows=12,
     budgets=(0.1,),
     also_dense=((0, 1),),
@@ -102,24 +102,24 @@ SIBLING = Size(
 """Of every model but the first. The second layer of the OPT sibling attends to nearly everything a little, as first
 layers do."""
 
-QUICK = Size(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
+QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, 2, (512,), 4, 10, 16)
 
 
 @dataclass(frozen=True)
 class Paper:
     """One model's counterparts. `book` is called `name`; results go to `out`."""
 
-    subject: Subject
+    tested: ModelUnderTest
     book: str
     name: str
-    size: Size
+    size: PaperSize
     out: Path
     say: Say
 
     @property
     def title(self) -> str:
         """For pictures."""
-        return f"{self.subject.name} on {self.name}"
+        return f"{self.tested.name} on {self.name}"
 
     def run(self, steps: Sequence[str]) -> None:
         """Makes what the named steps (of STEPS) stand for."""
@@ -133,12 +133,12 @@ class Paper:
         """Table 1, Figures 4, 5, 13, 17b, 20: what attention looks like."""
         context = self.size.context
         config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
-        run_analysis(self.subject, self.book, self.name, config, self.out, self.say)
+        run_analysis(self.tested, self.book, self.name, config, self.out, self.say)
 
     def perplexity(self) -> None:
         """Figures 12 and 19a: perplexity by attended share and along the text; rounded rows beside it."""
         config = PerplexityConfig(self.size.context, self.size.windows)
-        run_perplexity(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
+        run_perplexity(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def _compared(self) -> list[Variant]:
         """Every policy at every budget and choice of dense layers; full and infinigen at a tenth, rows rounded in the
@@ -160,7 +160,7 @@ class Paper:
             options: dict[str, Any] = WINDOW | {"budget": 64 / context}
             variants = [Variant("full"), *(Variant(policy, options) for policy in POLICIES)]
             config = PerplexityConfig(context, self.size.length_windows)
-            measured = measure_all(self.subject, self.book, self.name, variants, config, self.out, self.say)
+            measured = measure_all(self.tested, self.book, self.name, variants, config, self.out, self.say)
             rows += measured
             for row in measured:
                 series.setdefault(row["policy"], []).append((context, row["perplexity"]))
@@ -168,25 +168,25 @@ class Paper:
         with picture(self.out / "perplexity_by_context_with_64_tokens.png", title, series) as (axis,):
             lines(axis, series, x="tokens of a window", y="perplexity")
             axis.set_xscale("log", base=2)
-        shared = {**self.subject.identity, "text": self.name, "text_digest": text_digest(self.book)}
+        shared = {**self.tested.identity, "text": self.name, "text_digest": text_digest(self.book)}
         Report("perplexity_by_context", title, shared, COLUMNS, rows, NOTES).write(self.out)
 
     def pool_limit(self) -> None:
         """Table 2: a pool of 80 % of the KV cache; perplexity, and needles that are old when they are asked for."""
         config = BoundedPoolConfig(self.size.context, self.size.pool_windows)
-        run_bounded_pool(self.subject, self.book, self.name, config, self.out, self.say)
+        run_bounded_pool(self.tested, self.book, self.name, config, self.out, self.say)
         length, kinds = self.size.lengths[0], ("single", "several queries")
-        limit = int(LIMIT * length) // CHUNK * self.subject.geometry.kv_bytes(CHUNK, self.subject.loaded.adapter.dtype)
+        limit = int(LIMIT * length) // CHUNK * self.tested.geometry.kv_bytes(CHUNK, self.tested.loaded.adapter.dtype)
         bounded = [Variant("infinigen", {}, {"host_memory": limit, "eviction": e}) for e in EVICTIONS.values()]
         needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
         out = self.out / "needles_with_a_bounded_pool"
         variants = [Variant("full"), Variant("infinigen"), *bounded]
-        run_retrieval(self.subject, self.book, self.name, variants, needles, out, self.say)
+        run_retrieval(self.tested, self.book, self.name, variants, needles, out, self.say)
 
     def retrieval(self) -> None:
         """Figure 11's question on needles: accuracy by attended share."""
         config = RetrievalConfig(self.size.lengths, self.size.passages)
-        run_retrieval(self.subject, self.book, self.name, self._compared(), config, self.out, self.say)
+        run_retrieval(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def sensitivity(self) -> None:
         """Figures 13 and 17: needles found by skew, alpha and partial ratio, with the cost of each."""
@@ -197,7 +197,7 @@ class Paper:
         config = RetrievalConfig(self.size.lengths[:1], max(1, self.size.passages // 2))
         variants = [Variant("full"), *skews, *alphas, *ratios]
         out = self.out / "sensitivity"
-        rows = run_retrieval(self.subject, self.book, self.name, variants, config, out, self.say).rows
+        rows = run_retrieval(self.tested, self.book, self.name, variants, config, out, self.say).rows
         found = dict(zip((variant.label for variant in variants), rows, strict=True))
         self._draw_cost({"alpha": alphas, "partial_ratio": ratios}, found)
         skewed = {v.options["skew"]: [found[v.label][key] for key in ("right", "error", "missed")] for v in skews}
@@ -229,16 +229,16 @@ class Paper:
         store = RowStore(self.out)
         key = {
             "suite": "cost",
-            **self.subject.identity,
-            "variant": self.subject.key(variant),
+            **self.tested.identity,
+            "variant": self.tested.key(variant),
             "length": self.size.lengths[0],
         }
         row = store.get(key)
         if row is None:
             tokens, length = self.size.timed_tokens, self.size.lengths[0]
             config = PerplexityConfig(length, 1, length - tokens - 1)
-            text = cut_windows(self.subject, self.book, config)[0].text
-            llm = self.subject.llm(variant)
+            text = cut_windows(self.tested, self.book, config)[0].text
+            llm = self.tested.llm(variant)
             prompt, rest = text.tokens[: text.scored_from], text.tokens[text.scored_from :]
             times = []
             for _ in range(3):
@@ -252,7 +252,7 @@ class Paper:
         """Figure 13's question: each part of the selection replaced."""
         context = self.size.context
         config = PerplexityConfig(context, self.size.ablation_windows, decode_from=context * 7 // 8)
-        run_ablation(self.subject, self.book, self.name, (0.1, 0.2), config, self.out, self.say)
+        run_ablation(self.tested, self.book, self.name, (0.1, 0.2), config, self.out, self.say)
 
     def tasks(self) -> None:
         """Figure 11: harness tasks by attended share, 5-shot."""
@@ -260,7 +260,7 @@ class Paper:
 
         config = TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit)
         variants = grid(("infinigen", "h2o"), self.size.budgets[:2], WINDOW)
-        report = run_tasks(self.subject, variants, config, self.out, say=self.say)
+        report = run_tasks(self.tested, variants, config, self.out, say=self.say)
         series: dict[str, list[tuple[float, float]]] = {}
         for row in report.rows:
             name = f"{row['task'].removesuffix('_local')}, {row['policy']}"
@@ -283,31 +283,31 @@ STEPS: dict[str, Callable[[Paper], None]] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class PaperJob:
     """One step for one model, for a process of its own."""
 
     model: str
     step: str
-    size: Size
+    size: PaperSize
     book: Path
     out: Path
 
     def __call__(self) -> str:
         """Runs it; its name."""
-        subject = Subject(self.model, batch=1)
+        tested = ModelUnderTest(self.model, batch=1)
         out = self.out / Path(self.model).name
-        Paper(subject, self.book.read_text(encoding="utf-8"), self.book.name, self.size, out, _say).run([self.step])
+        Paper(tested, self.book.read_text(encoding="utf-8"), self.book.name, self.size, out, _say).run([self.step])
         return f"{self.model}: {self.step}"
 
 
-def estimate(jobs: Sequence[Job], processes: int) -> str:
+def estimate(jobs: Sequence[PaperJob], processes: int) -> str:
     """How long the jobs take where nothing is done yet."""
     seconds = [job.size.positions()[job.step] * LAYERS * MILLISECONDS / 1000 + 15 for job in jobs]
     most = max(sum(seconds) / processes, *seconds) / 60
     return f"{len(jobs)} steps, {processes} at a time: about {most:.0f} min on a quiet machine, less what is done"
 
 
-def run_jobs(jobs: Sequence[Job], processes: int) -> None:
+def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
     """Runs the jobs in order, `processes` at a time, each with the threads that this process' environment gives it.
     What the first failed one raises is raised, after those that run have ended."""
     if processes == 1:
@@ -336,8 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     book = args.book or Path(str(files("offload_rt").joinpath("data", "black_arrow.txt")))
     steps = args.steps or [step for step in STEPS if step != "tasks" or args.tasks]
-    sizes = [QUICK if args.quick else SIBLING if i else Size() for i in range(len(args.models))]
-    jobs = [Job(m, step, size, book, args.out) for m, size in zip(args.models, sizes, strict=True) for step in steps]
+    sizes = [QUICK if args.quick else SIBLING if i else PaperSize() for i in range(len(args.models))]
+    jobs = [
+        PaperJob(m, step, size, book, args.out) for m, size in zip(args.models, sizes, strict=True) for step in steps
+    ]
     try:
         book.open().close()
         _say(estimate(jobs, max(1, args.processes)))

@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     """Replays a request trace over a session store: hits by tier, stalls, cost, for each policy."""
     from rich.console import Console
 
-    from ..eval.simulate.store import Machine, label, read_trace, simulate
+    from ..eval.simulate.store import StoreMachine, label, read_trace, simulate
     from ..eval.simulate.store_report import findings, write_report
     from ..storage.policies import POLICIES
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         if name in options:
             options[name] = parse_size(options[name], f"--{name.replace('_', '-')}")
     machines = [
-        Machine(_size(host, "--host"), _size(disk, "--disk"), prefill_rate=rate, **options)
+        StoreMachine(_size(host, "--host"), _size(disk, "--disk"), prefill_rate=rate, **options)
         for host in args.host.split(",")
         for disk in args.disk.split(",")
         for rate in args.service_rate

@@ -13,16 +13,16 @@ def run(args: argparse.Namespace) -> int:
     """Chooses infinigen's scorer, source, window, skew and threshold, which keep a limit on the missed attention mass
     at the fewest bytes on a text, and saves them with the skew artifact: 'generate --skew DIR' takes them as defaults.
     """
-    from ..eval.core.model_under_test import Subject
+    from ..eval.core.model_under_test import ModelUnderTest
     from ..eval.quality.tune import TuneConfig, most_trials, run_tune
     from ..progress import Progress
 
     config = TuneConfig(**given(args, ("max_missed_mass", "context", "scored")))
     text = read_text(args.prompt_file)
     console = stderr_console(args.quiet)
-    subject = Subject(args.model, device=args.device, dtype=args.dtype)
+    tested = ModelUnderTest(args.model, device=args.device, dtype=args.dtype)
     with Progress(enabled=not args.quiet).items("tune", most_trials()) as done:
-        report, tuned = run_tune(subject, text, Path(args.prompt_file).name, config, Path(args.out), done)
+        report, tuned = run_tune(tested, text, Path(args.prompt_file).name, config, Path(args.out), done)
     print(report.markdown(), flush=True)
     if not tuned.measured["kept"]:
         console.print(f"No setting tried keeps {config.max_missed_mass:.2%}: this one misses least.")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from config import Shape, TrainConfig
+from config import ReferenceShape, TrainConfig
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -44,7 +44,7 @@ def blocked_causal_attention(
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def grow(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
+def grow(model: PreTrainedModel, shape: ReferenceShape) -> PreTrainedModel:
     """The same function with more layers: copies of layers whose output projections are zero, spread evenly (stacking,
     Gong et al. 2019, in a form that changes no logit). A model of the shape's depth is returned as it is. Raises
     ValueError where the rest of the shape differs; OPT does not grow.

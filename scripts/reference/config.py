@@ -13,7 +13,7 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
 
 @dataclass(frozen=True)
-class Shape:
+class ReferenceShape:
     """The architecture. head_dim is 64 throughout; `kv_heads` is for Llama only (OPT has no grouped queries)."""
 
     architecture: str = "llama"
@@ -82,7 +82,7 @@ class TrainConfig:
     falls as a half cosine over the last `decay_share` of training (1.0: a cosine schedule all the way).
     """
 
-    shape: Shape
+    shape: ReferenceShape
     stages: tuple[Stage, ...]
     total_tokens: int
     tokens_per_step: int
@@ -156,11 +156,11 @@ def _curriculum(*parts: tuple[float, tuple[tuple[int, float], ...], float, float
     return tuple(Stage(until, lengths, Mixture(recall=recall, copy=copy)) for until, lengths, recall, copy in parts)
 
 
-_OPT = Shape(architecture="opt", layers=5, mlp=1024, kv_heads=4, max_positions=2048)
+_OPT = ReferenceShape(architecture="opt", layers=5, mlp=1024, kv_heads=4, max_positions=2048)
 
 PRESETS: dict[str, TrainConfig] = {
     "cpu": TrainConfig(
-        shape=Shape(),
+        shape=ReferenceShape(),
         stages=_curriculum(
             (0.40, ((128, 0.25), (256, 0.35), (512, 0.25), (1024, 0.15)), 0.53, 0.02),
             (0.75, ((256, 0.3), (512, 0.35), (1024, 0.35)), 0.53, 0.0),
@@ -173,7 +173,7 @@ PRESETS: dict[str, TrainConfig] = {
     ),
     # Goes on from a checkpoint of `cpu` (--init-from), which lacks text at 2,048 tokens.
     "cpu-longer": TrainConfig(
-        shape=Shape(),
+        shape=ReferenceShape(),
         stages=_curriculum(
             (0.50, ((256, 0.20), (512, 0.30), (1024, 0.30), (2048, 0.20)), 0.55, 0.0),
             (1.00, ((512, 0.15), (1024, 0.25), (2048, 0.60)), 0.50, 0.0),
@@ -185,7 +185,7 @@ PRESETS: dict[str, TrainConfig] = {
         evaluate_lengths=(512, 2048),
     ),
     "cuda": TrainConfig(
-        shape=Shape(
+        shape=ReferenceShape(
             vocab_size=8192, layers=8, hidden=512, mlp=1280, heads=8, rope_theta=500_000.0, max_positions=16_384
         ),
         stages=_curriculum(

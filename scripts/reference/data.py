@@ -196,7 +196,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Passage:
+class FactPassage:
     """ids `[length]`, answer `[length]` (True on answers' tokens), and for every question its kind, the positions of
     its answers' tokens, and the distance in tokens from its earliest statement to its first answer.
     """
@@ -227,7 +227,7 @@ def make_passage(
     *,
     interleave: bool = False,
     fills: Sequence[float] = (0.95,),
-) -> Passage | None:
+) -> FactPassage | None:
     """One recall passage of exactly `length` tokens, or None where the facts and questions alone are longer.
 
     Text fills what the facts leave: whole sentences in random gaps before the statements and, unless interleaved, one
@@ -264,7 +264,7 @@ def make_passage(
     lead = length - len(row)
     questions = tuple((k, tuple(p + lead for p in positions), positions[0] - at) for k, positions, at in found)
     whole = np.concatenate([corpus.window(rng, lead), np.array(row, dtype=np.uint16)])
-    return Passage(whole, np.concatenate([np.zeros(lead, bool), np.array(marks, bool)]), questions)
+    return FactPassage(whole, np.concatenate([np.zeros(lead, bool), np.array(marks, bool)]), questions)
 
 
 def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[int, ...], bool]]:
@@ -278,7 +278,7 @@ def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[in
     ]
 
 
-def copy_passage(rng: Rng, length: int, corpus: Corpus) -> Passage:
+def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
     """Text, a stretch of shuffled tokens, text, the stretch again: looking back and nothing else."""
     stretch = rng.permutation(corpus.window(rng, int(rng.integers(length // 8, length // 3 + 1))))
     rest = length - 2 * len(stretch)
@@ -286,10 +286,10 @@ def copy_passage(rng: Rng, length: int, corpus: Corpus) -> Passage:
     ids = np.concatenate([corpus.window(rng, rest - middle), stretch, corpus.window(rng, middle), stretch])
     answer = np.zeros(length, bool)
     answer[length - len(stretch) + 2 :] = True
-    return Passage(ids, answer, ())
+    return FactPassage(ids, answer, ())
 
 
-def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> Passage:
+def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> FactPassage:
     """A training passage: 2 facts up to one every 20 tokens (48 at most), layouts mixed, names of the training side.
 
     Raises ValueError where hardly any drawn facts fit into `length` tokens.

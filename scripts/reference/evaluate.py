@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from data import KINDS, MOST_TRIES, Corpus, Encoder, Passage, make_facts, make_passage
+from data import KINDS, MOST_TRIES, Corpus, Encoder, FactPassage, make_facts, make_passage
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch.nn import functional
@@ -107,7 +107,7 @@ class Answer:
 
 
 @torch.no_grad()
-def ask(model: PreTrainedModel, passages: Sequence[Passage], *, batch: int = 8) -> list[Answer]:
+def ask(model: PreTrainedModel, passages: Sequence[FactPassage], *, batch: int = 8) -> list[Answer]:
     """All questions of passages of one length, in order."""
     answers = []
     rows = max(1, batch * 512 // len(passages[0].ids))
@@ -140,7 +140,7 @@ def recall(
     Raises ValueError where the facts do not fit.
     """
     rng = np.random.default_rng([seed, length, facts, passages])
-    made: list[Passage] = []
+    made: list[FactPassage] = []
     for _ in range(MOST_TRIES + passages):
         chosen = make_facts(rng, facts, held_out=held_out, kinds=kinds)
         passage = make_passage(rng, length, chosen, corpus, encoder)

@@ -57,7 +57,7 @@ def save_atomically(state: Any, path: Path) -> None:
     os.replace(temporary, path)
 
 
-class Run:
+class TrainingRun:
     """One training run in a folder: tokenizer.json, corpus.npy, state.pt, log.jsonl, and checkpoint/ at the end."""
 
     def __init__(
@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> int:
     try:
         if args.total_tokens:
             config = replace(config, total_tokens=args.total_tokens)
-        run = Run(config, args.data, args.out, args.init_from, args.tokenizer)
+        run = TrainingRun(config, args.data, args.out, args.init_from, args.tokenizer)
     except (ValueError, FileNotFoundError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
