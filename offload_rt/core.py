@@ -14,6 +14,7 @@ A *token index* counts the slots of one sequence from 0; without eviction it is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -151,6 +152,17 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.prompt, "the facade refuses empty prompts"
+
+
+def ranges_of(numbers: Iterable[int]) -> list[range]:
+    """Returns `numbers`, which rise, as the fewest ranges that hold exactly them, in order."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
 def bucket(context: int) -> int:

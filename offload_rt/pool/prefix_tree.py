@@ -28,11 +28,12 @@ def chunk_key(parent: bytes, lineage: str, tokens: bytes) -> bytes:
     return digest.digest()
 
 
-def pack_tokens(tokens: Sequence[int], count: int) -> list[bytes]:
-    """The first `count` full chunks of `tokens`, each as the 512 bytes that keys and comparisons are made from."""
-    data = np.asarray(tokens[: count * CHUNK], dtype="<i8").tobytes()
+def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
+    """Returns tokens [0, stop) chunk by chunk, each chunk as the bytes that keys and comparisons are made from:
+    little-endian int64, 512 bytes of a full chunk; the last chunk may be a part."""
+    data = np.asarray(tokens[:stop], dtype="<i8").tobytes()
     size = CHUNK * TOKEN_BYTES
-    return [data[i * size : (i + 1) * size] for i in range(count)]
+    return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 @dataclass(eq=False)
@@ -88,7 +89,7 @@ class PrefixTree:
         At each chunk the first of `lineages` that is known goes on. The caller takes a reference on each."""
         self._clock += 1
         path: list[_Node] = []
-        for data in pack_tokens(tokens, max(0, len(tokens) - 1) // CHUNK):
+        for data in pack_tokens(tokens, max(0, len(tokens) - 1) // CHUNK * CHUNK):
             parent = path[-1] if path else None
             found = (self._find(parent, lineage, data) for lineage in lineages)
             node = next((node for node in found if node is not None), None)
@@ -116,7 +117,8 @@ class PrefixTree:
         parent = self._of[chunks[known - 1]] if known else None
         fresh: list[int] = []
         instead: dict[int, int] = {}
-        for i, data in enumerate(pack_tokens(tokens[known * CHUNK :], len(chunks) - known), start=known):
+        pieces = pack_tokens(tokens[known * CHUNK :], (len(chunks) - known) * CHUNK)
+        for i, data in enumerate(pieces, start=known):
             key = chunk_key(parent.key if parent else self._root, lineage, data)
             node = self._find(parent, lineage, data)
             if node is None:

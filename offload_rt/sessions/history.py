@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..core import CHUNK
+from ..core import CHUNK, ranges_of
 from ..engine.runner import EXACT
 from ..pool.prefix_tree import chunk_key, pack_tokens
 from ..storage.disk_store import DiskStore
@@ -95,7 +94,7 @@ class History:
         gone = self.computed - len(kept)
         digest = hashlib.blake2b(f"{self.cut} {self.id} {self.computed} {kept}".encode(), digest_size=8).hexdigest()
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
-        self.decoded = _ranges(new for new, old in enumerate(kept) if marks[old])
+        self.decoded = [(run.start, run.stop) for run in ranges_of(new for new, old in enumerate(kept) if marks[old])]
         self.computed, self.shift, self.sinks = len(kept), self.shift + gone, sinks
         self.cut = f"+cut-{digest}"
 
@@ -119,11 +118,8 @@ class History:
         tokens it decoded have rows that depend on where decoding began, so a chunk's lineage says of each token how it
         was computed. `private` keeps all of it to this session and its forks."""
         marks, found, parent = self._marks(), [], root
-        pieces = pack_tokens(self.tokens, stop // CHUNK)
-        if stop % CHUNK:
-            pieces += [_pack(self.tokens[stop // CHUNK * CHUNK : stop])]
         first = self.exact if lineage != EXACT else len(self.tokens)
-        for i, tokens in enumerate(pieces):
+        for i, tokens in enumerate(pack_tokens(self.tokens, stop)):
             name = EXACT + self.cut
             if i * CHUNK + len(tokens) // 8 > first:
                 mask = bytes(marks[i * CHUNK : i * CHUNK + len(tokens) // 8])
@@ -151,18 +147,3 @@ def remove_orphans(store: DiskStore) -> None:
     for name in documents:
         if name.endswith(_SINKS) and name.split("/")[1].split(".")[0] not in alive:
             store.delete(name)
-
-
-def _pack(tokens: list[int]) -> bytes:
-    return b"".join(token.to_bytes(8, "little", signed=True) for token in tokens)
-
-
-def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Rising numbers as ranges."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and found[-1][1] == number:
-            found[-1] = (found[-1][0], number + 1)
-        else:
-            found.append((number, number + 1))
-    return found

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ..core import BlockTable, ModelGeometry
+from ..core import BlockTable, ModelGeometry, ranges_of
 from ..errors import InputError, ModelError
 from ..models.adapter import ModelAdapter
 from ..pool.pool import HostPool
@@ -67,7 +67,7 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
 def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
     """Rows of the tokens `kept` of `source`, as they are stored, to the first slots of `target`, all layers."""
     at = 0
-    for run in _runs(kept):
+    for run in ranges_of(kept):
         for layer in range(pool.layout.layers):
             done = at
             for part in pool.stored(source, layer, run):
@@ -91,14 +91,3 @@ def turn_sinks(pool: HostPool, adapter: ModelAdapter, blocks: BlockTable, origin
     for layer, stored in enumerate(originals):
         keys = adapter.rotate_keys(pool.format.decode(stored), offset)
         pool.stored(blocks, layer, range(stored.shape[1]))[0].k.copy_(pool.format.encode(keys))
-
-
-def _runs(kept: Seq[int]) -> list[range]:
-    """Rising numbers as ranges."""
-    found: list[range] = []
-    for number in kept:
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
-        else:
-            found.append(range(number, number + 1))
-    return found
