@@ -8,6 +8,8 @@
 #   make bench   the speed measurements, written to out/
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
 #                (about half an hour on two cores; what is done is not done again)
+#   make docs    the documentation as a site in out/docs, warnings as errors; part of make test
+#   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
 #   make lint    ruff and mypy alone
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
@@ -19,7 +21,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test soak gpu bench paper lint venv clean
+.PHONY: demo demo-real docs test soak gpu bench paper lint venv clean
 
 venv: $(READY)
 
@@ -33,9 +35,16 @@ demo: $(READY)
 	$(BIN)/offload-rt generate reference --prompt-file offload_rt/data/black_arrow.txt --max-new-tokens 200 \
 		--temperature 0.8 --top-p 0.95 --seed 1 --plot $(OUT)/demo.png --stats-json $(OUT)/demo.json
 
+# Where the models of MODELS (OFFLOAD_RT_MODELS) are fetched to, else the hub.
+MODELS := $(or $(OFFLOAD_RT_MODELS),$(HOME)/.cache/offload-rt-models)
+MODEL ?= $(or $(wildcard $(MODELS)/smollm2),HuggingFaceTB/SmolLM2-135M-Instruct)
+
+demo-real: $(READY)
+	$(BIN)/python scripts/examples/read_chapter.py --model $(MODEL)
+
 # pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
 # to `import kernels`, the name of another project's package.
-test: lint
+test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 SOAK_PARTS := disk sessions composition
@@ -72,6 +81,11 @@ paper: $(READY)
 	HF_HUB_OFFLINE=1 OFFLOAD_RT_DATA=$(DATA) OMP_NUM_THREADS=1 $(BIN)/python -P -m offload_rt.eval.suites.paper \
 		--models reference reference-opt --processes $(PROCESSES) --out eval/results \
 		$(if $(HELD_OUT),--book $(HELD_OUT) --tasks)
+
+docs: $(READY)
+	$(BIN)/python docs/house.py docs/pages/house.svg
+	$(BIN)/python docs/commands.py docs/pages/reference/commands.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 model's own chat template, in which the chapter is computed once.
 
     python scripts/examples/read_chapter.py --model HuggingFaceTB/SmolLM2-135M-Instruct
-    python scripts/examples/read_chapter.py --model Qwen/Qwen3-8B --document book.txt --chapter "CHAPTER XII" --policy full
+    python scripts/examples/read_chapter.py --model Qwen/Qwen3-8B --document book.txt --chapter "CHAPTER XII"
 """
 
 from __future__ import annotations
