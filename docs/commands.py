@@ -1,6 +1,6 @@
 """Writes the page of commands from the command line's own parsers, so that help is written once.
 
-    python docs/commands.py docs/pages/reference/commands.md
+python docs/commands.py docs/pages/reference/commands.md
 """
 
 from __future__ import annotations
