@@ -144,14 +144,14 @@ class BlockTable:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt on its way through the engine. `prompt` is a non-empty tuple of token ids."""
+class Prompt:
+    """What one request starts from: `id` numbers the requests of an engine, `token_ids` is not empty."""
 
     id: int
-    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.prompt, "the facade refuses empty prompts"
+        assert self.token_ids, "the facade refuses empty prompts"
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:

@@ -25,7 +25,7 @@ from .config import (
 from .core import CHUNK, ModelGeometry
 from .engine.engine import Engine
 from .engine.recording import RunInfo, RunWriter
-from .engine.request import Completion, Served, TokenOutput
+from .engine.request import Completion, Request, TokenOutput
 from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.stats import Stats
@@ -50,7 +50,7 @@ from .transfer.link import Link
 from .transfer.streams import CudaStream, InlineStream
 from .transfer.weights import StreamedAdapter, WeightStream
 
-Prompt = str | Sequence[int]
+PromptLike = str | Sequence[int]
 
 MAX_BATCH = 32
 """Sequences decoded together."""
@@ -140,7 +140,7 @@ class LLM:
         pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
         self._runner = Runner(streamed, chosen, pool, _link(loaded, pool, working_set), config, plan, stream)
         self._swap = None if swap is None else Swap(self._runner, Path(swap).expanduser())
-        self._last: Served | None = None
+        self._last: Request | None = None
         self._stores: dict[Path, SessionStore] = {}
 
     @property
@@ -169,7 +169,7 @@ class LLM:
         return self._last.stats(self._runner) if self._last is not None else None
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, record: str | Path | None = None
+        self, prompt: PromptLike, params: SamplingParams | None = None, record: str | Path | None = None
     ) -> Iterator[TokenOutput]:
         """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest. What every step
         selects is written to the new folder `record` (see `engine/recording.py`).
@@ -217,15 +217,17 @@ class LLM:
             engine = Engine(
                 self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers), recorder=recorder
             )
-            self._last = generation = engine.add(prompt, params)
+            self._last = request = engine.add(prompt, params)
             try:
                 while not engine.idle:
                     yield from engine.step()
             finally:
-                engine.cancel(generation)
+                engine.cancel(request)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Completions of `prompts`, in order, `params.n` of each, decoded in one batch that requests join and leave.
 
@@ -237,7 +239,7 @@ class LLM:
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
         engine = Engine(self._runner, max_batch=MAX_BATCH, swap=self._swap)
-        generations = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
+        requests = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
             with self._progress.items("generate", sum(one.n for one in each)) as on_done:
                 while not engine.idle:
@@ -245,14 +247,14 @@ class LLM:
                         if event.finish_reason is not None:
                             on_done()
         finally:
-            for generation in generations:
-                engine.cancel(generation)
-        return [completion for generation in generations for completion in generation.completions()]
+            for request in requests:
+                engine.cancel(request)
+        return [completion for request in requests for completion in request.completions()]
 
     def score(
         self,
-        prompts: Sequence[Prompt],
-        continuations: Sequence[Prompt],
+        prompts: Sequence[PromptLike],
+        continuations: Sequence[PromptLike],
         decode_from: int | None = None,
         *,
         batch: int = MAX_BATCH,
@@ -308,7 +310,7 @@ class LLM:
             known = self._stores[folder] = SessionStore(self._runner, folder, chosen)
         return known
 
-    def encode(self, prompt: Prompt, *, special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: PromptLike, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or the ids themselves. Raises InputError where there are none."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -321,7 +323,7 @@ class LLM:
         return ids
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """One prompt or several: a string or a list of ints is one."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]

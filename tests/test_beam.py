@@ -69,8 +69,8 @@ def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
     _, llm = make(eos=[])
     pool = llm._runner.pool
     engine = Engine(llm._runner, max_batch=8)
-    served = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_new_tokens=30))
-    while len(served.sequences) < 4:
+    request = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_new_tokens=30))
+    while len(request.sequences) < 4:
         engine.step()
     while not engine.idle:
         assert pool.bytes_held <= (10 + 4) * pool.chunk_bytes

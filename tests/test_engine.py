@@ -35,7 +35,7 @@ def test_requests_join_and_leave_mid_decode() -> None:
         if pending and steps % 2 == 0:
             engine.add(*pending.pop(0))
         for event in engine.step():
-            got[event.request].append(event.token_id)
+            got[event.request_id].append(event.token_id)
         engine.check_integrity()
         widest = max(widest, len(engine.scheduler.running))
         steps += 1
@@ -51,7 +51,7 @@ def test_a_prefill_does_not_starve_running_decodes() -> None:
     engine.add(tiny_prompt(5), greedy(30))
     engine.step()
     engine.add(tiny_prompt(200, seed=1), greedy(3))
-    seen = [{event.request for event in engine.step()} for _ in range(4)]
+    seen = [{event.request_id for event in engine.step()} for _ in range(4)]
     assert seen == [{0}, {0}, {0}, {0, 1}]
 
 
@@ -75,7 +75,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     events: list[TokenOutput] = []
     while not engine.idle:
         events += engine.step()
-    assert [event.request for event in events] == [1] * 5
+    assert [event.request_id for event in events] == [1] * 5
     assert llm._runner.pool.bytes_held == 0
 
 
@@ -87,8 +87,8 @@ def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
     prefilling = engine.add(tiny_prompt(100), greedy(50))
     waiting = engine.add(tiny_prompt(7), greedy(50))
     engine.step()
-    for generation in (prefilling, waiting, running, running):
-        engine.cancel(generation)
+    for request in (prefilling, waiting, running, running):
+        engine.cancel(request)
         engine.check_integrity()
     assert engine.idle and llm._runner.pool.bytes_held == 0
     assert running.completion().finish_reason == "cancelled"

@@ -153,7 +153,7 @@ def test_slots_hold_what_a_plain_list_says(
             chosen = torch.randint(0, slots.context, (2, 7), generator=generator)
             slots.selected(layer, chosen)
         pool.commit(blocks, slots.context)
-        if position == prompt + given_at and (moves := slots.give(blocks)) is not None:
+        if position == prompt + given_at and (moves := slots.shrink(blocks)) is not None:
             before = slots.context + CHUNK if prompt + given_at >= 2 * CHUNK else position + 1
             for layer, pairs in enumerate(moves):
                 for source, target in pairs:

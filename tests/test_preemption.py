@@ -33,7 +33,7 @@ def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **optio
 
 def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
     engine = Engine(llm._runner, max_batch=4, swap=swap)
-    served = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     rates = swap._write_rate, swap._read_rate
     seen = 0
     while not engine.idle:
@@ -44,7 +44,7 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
         swap._write_rate, swap._read_rate = rates
     assert engine.scheduler.preemptions > 0
     assert llm._runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
-    return [c.token_ids for one in served for c in one.completions()], engine.scheduler
+    return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
 
 
 def roomy(**options: Any) -> list[list[int]]:
@@ -92,22 +92,22 @@ def test_a_state_that_is_not_made_from_keys_alone_is_computed_again(tmp_path: Pa
     sequence = runner.new_sequence([*PROMPTS[0], 5], len(PROMPTS[0]) + 1)
     runner.prefill(sequence, len(PROMPTS[0]))
     runner.decode([sequence])
-    assert swap.keep(sequence, 1) is None and swap.bytes_used == 0
+    assert swap.swap_out(sequence, 1) is None and swap.bytes_used == 0
     runner.free(sequence)
 
 
 def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, swap = tight(tmp_path)
-    restore = swap.restore
+    swap_in = swap.swap_in
 
     def spoil(*args: Any, **options: Any) -> Any:
         for path in tmp_path.rglob("*.kv"):
             data = bytearray(path.read_bytes())
             data[-9] ^= 1
             path.write_bytes(data)
-        return restore(*args, **options)
+        return swap_in(*args, **options)
 
-    monkeypatch.setattr(swap, "restore", spoil)
+    monkeypatch.setattr(swap, "swap_in", spoil)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored == 0
 
@@ -127,11 +127,11 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
         runner.prefill(sequences[-1], len(prompt))
         sequences[-1].tokens.append(5)
         runner.decode(sequences[-1:])
-    kept = [swap.keep(sequence, 1) for sequence in sequences]
-    assert None not in kept and len(list(tmp_path.rglob("*.kv"))) == 1 + 2
-    for one, files in zip(kept, (2, 0), strict=True):
+    swapped = [swap.swap_out(sequence, 1) for sequence in sequences]
+    assert None not in swapped and len(list(tmp_path.rglob("*.kv"))) == 1 + 2
+    for one, files in zip(swapped, (2, 0), strict=True):
         assert one is not None
-        swap.forget(one)
+        swap.discard(one)
         assert len(list(tmp_path.rglob("*.kv"))) == files
     for sequence in sequences:
         runner.free(sequence)
@@ -140,12 +140,12 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
 def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_path: Path) -> None:
     llm, swap = tight(tmp_path)
     engine = Engine(llm._runner, max_batch=4, swap=swap)
-    served = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
+    requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
     while not swap.bytes_used:
         engine.step()
     left = next((tmp_path / FOLDER).glob("*/*/*.kv"))
     copy = left.read_bytes()
-    for one in served:
+    for one in requests:
         engine.cancel(one)
     assert swap.bytes_used == 0 and llm._runner.pool.bytes_held == 0
     with pytest.raises(StoreError, match="another process"):
@@ -161,8 +161,8 @@ def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_pat
 
 def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.engine.swap.BYTES_PER_SECOND", 1e15)
-    kept = []
-    monkeypatch.setattr(Swap, "restore", lambda self, swapped, *args, **named: kept.append(swapped))
+    swapped = []
+    monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
     llm = make(chunks=6, swap=tmp_path)
     assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == roomy()
-    assert kept and not list(tmp_path.rglob("*.kv"))
+    assert swapped and not list(tmp_path.rglob("*.kv"))

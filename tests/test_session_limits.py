@@ -237,7 +237,7 @@ def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> N
     assert answer(one, turn("ada", 0)) == make_llm().generate([history], SHORT)[0].token_ids
     one.close()
     other.close()
-    assert llm._runner.holders == []
+    assert llm._runner.reclaimables == []
 
 
 def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tmp_path: Path) -> None:

@@ -109,19 +109,19 @@ def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
     needed = max(len(p) + q.max_new_tokens for p, q in zip(prompts, params, strict=True))
     llm = make(chunks=-(-needed // CHUNK) + rng.randint(0, 6))
     engine = Engine(llm._runner, max_batch=4)
-    served = []
+    requests = []
     cancelled = set()
     waiting = list(zip(prompts, params, strict=True))
     while waiting or not engine.idle:
         if waiting and rng.random() < 0.3:
-            served.append(engine.add(*waiting.pop(0)))
+            requests.append(engine.add(*waiting.pop(0)))
         engine.step()
         engine.check_integrity()
-        if served and rng.random() < 0.01:
-            index = rng.randrange(len(served))
+        if requests and rng.random() < 0.01:
+            index = rng.randrange(len(requests))
             cancelled.add(index)
-            engine.cancel(served[index])
-    for i, (one, expected) in enumerate(zip(served, alone(llm, prompts, params), strict=True)):
+            engine.cancel(requests[index])
+    for i, (one, expected) in enumerate(zip(requests, alone(llm, prompts, params), strict=True)):
         got = one.new_tokens  # type: ignore[attr-defined]
         assert got == (expected[: len(got)] if i in cancelled else expected)
     assert llm._runner.pool.bytes_held == 0
@@ -150,14 +150,14 @@ def test_preemption_loses_nothing(policy: str, kv_format: str) -> None:
     tight = make(policy=policy, kv_format=kv_format, host_memory=memory)
     prompts, params = [tiny_prompt(70, seed=i) for i in range(6)], [greedy(150)] * 6
     engine = Engine(tight._runner, max_batch=6)
-    served = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     while not engine.idle:
         engine.step()
         engine.check_integrity()
     assert engine.scheduler.preemptions > 0
     apart = [roomy.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
-    assert [one.completions()[0].token_ids for one in served] == apart
-    assert all(one.completions()[0].stats.prompt_tokens == 70 for one in served)
+    assert [one.completions()[0].token_ids for one in requests] == apart
+    assert all(one.completions()[0].stats.prompt_tokens == 70 for one in requests)
 
 
 def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
@@ -241,11 +241,11 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
     that nobody can use, and inside the last chunks at most 63 slots are empty."""
     llm = make()
     engine = Engine(llm._runner, max_batch=8)
-    served = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(200)) for i in range(8)]
+    requests = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(200)) for i in range(8)]
     pool = llm._runner.pool
     while not engine.idle:
         engine.step()
-        sequences = [s for one in served for s in one.sequences if s.position]
+        sequences = [s for one in requests for s in one.sequences if s.position]
         assert all(s.blocks.capacity - s.position <= CHUNK for s in sequences)
         held = {chunk for s in sequences for chunk in s.blocks.chunks}
         if engine.scheduler.prefilling is None:
@@ -278,22 +278,22 @@ def test_500_requests_in_a_pool_too_small_for_them() -> None:
     prompts = [rng.choice(stems) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(500)]
     params = [greedy(rng.choice([1, 7, 20, 140])) for _ in prompts]
     engine = Engine(llm._runner, max_batch=24)
-    served = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     cancelled, steps = set(), 0
     while not engine.idle:
         engine.step()
         steps += 1
         if rng.random() < 0.05:
             index = rng.randrange(500)
-            if served[index].finish_reason is None:
+            if requests[index].finish_reason is None:
                 cancelled.add(index)
-            engine.cancel(served[index])
+            engine.cancel(requests[index])
         if steps % 100 == 0:
             engine.check_integrity()
-    assert {i for i, one in enumerate(served) if one.finish_reason == "cancelled"} == cancelled
+    assert {i for i, one in enumerate(requests) if one.finish_reason == "cancelled"} == cancelled
     assert engine.scheduler.preemptions > 0 and 10 < len(cancelled) < 250
     checked = [i for i in range(0, 500, 10) if i not in cancelled]
     expected = alone(llm, [prompts[i] for i in checked], [params[i] for i in checked])
-    assert [served[i].completions()[0].token_ids for i in checked] == expected
+    assert [requests[i].completions()[0].token_ids for i in checked] == expected
     assert llm._runner.pool.bytes_held == 0
     llm._runner.check_integrity()

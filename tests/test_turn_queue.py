@@ -111,7 +111,7 @@ def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], t
     seen: dict[int, list[int]] = {}
     while not queue.idle:
         for event in queue.step():
-            seen.setdefault(event.request, []).append(event.token_id)
+            seen.setdefault(event.request_id, []).append(event.token_id)
         queue.check_integrity()
     assert queue._engine.scheduler.preemptions > 0
     for (name, i), one in queued.items():

@@ -124,11 +124,11 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
     plain = make(policy=policy, **settings).generate(prompts, greedy(12))
     llm = make(rows, policy, **settings)
     engine = Engine(llm._runner, max_batch=3)
-    served = [engine.add(prompt, greedy(12)) for prompt in prompts]
+    requests = [engine.add(prompt, greedy(12)) for prompt in prompts]
     while not engine.idle:
         engine.step()
         engine.check_integrity()
-    done = [one.completions()[0] for one in served]
+    done = [one.completions()[0] for one in requests]
     assert [one.token_ids for one in done] == [one.token_ids for one in plain]
     for with_set, without in zip(done, plain, strict=True):
         assert with_set.stats.attended_fraction == without.stats.attended_fraction
@@ -175,11 +175,11 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
     for rows in (0, 30):
         llm = make(rows, chunks=2, eviction=eviction, policy_options=policy_options)
         engine = Engine(llm._runner, max_batch=1)
-        served = engine.add(prompt, greedy(50))
+        request = engine.add(prompt, greedy(50))
         while not engine.idle:
             engine.step()
             engine.check_integrity()
-        made.append(served.completions()[0])
+        made.append(request.completions()[0])
     assert made[0].token_ids == made[1].token_ids
     assert (made[1].stats.working_set_hit_rate or 0) > 0.05
 
@@ -216,12 +216,12 @@ def test_preempted_requests_start_with_an_empty_set() -> None:
     prompts = [tiny_prompt(110, seed=i) for i in range(3)]
     apart = [one.token_ids for one in make().generate(prompts, greedy(30))]
     engine = Engine(make(20, chunks=8)._runner, max_batch=3)
-    served = [engine.add(prompt, greedy(30)) for prompt in prompts]
+    requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
     while not engine.idle:
         engine.step()
         engine.check_integrity()
     assert engine.scheduler.preemptions > 0
-    assert [one.completions()[0].token_ids for one in served] == apart
+    assert [one.completions()[0].token_ids for one in requests] == apart
 
 
 def test_a_negative_working_set_is_refused() -> None:

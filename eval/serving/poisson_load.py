@@ -16,7 +16,7 @@ import torch
 
 from ...config import SamplingParams
 from ...engine.engine import Engine
-from ...engine.request import Served
+from ...engine.request import Request
 from ...errors import InputError
 from ...forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 from ...llm import LLM
@@ -113,7 +113,7 @@ class Answered:
 def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
     """Answers all prompts in batches."""
     engine = Engine(llm._runner, max_batch=MAX_BATCH)
-    served = [engine.add(prompt, greedy(ANSWER)) for prompt in prompts]
+    requests = [engine.add(prompt, greedy(ANSWER)) for prompt in prompts]
     llm._runner.pool.bytes_peak = llm._runner.pool.bytes_used
     began, decode = time.process_time(), 0.0
     while not engine.idle:
@@ -122,7 +122,7 @@ def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
         engine.step()
         decode += 0.0 if prefilling else time.process_time() - step
     seconds = time.process_time() - began
-    done = [one.completions()[0] for one in served]
+    done = [one.completions()[0] for one in requests]
     stats = [completion.stats for completion in done]
     prefilled = sum(s.prompt_tokens - s.reused_tokens for s in stats)
     link = sum(s.link_bytes_to_device for s in stats)
@@ -206,22 +206,22 @@ def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) ->
         at += rng.expovariate(rate)
         arrivals.append((at, prompt))
     engine, now = Engine(llm._runner, max_batch=MAX_BATCH), 0.0
-    served: list[Served] = []
+    requests: list[Request] = []
     while arrivals or not engine.idle:
         if engine.idle:
             now = max(now, arrivals[0][0])
         while arrivals and arrivals[0][0] <= now:
             when, prompt = arrivals.pop(0)
-            served.append(engine.add(prompt, greedy(32)))
-            log.arrived[served[-1].request.id] = when
+            requests.append(engine.add(prompt, greedy(32)))
+            log.arrived[requests[-1].prompt.id] = when
         began = time.process_time()
         events = engine.step()
         now += time.process_time() - began
         log.widest = max(log.widest, len(engine.scheduler.running))
         log.peak_bytes = max(log.peak_bytes, llm._runner.pool.bytes_held)
         for event in events:
-            log.first.setdefault(event.request, now)
-            log.done[event.request] = now
+            log.first.setdefault(event.request_id, now)
+            log.done[event.request_id] = now
     return log
 
 

@@ -38,17 +38,17 @@ def serve(llm: LLM, prompts: Sequence[list[int]], answer: int) -> Row:
     runner.config = replace(runner.config, prefill_tokens=len(prompts[0]))  # one of them a step
     runner.pool.bytes_peak = runner.pool.bytes_used
     engine = Engine(runner, max_batch=len(prompts))
-    served = [engine.add(prompt, greedy(answer)) for prompt in prompts]
+    requests = [engine.add(prompt, greedy(answer)) for prompt in prompts]
     began, crossed, steps = time.process_time(), 0, 0
     while not engine.idle:
         whole = len(engine.scheduler.running) == len(prompts)
-        traces = [sequence.trace for one in served for sequence in one.sequences] if whole else []
+        traces = [sequence.trace for one in requests for sequence in one.sequences] if whole else []
         before = sum(trace.bytes_to_device for trace in traces)
         engine.step()
         crossed += sum(trace.bytes_to_device for trace in traces) - before
         steps += whole
     assert steps, "the first has ended before the last begins: more new tokens, or more prefill a step"
-    stats = [one.completions()[0].stats for one in served]
+    stats = [one.completions()[0].stats for one in requests]
     return {
         "prefilled": sum(s.prompt_tokens - s.reused_tokens for s in stats),
         "peak_mib": runner.pool.bytes_peak / 2**20,

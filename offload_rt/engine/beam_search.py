@@ -1,7 +1,7 @@
 """Beam search by forking: the beams of a prompt share their chunks, never copying a full one.
 
 `Beams` is the search itself, pure bookkeeping of scores and tokens that repeats transformers' `generate(num_beams=...)`
-step by step; `BeamGeneration` moves sequences as it says.
+step by step; `BeamSearchRequest` moves sequences as it says.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
 from ..config import SamplingParams
-from ..core import Request
+from ..core import Prompt
 from ..errors import InputError
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
-from .request import Completion, FinishReason, Generation, Served, TokenOutput
+from .request import Completion, FinishReason, Request, SampledRequest, TokenOutput
 from .runner import Runner
 from .stats import Stats
 
@@ -65,12 +65,12 @@ class Beams:
         ends = torch.tensor([self._ended(candidate) is not None for candidate in grown])
         self._finish(grown, scores, ends)
         going_on = scores + ends.float() * _NEVER
-        kept = torch.topk(going_on, width).indices.tolist()
-        self.running, self._scores = [grown[i] for i in kept], going_on[kept]
+        best = torch.topk(going_on, width).indices.tolist()
+        self.running, self._scores = [grown[i] for i in best], going_on[best]
         self._improvable &= self._could_improve(len(grown[0]))
         full = params.early_stopping is True and bool(self._is_finished.all())
         self.done = not self._improvable or full or bool(ends.all())
-        return [(parents[i], tokens[i]) for i in kept]
+        return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
         """Takes those among the first `num_beams` candidates that end into the best finished ones."""
@@ -96,17 +96,18 @@ class Beams:
         return bool((best > worst).any())
 
 
-class BeamGeneration:
-    """A beam search being served. Dropped, it starts again from its prompt: it is deterministic."""
+class BeamSearchRequest:
+    """A request that is answered by beam search. After a drop it starts again from its prompt: the search is
+    deterministic."""
 
     def __init__(
         self,
-        request: Request,
+        prompt: Prompt,
         params: SamplingParams,
         tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.request, self.params = request, params
+        self.prompt, self.params = prompt, params
         self.sequences: list[Sequence] = []
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
@@ -116,41 +117,43 @@ class BeamGeneration:
 
     @property
     def width(self) -> int:
-        """All beams."""
+        """The number of beams."""
         return self.params.num_beams
 
     @property
-    def samples(self) -> list[Served]:
-        """See `Served.samples`."""
+    def samples(self) -> list[Request]:
+        """The search alone answers its prompt."""
         return [self]
 
     @property
     def tokens(self) -> None:
-        """Each beam has its own."""
+        """None: each beam has tokens of its own."""
         return
 
     def resume(self, sequence: Sequence) -> None:
-        """Beams start again."""
+        """Is never called, because `tokens` is None: beams start again."""
         raise AssertionError("beams are not restored")
 
     def start(self, runner: Runner) -> Prefill:
-        """See `Served.start`."""
+        """Makes the first beam's sequence and begins the prefill of the prompt. Raises PoolFullError, InputError with
+        eviction, ModelError."""
         assert not self.sequences
         if runner.config.eviction is not None:
             raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
-        prompt = self.request.prompt
+        prompt = self.prompt.token_ids
         runner.check_fits(len(prompt) + self.params.max_new_tokens)
         sequence = runner.retry_after_reclaim(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
         self.sequences = [sequence]
         runner.retry_after_reclaim(lambda: runner.check_spare(self.width - 1))
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
-    def take_pending(self) -> list[Generation]:
-        """Beams fork as the search goes."""
+    def take_pending(self) -> list[SampledRequest]:
+        """No completion waits for the prefill: beams fork as the search goes."""
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Room for the next token of every beam, and for the last chunk of every fork that may follow."""
+        """Allocates the next token of every beam, and sees to it that the last chunk of every fork that may follow can
+        be had. Raises PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
         runner.retry_after_reclaim(lambda: runner.check_spare(self.width))
@@ -172,11 +175,11 @@ class BeamGeneration:
             if i not in parents:
                 runner.free(sequence)
         moved: list[Sequence] = []
-        kept: set[int] = set()
+        continued: set[int] = set()
         for parent, _ in chosen:
             before = self.sequences[parent]
-            moved.append(self._fork(runner, before) if parent in kept else before)
-            kept.add(parent)
+            moved.append(self._fork(runner, before) if parent in continued else before)
+            continued.add(parent)
         for sequence, (_, token) in zip(moved, chosen, strict=True):
             sequence.tokens.append(token)
         self.sequences = moved
@@ -185,7 +188,7 @@ class BeamGeneration:
         return runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
 
     def drop(self, runner: Runner) -> None:
-        """See `Served.drop`."""
+        """Frees all beams; a search that has not ended begins anew."""
         for sequence in self.sequences:
             runner.free(sequence)
         self.sequences = []
@@ -193,7 +196,7 @@ class BeamGeneration:
             self._beams = self._new_beams()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """See `Served.finish`."""
+        """Frees all beams, after their last statistics have been taken."""
         self._final = self.stats(runner)
         self.finish_reason = self.finish_reason or reason
         self.drop(runner)
@@ -209,7 +212,7 @@ class BeamGeneration:
         return [Completion(self._text(tokens), tokens, self._ended(tokens) or "length", self._final) for tokens in best]
 
     def _new_beams(self) -> Beams:
-        return Beams(self.params, self.request.prompt, len(self._eos), self._ended)
+        return Beams(self.params, self.prompt.token_ids, len(self._eos), self._ended)
 
     def _ended(self, tokens: list[int]) -> FinishReason | None:
         if tokens and tokens[-1] in self._eos:
@@ -220,7 +223,7 @@ class BeamGeneration:
 
     def _events(self) -> list[TokenOutput]:
         return [
-            TokenOutput(self.request.id, self._text(tokens), tokens[-1], len(tokens) - 1, self._ended(tokens), i)
+            TokenOutput(self.prompt.id, self._text(tokens), tokens[-1], len(tokens) - 1, self._ended(tokens), i)
             for i, tokens in enumerate(self._beams.finished[: self.params.n])
         ]
 

@@ -1,4 +1,4 @@
-"""The engine: `step()` makes room, admits, decodes, prefills and samples; requests join and leave between steps."""
+"""The engine: `step()` allocates, admits, decodes, prefills and samples; requests join and leave between steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..config import SamplingParams
-from ..core import Request
+from ..core import Prompt
 from ..errors import PoolFullError
 from ..forward.batch import Recorder
-from .beam_search import BeamGeneration
-from .request import Generation, Served, StartAgainError, TokenOutput
+from .beam_search import BeamSearchRequest
+from .request import Request, SampledRequest, StartAgainError, TokenOutput
 from .runner import Runner
 from .scheduler import Scheduler
 from .swap import Swap
@@ -30,7 +30,7 @@ class Engine:
         runner: Runner,
         *,
         max_batch: int,
-        on_prefill: Callable[[Served, int], None] = lambda served, layers: None,
+        on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
         recorder: Recorder | None = None,
         swap: Swap | None = None,
     ) -> None:
@@ -40,18 +40,18 @@ class Engine:
         self._on_prefill = on_prefill
         self._ids = itertools.count()
 
-    def add(self, prompt: Seq[int], params: SamplingParams) -> Served:
-        """Queues a prompt of at least one token."""
+    def add(self, token_ids: Seq[int], params: SamplingParams) -> Request:
+        """Queues a prompt of at least one token, and returns the request that answers it."""
         model = self.runner.model
-        request = Request(next(self._ids), tuple(prompt))
-        kind = BeamGeneration if params.num_beams > 1 else Generation
-        served: Served = kind(request, params, model.tokenizer, model.eos_token_ids)
-        self.submit(served)
-        return served
+        prompt = Prompt(next(self._ids), tuple(token_ids))
+        kind = BeamSearchRequest if params.num_beams > 1 else SampledRequest
+        request: Request = kind(prompt, params, model.tokenizer, model.eos_token_ids)
+        self.submit(request)
+        return request
 
-    def submit(self, served: Served) -> None:
-        """Queues what can serve itself, such as a turn of a session."""
-        self.scheduler.add(served)
+    def submit(self, request: Request) -> None:
+        """Queues a request that somebody else made, such as a turn of a session."""
+        self.scheduler.add(request)
 
     @property
     def idle(self) -> bool:
@@ -62,13 +62,13 @@ class Engine:
         """One step: a new token for everything that runs, and prefill work for at most one request. Raises
         PoolFullError for one that can never fit, before anything else happens (it has left the queue; the others go on
         with the next step)."""
-        self.scheduler.make_room()
+        self.scheduler.allocate()
         self.scheduler.admit()
         return self._decode() + self._advance_prefill()
 
-    def cancel(self, served: Served) -> None:
+    def cancel(self, request: Request) -> None:
         """Ends a request with all its completions where they stand; nothing happens to those that have ended."""
-        for sample in served.samples:
+        for sample in request.samples:
             if sample.finish_reason is None:
                 self._retire(sample)
 
@@ -76,21 +76,21 @@ class Engine:
         running = list(self.scheduler.running)
         if not running:
             return []
-        widths = [len(served.sequences) for served in running]
-        logits = self.runner.decode([s for served in running for s in served.sequences], self._recorder)
+        widths = [len(request.sequences) for request in running]
+        logits = self.runner.decode([s for request in running for s in request.sequences], self._recorder)
         pairs = zip(running, logits.split(widths), strict=True)
-        return [event for served, rows in pairs for event in self._accept(served, rows)]
+        return [event for request, rows in pairs for event in self._accept(request, rows)]
 
     def _advance_prefill(self) -> list[TokenOutput]:
         scheduler, spent = self.scheduler, 0.0
         while scheduler.prefilling is not None:
-            served, prefill = scheduler.prefilling
+            request, prefill = scheduler.prefilling
             try:
                 self.runner.advance_prefill(prefill)
             except StartAgainError:
-                scheduler.restart(served)
+                scheduler.restart(request)
                 break
-            self._on_prefill(served, prefill.layer)
+            self._on_prefill(request, prefill.layer)
             if prefill.done:
                 assert prefill.logits is not None
                 logits = prefill.logits.unsqueeze(0)
@@ -100,22 +100,22 @@ class Engine:
                 break
         return []
 
-    def _accept(self, served: Served, logits: torch.Tensor) -> list[TokenOutput]:
+    def _accept(self, request: Request, logits: torch.Tensor) -> list[TokenOutput]:
         try:
-            events = served.accept(self.runner, logits)
+            events = request.accept(self.runner, logits)
         except PoolFullError:  # beams that fork; they start again when there is room
-            if self.scheduler.running == [served]:
-                self._retire(served)
+            if self.scheduler.running == [request]:
+                self._retire(request)
                 raise
-            self.scheduler.preempt(served)
+            self.scheduler.preempt(request)
             return []
-        if served.finish_reason is not None:
-            self._retire(served)
+        if request.finish_reason is not None:
+            self._retire(request)
         return events
 
-    def _retire(self, served: Served) -> None:
-        self.scheduler.remove(served)
-        served.finish(self.runner, "cancelled")
+    def _retire(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        request.finish(self.runner, "cancelled")
 
     def check_integrity(self) -> None:
         """Asserts that queues, sequences and pool agree."""

@@ -1,4 +1,5 @@
-"""Who gives way to a request that finds no room: what lies in memory without being used, such as idle sessions."""
+"""Reclaiming host memory for a request that finds no room: what lies there without being used, such as idle sessions,
+is taken away, one thing after the other."""
 
 from __future__ import annotations
 
@@ -12,47 +13,49 @@ from ..errors import PoolFullError
 T = TypeVar("T")
 
 NAMED = 8
-"""Most that an error names."""
+"""An error names at most so many holdings."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Who holds how much host memory, and why it stays, for people. Chunks that several hold count for each."""
+class Holding:
+    """Who holds how much host memory, and why it cannot be reclaimed, for an error message. Chunks that several hold
+    count for each."""
 
     name: str
     bytes: int
     reason: str
 
 
-class Holder(Protocol):
-    """Who holds memory between requests."""
+class Reclaimable(Protocol):
+    """Something that holds memory between requests."""
 
     def reclaim(self) -> bool:
-        """Something of it leaves memory, and nothing is lost by that; False where nothing can."""
+        """Takes some of it out of memory, such that nothing is lost; returns False where nothing can leave."""
         ...
 
-    def held(self) -> list[Held]:
-        """What it holds now."""
+    def holdings(self) -> list[Holding]:
+        """What is held now."""
         ...
 
 
-def retry_after_reclaim(action: Callable[[], T], holders: Iterable[Holder]) -> T:
-    """What `action` returns; where there is no room for it, `holders` give way, one thing after the other, until there
-    is. `action` must change nothing when it raises. Raises PoolFullError, which says who stays, when nobody can."""
+def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
+    """Returns what `action` returns. Where there is no room for it, memory of `reclaimables` is reclaimed, one thing
+    after the other, until there is. `action` must change nothing when it raises. Raises PoolFullError, which says what
+    stays in memory, when nothing more can be reclaimed."""
     while True:
         try:
             return action()
         except PoolFullError as error:
-            if any(holder.reclaim() for holder in holders):
+            if any(one.reclaim() for one in reclaimables):
                 continue
-            held = sorted((one for holder in holders for one in holder.held()), key=lambda one: -one.bytes)
-            if not held:
+            holdings = sorted((own for one in reclaimables for own in one.holdings()), key=lambda own: -own.bytes)
+            if not holdings:
                 raise
-            raise type(error)(f"{error}; {_told(held)}") from error
+            raise type(error)(f"{error}; {_described(holdings)}") from error
 
 
-def _told(held: list[Held]) -> str:
-    total = sum(one.bytes for one in held)
-    named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in held[:NAMED])
-    others = f" and {len(held) - NAMED} more" if len(held) > NAMED else ""
+def _described(holdings: list[Holding]) -> str:
+    total = sum(one.bytes for one in holdings)
+    named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in holdings[:NAMED])
+    others = f" and {len(holdings) - NAMED} more" if len(holdings) > NAMED else ""
     return f"sessions hold {format_size(total)} of it: {named}{others}; close some, or let them answer first"

@@ -1,4 +1,4 @@
-"""One request from prompt to last token: its sampler, its text, and why it ended."""
+"""Requests from prompt to last token: the protocol that the engine serves, and the request that samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..config import SamplingParams
-from ..core import Request
+from ..core import Prompt
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..forward.trace import Trace
@@ -22,8 +22,8 @@ FinishReason = Literal["length", "eos", "stop", "cancelled"]
 
 
 class StartAgainError(Exception):
-    """A prefill cannot go on, and its request can start again at once: the engine drops it and puts it first in the
-    queue."""
+    """A prefill cannot go on, but its request can start again at once. The engine drops the request and puts it first
+    in the queue."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TokenOutput:
     `index` counts the completion's new tokens from 0; `finish_reason` is set on the last event; `sample` says which of
     the request's n completions it belongs to. Of a beam search only the last events come, each with all its text."""
 
-    request: int
+    request_id: int
     text: str
     token_id: int
     index: int
@@ -50,58 +50,60 @@ class Completion:
     stats: Stats
 
 
-class Served(Protocol):
-    """What the engine serves: a request that is waiting, prefilling, decoding with one sequence or several, or done.
-    It owns its sequences from `start` to `drop` or `finish`; dropped, it can start again and loses no token."""
+class Request(Protocol):
+    """What the engine serves. A request waits, prefills, decodes with one sequence or several, or is done. It owns its
+    sequences from `start` to `drop` or `finish`; a dropped request can start again and loses no token."""
 
-    request: Request
+    prompt: Prompt
     finish_reason: FinishReason | None
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that the next decode step computes, after the prefill."""
+        """The sequences that the next decode step computes, after the prefill."""
         ...
 
     @property
     def width(self) -> int:
-        """Most sequences at once."""
+        """The most sequences that the request has at once."""
         ...
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and new tokens, if one sequence with these is all there is to it; else None."""
+        """Prompt and new tokens, where one sequence with these is the whole state of the request; else None."""
         ...
 
     def start(self, runner: Runner) -> Prefill:
-        """Takes room for what is known now, and begins its prefill. Raises PoolFullError, InputError, ModelError."""
+        """Allocates what is known now, and begins the prefill. Raises PoolFullError, InputError, ModelError."""
         ...
 
     def resume(self, sequence: Sequence) -> None:
-        """Goes on with the sequence that it had when it was dropped, restored; only where there are `tokens`."""
+        """Goes on with `sequence`, which swap has brought back as it was when the request was dropped; only called
+        where `tokens` is not None."""
         ...
 
-    def take_pending(self) -> list[Generation]:
-        """Completions that begin as forks of this one when its prompt has been prefilled; each is returned once."""
+    def take_pending(self) -> list[SampledRequest]:
+        """The completions that begin as forks of this one when its prompt has been prefilled; each is returned once."""
         ...
 
     def reserve(self, runner: Runner) -> None:
-        """Takes room for the next step. Raises PoolFullError."""
+        """Allocates what the next step needs. Raises PoolFullError."""
         ...
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """What follows from logits `[S, V]` of the sequences, in order; ends the generation if that was all."""
+        """Takes float32 logits `[S, V]` of its sequences, in order, and returns the new tokens; sets `finish_reason`
+        after the last."""
         ...
 
     def drop(self, runner: Runner) -> None:
-        """Gives back what it holds, to start again later (preemption)."""
+        """Frees what the request holds, so that it can start again later (preemption)."""
         ...
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Ends it, if it has not ended by itself, and gives back what it holds."""
+        """Frees what the request holds; `reason` is why it ends, if it has not ended by itself."""
         ...
 
     def stats(self, runner: Runner) -> Stats | None:
-        """What it cost so far; None before it started."""
+        """What the request cost so far; None before it started."""
         ...
 
     def completions(self) -> list[Completion]:
@@ -109,30 +111,30 @@ class Served(Protocol):
         ...
 
     @property
-    def samples(self) -> list[Served]:
-        """All that serves the same request, itself first."""
+    def samples(self) -> list[Request]:
+        """Every request that answers the same prompt, this one first."""
         ...
 
 
-class Generation:
-    """A completion being generated, one of its request's `params.n`. The first one owns the prompt's prefill, the
-    others (`pending`) fork from it; each has its own random numbers and can be dropped and started again by itself."""
+class SampledRequest:
+    """One of the `params.n` sampled completions of a prompt. The first one owns the prompt's prefill, the others
+    (`pending`) fork from it; each has its own random numbers and can be dropped and started again by itself."""
 
     def __init__(
         self,
-        request: Request,
+        prompt: Prompt,
         params: SamplingParams,
         tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: frozenset[int],
         sample: int = 0,
     ) -> None:
-        self.request, self.params, self.sample = request, params, sample
+        self.prompt, self.params, self.sample = prompt, params, sample
         self.sequence: Sequence | None = None
         self.finish_reason: FinishReason | None = None
         self.new_tokens: list[int] = []
         self.text = ""
         others = range(1, params.n if sample == 0 else 0)
-        self._others = [Generation(request, params, tokenizer, eos_token_ids, i) for i in others]
+        self._others = [SampledRequest(prompt, params, tokenizer, eos_token_ids, i) for i in others]
         self._pending = list(self._others)
         self._trace: Trace | None = None
         self._final: Stats | None = None
@@ -141,13 +143,13 @@ class Generation:
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
 
     @property
-    def samples(self) -> list[Served]:
-        """See `Served.samples`."""
+    def samples(self) -> list[Request]:
+        """This completion and, of the first one, all the others."""
         return [self, *self._others]
 
     @property
     def sequences(self) -> list[Sequence]:
-        """See `Served.sequences`."""
+        """The one sequence, while there is one."""
         return [] if self.sequence is None else [self.sequence]
 
     @property
@@ -157,14 +159,14 @@ class Generation:
 
     @property
     def tokens(self) -> list[int]:
-        """See `Served.tokens`."""
-        return [*self.request.prompt, *self.new_tokens]
+        """The prompt's token ids and the new ones."""
+        return [*self.prompt.token_ids, *self.new_tokens]
 
     def start(self, runner: Runner) -> Prefill:
-        """See `Served.start`. Of one that was dropped, new tokens are prefilled too if that gives the same rows; else
-        they are decoded again, as the first time."""
+        """Makes the sequence and begins its prefill. After a drop the new tokens are prefilled too if that gives the
+        same rows; else they are decoded again, as the first time. Raises PoolFullError, InputError, ModelError."""
         assert self.sequence is None
-        prompt = len(self.request.prompt)
+        prompt = len(self.prompt.token_ids)
         runner.check_fits(prompt + self.params.max_new_tokens)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
         self.sequence = runner.retry_after_reclaim(
@@ -177,13 +179,13 @@ class Generation:
         return runner.begin_prefill(self.sequence, stop, want_logits=True)
 
     def resume(self, sequence: Sequence) -> None:
-        """See `Served.resume`."""
+        """Takes the restored sequence, which goes on with the counts of before."""
         assert self.sequence is None and self._trace is not None
         self.sequence = sequence
         sequence.trace = self._trace
 
-    def take_pending(self) -> list[Generation]:
-        """See `Served.take_pending`."""
+    def take_pending(self) -> list[SampledRequest]:
+        """The completions that fork from this one; each is returned once."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -192,7 +194,7 @@ class Generation:
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     def reserve(self, runner: Runner) -> None:
-        """See `Served.reserve`."""
+        """Allocates the slot of the next token. Raises PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         runner.retry_after_reclaim(lambda: runner.reserve(sequence))
@@ -215,31 +217,31 @@ class Generation:
         if self.finish_reason is not None:
             text += self._stream.flush()
         self.text += text
-        return [TokenOutput(self.request.id, text, token, len(self.new_tokens) - 1, self.finish_reason, self.sample)]
+        return [TokenOutput(self.prompt.id, text, token, len(self.new_tokens) - 1, self.finish_reason, self.sample)]
 
     def drop(self, runner: Runner) -> None:
-        """See `Served.drop`."""
+        """Frees the sequence and keeps its tokens and counts."""
         if self.sequence is not None:
             self._trace = self.sequence.trace
             runner.free(self.sequence)
             self.sequence = None
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """See `Served.finish`."""
+        """Frees the sequence, after its last statistics have been taken."""
         self.finish_reason = self.finish_reason or reason
         if self.sequence is not None:
             self._final = runner.stats(self.sequence)
             self.drop(runner)
 
     def stats(self, runner: Runner) -> Stats | None:
-        """See `Served.stats`."""
+        """What the completion cost so far; None before it started."""
         return self._final if self.sequence is None else runner.stats(self.sequence)
 
     def completion(self) -> Completion:
-        """The result of a generation that has started and finished."""
+        """The result of a completion that has started and finished."""
         assert self._final is not None and self.finish_reason is not None
         return Completion(self.text, self.new_tokens, self.finish_reason, self._final)
 
     def completions(self) -> list[Completion]:
-        """See `Served.completions`."""
+        """The results of this completion and the others, in order."""
         return [self.completion(), *(other.completion() for other in self._others)]

@@ -18,7 +18,7 @@ from ..forward.batch import Recorder, Step
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
 from ..forward.prefill import Prefill
-from ..forward.rebalance import make_room
+from ..forward.rebalance import rebalance
 from ..forward.sequence import Sequence, key_reader
 from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
@@ -29,7 +29,7 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
 from ..transfer.weights import WeightStream
-from .reclaim import Holder, retry_after_reclaim
+from .reclaim import Reclaimable, retry_after_reclaim
 from .stats import Accounting, Stats
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Runner:
         self._open: dict[int, Sequence] = {}
         self.ways = StrategyCache()
         self.steps = steps_for(config, self.adapter.device, self.ways, streams=weights is not None)
-        self.holders: list[Holder] = []
+        self.reclaimables: list[Reclaimable] = []
         self._accounting = Accounting(model, policy, pool, link, config, weights)
         geometry = self.adapter.geometry
         # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
@@ -118,7 +118,7 @@ class Runner:
 
     def check_fits(self, tokens: int) -> None:
         """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
-        where it would not fit an empty pool and nothing may give way."""
+        where it would not fit an empty pool and nothing may be evicted."""
         self._check_positions(tokens)
         if self.plan is not None:
             self.plan.check([tokens])
@@ -126,9 +126,9 @@ class Runner:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """What `action` returns; where it finds no room, what lies in memory without being used (`holders`) gives way
-        until it does: `idle.retry_after_reclaim`. Raises PoolFullError."""
-        return retry_after_reclaim(action, self.holders)
+        """Returns what `action` returns; where it finds no room, memory of `reclaimables` is reclaimed until it does.
+        Raises PoolFullError (`engine.reclaim.retry_after_reclaim`)."""
+        return retry_after_reclaim(action, self.reclaimables)
 
     def check_spare(self, chunks: int) -> None:
         """Raises PoolFullError where the pool has no `chunks` chunks to give."""
@@ -177,16 +177,16 @@ class Runner:
                 sequence.exact,
                 sequence.unlearned,
                 sequence.shift,
-                sequence.cut,
+                sequence.truncation_id,
             ),
             origin=sequence.blocks,
         )
 
-    def match(self, tokens: Seq[int], cut: str = "") -> BlockTable:
+    def match(self, tokens: Seq[int], truncation_id: str = "") -> BlockTable:
         """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them."""
         if not self._shares:
             return BlockTable()
-        return self.pool.match(tokens, EXACT + cut, self.policy.lineage + cut)
+        return self.pool.match(tokens, EXACT + truncation_id, self.policy.lineage + truncation_id)
 
     def adopt(
         self,
@@ -197,7 +197,7 @@ class Runner:
         known: int,
         exact: int,
         shift: int = 0,
-        cut: str = "",
+        truncation_id: str = "",
     ) -> Sequence:
         """A sequence whose first `known` tokens were computed before: rows of `blocks.length` of them are in the block
         table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
@@ -208,7 +208,7 @@ class Runner:
         trace = Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
         state, slots = self.policy.new_state(keys), self._new_slots()
         sequence = Sequence(
-            next(self._ids), list(tokens), blocks, slots, keys, state, trace, known, exact, known, shift, cut
+            next(self._ids), list(tokens), blocks, slots, keys, state, trace, known, exact, known, shift, truncation_id
         )
         return self._register(sequence)
 
@@ -249,7 +249,7 @@ class Runner:
         the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
         if self._shares:
             lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
-            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.cut)
+            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.truncation_id)
 
     @torch.inference_mode()
     def begin_prefill(
@@ -312,7 +312,7 @@ class Runner:
     def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
         began, crossed = time.perf_counter(), self._accounting.weights_crossed
-        make_room(batch, self.pool, self.link, self.policy)
+        rebalance(batch, self.pool, self.link, self.policy)
         for sequence in batch:
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True

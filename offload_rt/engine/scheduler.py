@@ -6,26 +6,26 @@ from collections import deque
 
 from ..errors import OffloadError, PoolFullError
 from ..forward.prefill import Prefill
-from .request import Served
+from .request import Request
 from .runner import Runner
-from .swap import Swap, Swapped
+from .swap import Swap, SwappedSequence
 
 
 class Scheduler:
     """First come, first served. A request is admitted when the pool has room for its prompt and a chunk for each
-    running sequence besides; it then grows chunk by chunk. When the pool runs out, the youngest gives way: it keeps its
-    tokens and goes back to the head of the queue. When there is room its rows come back from disk, if there is a
-    `swap` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest
-    is never preempted, so something always finishes; one that would not fit an empty pool is refused at once.
+    running sequence besides; it then grows chunk by chunk. When the pool runs out, the youngest is preempted: it keeps
+    its tokens and goes back to the head of the queue. When there is room its rows come back from disk, if there is a
+    `swap` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest is
+    never preempted, so something always finishes; one that would not fit an empty pool is refused at once.
 
     Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them."""
 
     def __init__(self, runner: Runner, max_batch: int, swap: Swap | None = None) -> None:
-        self._runner, self._max_batch, self._spill = runner, max_batch, swap
-        self._spilled: dict[Served, Swapped] = {}
-        self.waiting: deque[Served] = deque()
-        self.prefilling: tuple[Served, Prefill] | None = None
-        self.running: list[Served] = []
+        self._runner, self._max_batch, self._swap = runner, max_batch, swap
+        self._swapped_out: dict[Request, SwappedSequence] = {}
+        self.waiting: deque[Request] = deque()
+        self.prefilling: tuple[Request, Prefill] | None = None
+        self.running: list[Request] = []
         self.preemptions = self.restored = 0
         self._full = False
 
@@ -34,70 +34,70 @@ class Scheduler:
         """Whether nothing waits, prefills or runs."""
         return not (self.waiting or self.prefilling or self.running)
 
-    def add(self, request: Served) -> None:
-        """Queues a request."""
+    def add(self, request: Request) -> None:
+        """Queues a request behind those that wait."""
         self.waiting.append(request)
 
     def admit(self) -> None:
         """Starts the prefill of the next request, if none is running, one waits and it fits now; one that comes back
         from disk runs at once.
 
-        Raises what `Served.start` raises, PoolFullError only where nothing runs that could make room; the request is
+        Raises what `Request.start` raises, PoolFullError only where nothing runs that could free chunks; the request is
         taken out of the queue.
         """
         if self.prefilling is not None or not self.waiting or self._full:
             return
-        served = self.waiting[0]
+        request = self.waiting[0]
         width = sum(r.width for r in self.running)
-        if self.running and width + served.width > self._max_batch:
+        if self.running and width + request.width > self._max_batch:
             return
         try:
-            came_back = self._restore(served, width)
-            if not came_back:
-                prefill = served.start(self._runner)
+            swapped_in = self._swap_in(request, width)
+            if not swapped_in:
+                prefill = request.start(self._runner)
             if self.running:
                 self._runner.retry_after_reclaim(lambda: self._runner.check_spare(width))
         except OffloadError as error:
-            served.drop(self._runner)
+            request.drop(self._runner)
             if isinstance(error, PoolFullError) and self.running:
                 self._full = True  # until somebody leaves: trying every step would cost every step
                 return
-            self.remove(served)
+            self.remove(request)
             raise
         self.waiting.popleft()
-        self._forget(served)
-        if came_back:
+        self._discard_swapped(request)
+        if swapped_in:
             self.restored += 1
-            self.running.append(served)
+            self.running.append(request)
         else:
-            self.prefilling = served, prefill
+            self.prefilling = request, prefill
 
-    def _restore(self, served: Served, width: int) -> bool:
+    def _swap_in(self, request: Request, width: int) -> bool:
         """Whether a request that was preempted has its rows again, from disk. Raises PoolFullError."""
-        tokens = served.tokens
-        if self._spill is None or tokens is None or served not in self._spilled:
+        tokens = request.tokens
+        if self._swap is None or tokens is None or request not in self._swapped_out:
             return False
-        swap, spilled = self._spill, self._spilled[served]
-        sequence = self._runner.retry_after_reclaim(lambda: swap.restore(spilled, tokens, spare=width))
+        swap, swapped = self._swap, self._swapped_out[request]
+        sequence = self._runner.retry_after_reclaim(lambda: swap.swap_in(swapped, tokens, spare=width))
         if sequence is None:
-            self._forget(served)
+            self._discard_swapped(request)
             return False
-        served.resume(sequence)
+        request.resume(sequence)
         return True
 
-    def _forget(self, served: Served) -> None:
-        """What is on disk of a request is not needed any more."""
-        if self._spill is not None and (spilled := self._spilled.pop(served, None)) is not None:
-            self._spill.forget(spilled)
+    def _discard_swapped(self, request: Request) -> None:
+        """Removes what is on disk of a request, if there is anything."""
+        if self._swap is not None and (swapped := self._swapped_out.pop(request, None)) is not None:
+            self._swap.discard(swapped)
 
-    def prefilled(self) -> list[Served]:
+    def prefilled(self) -> list[Request]:
         """The prefill is done: its request runs, and so do the completions that fork from it, those that fit; the
         others wait. Returns all that begin to run."""
         assert self.prefilling is not None and self.prefilling[1].done
-        served, prefill = self.prefilling
+        request, prefill = self.prefilling
         self.prefilling = None
-        started = [served]
-        for fork in served.take_pending():
+        started = [request]
+        for fork in request.take_pending():
             try:
                 fork.fork_from(self._runner, prefill.sequence)
                 started.append(fork)
@@ -106,63 +106,63 @@ class Scheduler:
         self.running += started
         return started
 
-    def make_room(self) -> None:
-        """Takes room for the next step of all that run, oldest first, at the expense of the youngest.
+    def allocate(self) -> None:
+        """Allocates the next step of all that run, oldest first, and preempts the youngest where the pool is full.
 
         Raises PoolFullError where not even one alone can go on; it is then in no queue and holds nothing.
         """
-        for served in list(self.running):
-            while served in self.running:
+        for request in list(self.running):
+            while request in self.running:
                 try:
-                    served.reserve(self._runner)
+                    request.reserve(self._runner)
                     break
                 except PoolFullError:
-                    if self.prefilling is None and self.running == [served]:
-                        self.remove(served)
-                        served.finish(self._runner, "cancelled")
+                    if self.prefilling is None and self.running == [request]:
+                        self.remove(request)
+                        request.finish(self._runner, "cancelled")
                         raise
                     self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
 
-    def preempt(self, served: Served) -> None:
-        """Sends a request back to the head of the queue; it gives back what it holds, maybe to the disk."""
-        spilled = self._keep(served)
-        self.remove(served)
-        served.drop(self._runner)
-        self.waiting.appendleft(served)
-        if spilled is not None:
-            self._spilled[served] = spilled
+    def preempt(self, request: Request) -> None:
+        """Sends a request back to the head of the queue and frees what it holds; its rows may go to disk."""
+        swapped = self._swap_out(request)
+        self.remove(request)
+        request.drop(self._runner)
+        self.waiting.appendleft(request)
+        if swapped is not None:
+            self._swapped_out[request] = swapped
         self.preemptions += 1
-        self._full = True  # what was given back is for those that run; it waits until one of them leaves
+        self._full = True  # what was freed is for those that run; it waits until one of them leaves
 
-    def _keep(self, served: Served) -> Swapped | None:
+    def _swap_out(self, request: Request) -> SwappedSequence | None:
         """Writes the rows of a running request to disk where that is the cheaper way to have them again."""
-        if self._spill is None or served not in self.running or served.tokens is None:
+        if self._swap is None or request not in self.running or request.tokens is None:
             return None
-        [sequence] = served.sequences
-        return self._spill.keep(sequence, sum(len(one.sequences) for one in self.running))
+        [sequence] = request.sequences
+        return self._swap.swap_out(sequence, sum(len(one.sequences) for one in self.running))
 
-    def restart(self, served: Served) -> None:
+    def restart(self, request: Request) -> None:
         """Sends the request whose prefill runs back to the head of the queue, to start again at once."""
-        self.remove(served)
-        served.drop(self._runner)
-        self.waiting.appendleft(served)
+        self.remove(request)
+        request.drop(self._runner)
+        self.waiting.appendleft(request)
 
-    def remove(self, served: Served) -> None:
+    def remove(self, request: Request) -> None:
         """Takes a request out of wherever it is."""
         self._full = False
-        self._forget(served)
-        if self.prefilling is not None and self.prefilling[0] is served:
+        self._discard_swapped(request)
+        if self.prefilling is not None and self.prefilling[0] is request:
             self.prefilling = None
-        if served in self.waiting:
-            self.waiting.remove(served)
-        elif served in self.running:
-            self.running.remove(served)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
 
     def check_integrity(self) -> None:
-        """Asserts that nobody is in two places and that only those that started hold sequences."""
+        """Asserts that no request is in two places and that only those that started hold sequences."""
         prefilling = [] if self.prefilling is None else [self.prefilling[0]]
-        everybody = [*self.waiting, *prefilling, *self.running]
-        assert len({id(served) for served in everybody}) == len(everybody)
-        assert all(served.sequences for served in [*self.running, *prefilling])
-        assert not any(served.sequences for served in self.waiting)
-        assert set(self._spilled) <= set(self.waiting)
+        requests = [*self.waiting, *prefilling, *self.running]
+        assert len({id(request) for request in requests}) == len(requests)
+        assert all(request.sequences for request in [*self.running, *prefilling])
+        assert not any(request.sequences for request in self.waiting)
+        assert set(self._swapped_out) <= set(self.waiting)

@@ -31,14 +31,14 @@ FOLDER = "preempted"
 
 
 @dataclass(frozen=True)
-class Swapped:
+class SwappedSequence:
     """A sequence on disk: its chunks from the first on, and what `Runner.adopt` needs to know."""
 
     names: Seq[NamedChunk]
     position: int
     exact: int
     shift: int
-    cut: str
+    truncation_id: str
 
 
 class Swap:
@@ -71,10 +71,10 @@ class Swap:
         """Bytes of all files."""
         return self._disk.bytes_used
 
-    def keep(self, sequence: Sequence, batch: int) -> Swapped | None:
+    def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
         """Writes what the sequence has computed, if bringing it back is estimated to take less time than computing it
-        again; `batch` sequences decode together. None: it has to be computed again."""
-        if not self._can(sequence):
+        again; `batch` sequences decode together. Returns None where it has to be computed again."""
+        if not self._restorable(sequence):
             return None
         names = list(self._names(sequence))
         fresh = [name for name in names if name.key not in self._disk]
@@ -90,18 +90,18 @@ class Swap:
             fresh = fresh[taken:]
         self._users.update(name.key for name in names)
         self._disk.pin(name.key for name in names)
-        swapped = Swapped(names, sequence.position, sequence.exact, sequence.shift, sequence.cut)
+        swapped = SwappedSequence(names, sequence.position, sequence.exact, sequence.shift, sequence.truncation_id)
         if any(name.key not in self._disk for name in names):
-            self.forget(swapped)
+            self.discard(swapped)
             return None
         if written:
             self._write_rate = (time.perf_counter() - began) / written
         return swapped
 
-    def restore(self, swapped: Swapped, tokens: Seq[int], spare: int = 0) -> Sequence | None:
-        """The sequence as it was, with room for one more of `tokens`; what the prefix tree still has is not read. None
-        where the files are not what was written. Raises PoolFullError, before anything is read, where the pool has not
-        `spare` chunks besides."""
+    def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
+        """Brings the sequence back as it was, with room for one more of `tokens`; what the prefix tree still has is not
+        read. Returns None where the files are not what was written. Raises PoolFullError, before anything is read,
+        where the pool has not `spare` chunks besides."""
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
         found = self._find(swapped, blocks)
@@ -116,7 +116,7 @@ class Swap:
         known = blocks.length
         sequence = runner.adopt(
             tokens, blocks, capacity=swapped.position + 1, known=swapped.position, exact=swapped.exact,
-            shift=swapped.shift, cut=swapped.cut,
+            shift=swapped.shift, truncation_id=swapped.truncation_id,
         )  # fmt: skip
         if not self._load(blocks, found):
             pool.truncate(blocks, known)
@@ -126,7 +126,7 @@ class Swap:
         self._learn(sequence)
         return sequence
 
-    def forget(self, swapped: Swapped) -> None:
+    def discard(self, swapped: SwappedSequence) -> None:
         """Removes the files that no other sequence needs."""
         keys = [name.key for name in swapped.names]
         self._disk.unpin(keys)
@@ -134,7 +134,8 @@ class Swap:
         self._users += Counter()
         self._disk.remove(key for key in keys if key not in self._users)
 
-    def _can(self, sequence: Sequence) -> bool:
+    def _restorable(self, sequence: Sequence) -> bool:
+        """Whether rows and policy state could be brought back exactly."""
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
         complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
@@ -157,19 +158,19 @@ class Swap:
         own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
         for start in range(0, sequence.position, CHUNK):
             stop = min(start + CHUNK, sequence.position)
-            lineage = (EXACT if stop <= sequence.exact else own) + sequence.cut
+            lineage = (EXACT if stop <= sequence.exact else own) + sequence.truncation_id
             tokens = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in sequence.tokens[start:stop])
             key = chunk_key(parent, lineage, tokens)
             yield NamedChunk(start // CHUNK, parent, lineage, tokens, key)
             parent = key
 
-    def _known(self, swapped: Swapped, tokens: Seq[int]) -> BlockTable:
+    def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
         """What the prefix tree has of the tokens that an exact prefill computed."""
         if not self._runner.config.prefix_sharing:
             return BlockTable()
-        return self._runner.pool.match(tokens[: swapped.exact + 1], EXACT + swapped.cut)
+        return self._runner.pool.match(tokens[: swapped.exact + 1], EXACT + swapped.truncation_id)
 
-    def _find(self, swapped: Swapped, blocks: BlockTable) -> list[tuple[int, StoredChunk]] | None:
+    def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[tuple[int, StoredChunk]] | None:
         names = swapped.names[blocks.length // CHUNK :]
         chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
         found = [(name.index, chunk) for name, chunk in zip(names, chunks, strict=True) if chunk is not None]

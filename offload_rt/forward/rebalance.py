@@ -1,4 +1,4 @@
-"""Who gives when a full pool is shared: the longest sequence of a batch gives first (DESIGN section 7)."""
+"""Rebalancing a full pool between the sequences of a batch, where they evict in place: the longest shrinks first."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ..transfer.link import Link
 from .sequence import Sequence
 
 
-def make_room(batch: Seq[Sequence], pool: HostPool, link: Link, policy: Policy) -> None:
-    """Before a step: each sequence that needs another chunk, and finds none free, gets one from the longest of the
-    batch, as long as that one stays at least as long. Where nobody gives, a sequence overwrites its own slots."""
+def rebalance(batch: Seq[Sequence], pool: HostPool, link: Link, policy: Policy) -> None:
+    """Before a step, gives each sequence that needs another chunk, and finds none free, one of the longest sequence of
+    the batch, as long as that one stays at least as long. A sequence that gets none overwrites its own slots."""
     for sequence in batch:
         if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
             continue
         if not pool.free_chunks + pool.idle_chunks:
             longest = max(batch, key=lambda other: len(other.blocks.chunks))
             if len(longest.blocks.chunks) > len(sequence.blocks.chunks) + 1:
-                _give(longest, pool, link, policy)
+                _shrink(longest, pool, link, policy)
         if pool.free_chunks + pool.idle_chunks:
             pool.reserve(sequence.blocks, sequence.position + 1)
 
 
-def _give(sequence: Sequence, pool: HostPool, link: Link, policy: Policy) -> None:
-    """The sequence's last chunk goes back to the pool, and of every layer the tokens that matter least; nothing happens
-    where it cannot."""
+def _shrink(sequence: Sequence, pool: HostPool, link: Link, policy: Policy) -> None:
+    """Gives the sequence's last chunk back to the pool and evicts the tokens of every layer that matter least; does
+    nothing where the slot table refuses."""
     blocks = sequence.blocks
-    moves = sequence.slots.give(blocks)
+    moves = sequence.slots.shrink(blocks)
     if moves is None:
         return
     for layer, pairs in enumerate(moves):

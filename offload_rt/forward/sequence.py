@@ -21,9 +21,9 @@ class Sequence:
     `blocks`. The sequence owns block table, slots and state; all three fork with it.
 
     `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
-    `cut` names what was cut: it belongs to the lineage of every chunk. `interrupted`: a step on it was interrupted, so
-    that resident rows and policy state may be a token ahead in some layers (rows in the pool below `position` are
-    right)."""
+    `truncation_id` names what was cut: it belongs to the lineage of every chunk. `interrupted`: a step on it was
+    interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool below
+    `position` are right)."""
 
     id: int
     tokens: list[int]
@@ -36,7 +36,7 @@ class Sequence:
     exact: int = 0
     unlearned: int = 0
     shift: int = 0
-    cut: str = ""
+    truncation_id: str = ""
     interrupted: bool = False
 
     def check_integrity(self) -> None:

@@ -52,9 +52,9 @@ class SlotTable(Protocol):
         """The token at `position` is next. Raises PoolFullError where there is no room for it."""
         ...
 
-    def give(self, blocks: BlockTable) -> list[Moves] | None:
-        """Between steps: gives up the last chunk, if it can. Returns per layer the (slot, target) pairs of rows that
-        have to move, in order, before the pool takes the chunk; None, and nothing has changed, where it cannot."""
+    def shrink(self, blocks: BlockTable) -> list[Moves] | None:
+        """Between steps, vacates the last chunk. Returns for each layer the (slot, target) pairs of rows that have to
+        move, in order, before the pool takes the chunk; None, with nothing changed, where that cannot be."""
         ...
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class AppendOnly:
     """Token t in slot t for ever: a full pool is an error."""
 
     grows = False
-    """Nobody gives way to it."""
+    """No other sequence shrinks for it."""
 
     listens = False
 
@@ -96,8 +96,8 @@ class AppendOnly:
         self._pool.reserve(blocks, position + 1)
         self.newest = position
 
-    def give(self, blocks: BlockTable) -> list[Moves] | None:
-        """Nothing ever gives way."""
+    def shrink(self, blocks: BlockTable) -> list[Moves] | None:
+        """Returns None: nothing is ever evicted."""
         return None
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
@@ -116,11 +116,11 @@ class AppendOnly:
 
 class InPlaceEviction:
     """Token t in slot t while the pool has room; then the newest tokens overwrite victims of their own sequence, which
-    grows no more and only shrinks, chunk by chunk, where it gives to shorter ones. Sinks and the recent window are
+    grows no more and only shrinks, chunk by chunk, for shorter ones. Sinks and the recent window are
     spared; with `protect="none"` the sinks are not. Chunks that another sequence holds are never overwritten, chunks
     that only the prefix tree holds leave it.
 
-    Mutated by `begin_step` (positions, victims), `give` and `selected` (use); the rows are the link's to move.
+    Mutated by `begin_step` (positions, victims), `shrink` and `selected` (use); the rows are the link's to move.
     """
 
     listens = True
@@ -133,8 +133,8 @@ class InPlaceEviction:
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
         self._victims: list[int] | None = None
-        self._turn = 0
-        """A position whose token takes the ring's first place."""
+        self._ring_start = 0
+        """The position of a token that takes the ring's first slot."""
         self.newest = -1
         self.context = 0
 
@@ -151,14 +151,14 @@ class InPlaceEviction:
         """See `SlotTable.begin_step`."""
         if self._victims is None and not self._grow(blocks, position):
             self._need(blocks.capacity > self._sinks + self._recent, blocks)
-            self._victims, self._turn = [], position
+            self._victims, self._ring_start = [], position
         if self._victims is None:
             self.newest, self.context = position, position + 1
         else:
             self._overwrite(blocks, position)
 
-    def give(self, blocks: BlockTable) -> list[Moves] | None:
-        """See `SlotTable.give`: victims of every layer go, survivors of the last chunk fill their places, the ring
+    def shrink(self, blocks: BlockTable) -> list[Moves] | None:
+        """Evicts the victims of every layer: survivors of the last chunk fill their places, the ring
         moves down in order. From then on the sequence overwrites."""
         kept, used = blocks.capacity - CHUNK, self.context
         first, dropped = kept - self._recent, used - kept
@@ -175,7 +175,7 @@ class InPlaceEviction:
             state.follow(layer, pairs)
         self._state, self.context = state.cut(kept), kept
         if self._victims is None:
-            self._victims, self._turn = [], self._known
+            self._victims, self._ring_start = [], self._known
         return moves
 
     def _owns(self, blocks: BlockTable, first: int) -> bool:
@@ -213,7 +213,7 @@ class InPlaceEviction:
     def _overwrite(self, blocks: BlockTable, position: int) -> None:
         slots = blocks.capacity
         first = slots - self._recent
-        self.newest, self.context = first + (position - self._turn) % self._recent, slots
+        self.newest, self.context = first + (position - self._ring_start) % self._recent, slots
         protected = self._protected(blocks, first).expand(self._layers, -1)
         chosen = victims(self._options.policy, self._state, protected, position)
         self._need(bool((chosen >= 0).all()), blocks)

@@ -134,7 +134,7 @@ class SessionRows:
             self._lose_from(known)
         sequence = runner.adopt(
             history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
-            shift=history.shift, cut=history.cut,
+            shift=history.shift, truncation_id=history.cut,
         )  # fmt: skip
         self.loaded_tokens = known - self._host_tokens
         if found:

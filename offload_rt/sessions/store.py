@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..config import StoreOptions
-from ..engine.reclaim import Held
+from ..engine.reclaim import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError
 from ..storage.chunk_file import LAYOUT_VERSION
@@ -44,7 +44,7 @@ class SessionStore:
         self.closed = False
         self._open: dict[str, Session] = {}
         self._holders: set[object] = set()
-        runner.holders.append(self)
+        runner.reclaimables.append(self)
 
     def open(self, name: str) -> Session:
         """The session `name`: as it was left, or new. Raises InputError where it is open already."""
@@ -96,17 +96,17 @@ class SessionStore:
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """See `idle.Holder`."""
+        """Takes one parked session out of host memory; False where none can leave (`engine.reclaim.Reclaimable`)."""
         return self.tiers.reclaim()
 
-    def held(self) -> list[Held]:
-        """See `idle.Holder`."""
+    def holdings(self) -> list[Holding]:
+        """What the open sessions hold of host memory, and why it stays."""
         pool, parked, found = self.runner.pool, set(self.tiers.parked), []
         for session in self._open.values():
             if (sequence := session.rows.sequence) is not None:
                 full = f"its store cannot take it: {self.disk.last_error or 'the limit of its files is reached'}"
                 reason = full if session.rows in parked else "answering"
-                found.append(Held(session.name, len(sequence.blocks.chunks) * pool.chunk_bytes, reason))
+                found.append(Holding(session.name, len(sequence.blocks.chunks) * pool.chunk_bytes, reason))
         return found
 
     def close_if_idle(self) -> None:
@@ -121,7 +121,7 @@ class SessionStore:
         self.closed = True
         for session in list(self._open.values()):
             session.close()
-        self.runner.holders.remove(self)
+        self.runner.reclaimables.remove(self)
         self.saver.close()
         self.disk.close()
 

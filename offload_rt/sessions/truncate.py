@@ -110,7 +110,7 @@ def _rebuild(rows: SessionRows, sequence: Sequence, kept: Seq[int], blocks: Bloc
     runner.free(sequence)
     adopted = runner.adopt(
         history.tokens, blocks, capacity=len(history.tokens), known=len(kept),
-        exact=min(history.exact, len(kept)), shift=history.shift, cut=history.cut,
+        exact=min(history.exact, len(kept)), shift=history.shift, truncation_id=history.cut,
     )  # fmt: skip
     rows.replaced(adopted)
     return adopted

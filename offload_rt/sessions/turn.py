@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..config import SamplingParams
-from ..core import CHUNK, Request
-from ..engine.request import FinishReason, Generation, StartAgainError, TokenOutput
+from ..core import CHUNK, Prompt
+from ..engine.request import FinishReason, SampledRequest, StartAgainError, TokenOutput
 from ..engine.runner import Runner
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
@@ -20,11 +20,11 @@ from .session_kv import SessionRows
 from .truncate import close_gap, truncate_for
 
 
-class Turn(Generation):
-    """One turn, `Served` by the engine like any prompt. The session's rows are its prefix; when it ends, what came of
-    it is part of the history, and the rows stay with the session. Dropped (preempted, or a chunk was damaged), the
-    session is as it was before, and the turn starts again from what host memory and disk have. Where the conversation
-    would outgrow the model's positions, its oldest tokens are forgotten when the turn starts.
+class Turn(SampledRequest):
+    """One turn, a `Request` that the engine serves like any other. The session's rows are its prefix; when it ends,
+    what came of it is part of the history, and the rows stay with the session. Dropped (preempted, or a chunk was
+    damaged), the session is as it was before, and the turn starts again from what host memory and disk have. Where the
+    conversation would outgrow the model's positions, its oldest tokens are forgotten when the turn starts.
 
     An interrupted prefill changes nothing; an interrupted answer is kept as far as it came.
     """
@@ -33,8 +33,8 @@ class Turn(Generation):
         """number: of the request; text: what was said, for people; added: its tokens."""
         model = rows.runner.model
         self._before = list(rows.history.tokens)
-        request = Request(number, (*self._before, *added))
-        super().__init__(request, params, model.tokenizer, model.eos_token_ids)
+        prompt = Prompt(number, (*self._before, *added))
+        super().__init__(prompt, params, model.tokenizer, model.eos_token_ids)
         self.rows = rows
         self._text, self._added = text, tuple(added)
         self._computed = rows.history.computed
@@ -44,14 +44,14 @@ class Turn(Generation):
         self._known = 0, 0
 
     def start(self, runner: Runner) -> Prefill:
-        """See `Served.start`. Of a turn that was dropped, new tokens are prefilled too if that gives the same rows;
+        """See `Request.start`. Of a turn that was dropped, new tokens are prefilled too if that gives the same rows;
         else they are decoded again, as the first time."""
         rows = self.rows
         rows.store.tiers.take(rows)
         arrived = rows.sequence is not None and (rows.preload is None or rows.preload.finished)
         try:
             self._fit(runner)
-            taken = self.request.prompt if runner.approximates else tuple(self.tokens)
+            taken = self.prompt.token_ids if runner.approximates else tuple(self.tokens)
             rows.history.tokens = list(taken)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
         except BaseException:
@@ -75,7 +75,7 @@ class Turn(Generation):
         rows, history = self.rows, self.rows.history
         before = history.cut
         self._evict()
-        longest = len(self.request.prompt) + self.params.max_new_tokens
+        longest = len(self.prompt.token_ids) + self.params.max_new_tokens
         runner.check_fits(longest)
         close_gap(rows, longest)
         if history.cut != before:
@@ -91,7 +91,7 @@ class Turn(Generation):
         if not gone:
             return
         self._computed = history.computed
-        self.request = Request(self.request.id, (*self._before, *self._added))
+        self.prompt = Prompt(self.prompt.id, (*self._before, *self._added))
         most = self.rows.runner.adapter.geometry.max_positions
         warnings.warn(
             f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
@@ -111,7 +111,7 @@ class Turn(Generation):
             except DamagedChunkError:
                 rows.drop()
             else:
-                sequence.trace.prompt_tokens = len(self.request.prompt)
+                sequence.trace.prompt_tokens = len(self.prompt.token_ids)
                 return sequence
 
     def _wait(self, layer: int) -> None:
@@ -141,23 +141,23 @@ class Turn(Generation):
         self._saving = self._prefill = None
 
     def reserve(self, runner: Runner) -> None:
-        """See `Served.reserve`; parked sessions give way before anybody is preempted."""
+        """See `Request.reserve`; parked sessions give way before anybody is preempted."""
         sequence = self.sequence
         assert sequence is not None
         self.rows.store.tiers.retry_after_reclaim(lambda: runner.reserve(sequence))
         self.rows.recheck()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """See `Served.accept`; chunks that decode steps have filled are saved."""
+        """See `Request.accept`; chunks that decode steps have filled are saved."""
         assert self.sequence is not None
-        position, prompt = self.sequence.position, len(self.request.prompt)
+        position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % CHUNK == 0 and position > prompt:
             self.rows.offer_decoded(self.sequence.tokens, prompt, position)
         return super().accept(runner, logits)
 
     def drop(self, runner: Runner) -> None:
-        """See `Served.drop`. The session's rows leave host memory, unless nothing has been computed yet: then they wait
-        with it for room."""
+        """See `Request.drop`. The session's rows leave host memory, unless nothing has been computed yet: then they
+        wait with it for room."""
         if self.sequence is None:
             return
         self._trace, self.sequence = self.sequence.trace, None
@@ -179,7 +179,8 @@ class Turn(Generation):
         rows.store.tiers.park(rows)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """See `Served.finish`. Raises StoreError where the history cannot be written; the session is whole then too."""
+        """See `Request.finish`. Raises StoreError where the history cannot be written; the session is whole then
+        too."""
         self.finish_reason = self.finish_reason or reason
         rows, history = self.rows, self.rows.history
         sequence, self.sequence = self.sequence, None
@@ -189,7 +190,7 @@ class Turn(Generation):
         if taken_in:
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
-            history.mark_decoded(len(self.request.prompt), sequence.position)
+            history.mark_decoded(len(self.prompt.token_ids), sequence.position)
             if sequence.interrupted:
                 runner.relearn(sequence)
         else:

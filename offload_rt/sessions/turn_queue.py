@@ -18,7 +18,7 @@ from .turn import Turn
 
 
 class QueuedTurn:
-    """A turn that waits, is computed, or is done. `number` is the `request` of its events."""
+    """A turn that waits, is computed, or is done. `number` is the `request_id` of its events."""
 
     def __init__(self, number: int, session: Session, prompt: str | Sequence[int], params: SamplingParams) -> None:
         self.number, self.session, self.prompt, self.params = number, session, prompt, params
@@ -146,9 +146,9 @@ class TurnQueue:
     def _end_lost(self) -> None:
         """A turn that could not begin has left the engine's queue: its session is free again."""
         scheduler = self._engine.scheduler
-        served = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
+        known = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
         for queued in self._running:
-            if queued.turn not in served and queued.turn is not None:
+            if queued.turn not in known and queued.turn is not None:
                 self._engine.cancel(queued.turn)
 
     def _settle(self) -> None:
@@ -161,7 +161,7 @@ class TurnQueue:
     def _waiting(self) -> list[SessionRows]:
         """Sessions whose turns wait, soonest first, each once."""
         turns = {id(queued.turn): queued.session.rows for queued in self._running}
-        begun = (turns[id(served)] for served in self._engine.scheduler.waiting)
+        begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
         behind = (queued.session.rows for queued in self._backlog if not queued.session.busy)
         return list(dict.fromkeys([*begun, *behind]))
 
