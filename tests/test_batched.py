@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import tiny_model, tiny_prompt
-from test_counted import NobodyAsks
-from test_links import staged
+from support.asking import NobodyAsks
+from support.batches import OPTIONS, begun, compiled, make
+from support.device_link import staged
+from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM
@@ -23,37 +24,10 @@ from offload_rt.forward.batch import Step
 from offload_rt.forward.batched import BatchedStrategy, StrategyCache
 from offload_rt.forward.decode import DecodeStep
 from offload_rt.forward.sequence import Sequence
-from offload_rt.kernels import dispatch
 from offload_rt.models.registry import load_shape
 from offload_rt.planning.memory_model import Demand, DeviceCosts
-from offload_rt.select.infinigen import InfiniGen
 from offload_rt.select.key_lists import Rule
 from offload_rt.transfer.residency import place, places
-
-OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8, "dense_layers": (), "alpha": 2.0, "max_fraction": 0.3}
-
-
-def make(counted: bool = True, **options: Any) -> Runner:
-    model = tiny_model("llama", num_hidden_layers=2)
-    llm = staged(LLM(model, policy_options=OPTIONS | options, host_memory="4MiB", missed_mass_every=0))
-    policy = llm._runner.policy
-    assert isinstance(policy, InfiniGen)
-    policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
-    return llm._runner
-
-
-def begun(runner: Runner, length: int, seed: int = 0) -> Sequence:
-    sequence = runner.new_sequence(tiny_prompt(length + 40, seed=seed), length + 40)
-    runner.prefill(sequence, length)
-    return sequence
-
-
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operation is Triton's from now on, under the interpreter."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels are compiled on this machine")
-    monkeypatch.setattr(dispatch, "_compiled", lambda tensor: tensor.dtype != torch.float64)
 
 
 @pytest.mark.parametrize("options", [{}, {"scorer": "int4", "source": "attention_input"}, {"preset": "paper"}])

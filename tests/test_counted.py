@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.asking import AskedError, NobodyAsks
+from support.device_link import staged
 from support.tiny_models import tiny_model, tiny_prompt
-from test_links import staged
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine.request import Completion
@@ -66,22 +66,6 @@ def test_counts_on_the_device_change_nothing(
         for counted in (True, False)
     ]
     assert counts_of(runs[0]) == counts_of(runs[1])
-
-
-ASKING = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
-
-
-class AskedError(Exception):
-    """The host asked for a value."""
-
-
-class NobodyAsks(TorchDispatchMode):
-    """Operations whose result depends on values, in shape or as a number of the host, raise."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ASKING:
-            raise AskedError(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.batches import OPTIONS, begun, compiled, make
+from support.device_link import staged
 from support.tiny_models import tiny_model, tiny_prompt
-from test_batched import OPTIONS, begun, compiled, make
-from test_links import staged
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM, SamplingParams

@@ -7,60 +7,29 @@ import os
 import random
 import signal
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.disk_chunks import (
+    FILE_BYTES,
+    KILLS,
+    LAYER_BYTES,
+    LAYERS,
+    blocks_of,
+    fork_saver,
+    load,
+    open_store,
+    save,
+    tokens_of,
+)
 
-from offload_rt.config import LIVE_POLICIES, StoreOptions
+from offload_rt.config import LIVE_POLICIES
 from offload_rt.errors import StoreError
 from offload_rt.storage.chunk_file import ChunkHeader, ChunkName
 from offload_rt.storage.disk_store import DiskStore
-
-LAYERS, LAYER_BYTES = 3, 512
-FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
-KILLS = int(os.environ.get("OFFLOAD_RT_SOAK", "20"))
-
-
-def tokens_of(number: int, count: int = 64) -> bytes:
-    return np.arange(number, number + count, dtype="<i8").tobytes()
-
-
-def blocks_of(number: int) -> list[bytes]:
-    return [random.Random(f"{number} {layer}").randbytes(LAYER_BYTES) for layer in range(LAYERS)]
-
-
-def save(store: DiskStore, number: int, parent: bytes | None = None) -> bool:
-    writer = store.begin(parent or store.root, "exact", tokens_of(number), LAYER_BYTES)
-    if writer is None:
-        return False
-    for layer, block in enumerate(blocks_of(number)):
-        writer.write(layer, memoryview(block))
-    return writer.commit()
-
-
-def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[bytes] | None:
-    found = store.find(parent or store.root, "exact", tokens_of(number))
-    if found is None:
-        return None
-    blocks = []
-    for layer in range(LAYERS):
-        into = bytearray(LAYER_BYTES)
-        if not store.read_layer(found, layer, memoryview(into)):
-            return None
-        blocks.append(bytes(into))
-    return blocks
-
-
-def open_store(
-    folder: Path, limit: int | None = None, *, policy: str = "lru", ttl: float | None = None, **options: Any
-) -> DiskStore:
-    return DiskStore(folder, "model a", LAYERS, StoreOptions(limit, policy, ttl), **options)  # type: ignore[arg-type]
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
@@ -428,23 +397,3 @@ def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
             saved += blocks is not None
         store.close()
     assert saved > 0 and cut > 0
-
-
-def fork_saver(folder: Path, start: int) -> int:
-    """A process that has begun to save chunks from `start` on, and goes on for ever."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
-        child = os.fork()
-    if child == 0:
-        try:
-            store = open_store(folder, 40 * FILE_BYTES)
-            os.write(writing, b"x")
-            for number in itertools.count(start):
-                save(store, number)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    assert os.read(reading, 1) == b"x"
-    os.close(reading)
-    return child

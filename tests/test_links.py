@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.device_link import staged
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -24,14 +25,6 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("infinigen", {"sinks": 2, "recent": 8, "max_missed_mass": 0.05}),
     ("h2o", {"budget": 0.3}),
 ]
-
-
-def staged(llm: LLM) -> LLM:
-    """Puts the link of a machine with device memory into an LLM, the CPU being that device."""
-    runner = llm._runner
-    link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=(InlineStream(), InlineStream()))
-    runner.link = link
-    return llm
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])

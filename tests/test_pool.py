@@ -4,54 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.pools import CHUNK_BYTES, append, geometry, kv, make_pool, read
 
-from offload_rt.core import CHUNK, BlockTable, KVPart, ModelGeometry
+from offload_rt.core import CHUNK, BlockTable
 from offload_rt.errors import MemoryLimitError, PoolFullError
 from offload_rt.pool import machine
 from offload_rt.pool.layout import PAGE, ArenaLayout
 from offload_rt.pool.pool import HostPool
-
-
-def geometry(layers: int = 2, kv_heads: int = 2, head_dim: int = 4) -> ModelGeometry:
-    return ModelGeometry(
-        layers=layers,
-        hidden=16,
-        heads=2 * kv_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=10,
-        scales=(1.0,) * layers,
-        windows=(None,) * layers,
-        max_positions=1 << 20,
-        absolute_positions=False,
-        default_alpha=5.0,
-    )
-
-
-CHUNK_BYTES = geometry().kv_bytes(CHUNK, torch.float32)
-
-
-def make_pool(chunks: int, slab_chunks: int = 4) -> HostPool:
-    return HostPool(geometry(), torch.float32, chunks * CHUNK_BYTES, slab_tokens=slab_chunks * CHUNK)
-
-
-def kv(tokens: range, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct K and V `[Hkv, n, d]` for every (sequence, layer, head, token, dimension)."""
-    k = torch.arange(8, dtype=torch.float32).view(2, 1, 4) / 8
-    k = k + torch.arange(tokens.start, tokens.stop).view(1, -1, 1) + 10_000 * layer + 100_000 * sequence
-    return k, -k - 0.5
-
-
-def append(pool: HostPool, blocks: BlockTable, count: int, sequence: int = 0) -> None:
-    tokens = range(blocks.length, blocks.length + count)
-    pool.reserve(blocks, tokens.stop)
-    for layer in range(2):
-        pool.write(blocks, layer, tokens.start, *kv(tokens, layer, sequence))
-    pool.commit(blocks, tokens.stop)
-
-
-def read(parts: list[KVPart]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.cat([part.k for part in parts], 1), torch.cat([part.v for part in parts], 1)
 
 
 def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pool import append, kv, make_pool, read
+from support.pools import append, kv, make_pool, read
 
 from offload_rt.core import CHUNK
 from offload_rt.pool import prefix_tree

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.sharing import greedy, make
 from support.tiny_models import tiny_prompt
-from test_sharing import greedy, make
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import StoreOptions

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.disk_chunks import FILE_BYTES, KILLS, blocks_of, fork_saver, load, open_store, save, tokens_of
 from support.tiny_models import tiny_model, tiny_prompt
-from test_disk import FILE_BYTES, KILLS, blocks_of, fork_saver, load, open_store, save, tokens_of
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError

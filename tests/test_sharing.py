@@ -10,34 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.sharing import CHUNK_BYTES, ROW, greedy, make
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.forward.shared_prefix import NEVER_PAYS, SharedPrefixes
-from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.streams import InlineStream
-
-CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
-ROW = 2 * 2 * 16 * 8
-"""Bytes of K and V of one token in one layer."""
-
-
-def greedy(count: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, temperature=0)
-
-
-def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **options: Any) -> LLM:
-    """float64, and every shared chunk is a segment of its own worth."""
-    model = tiny_model(name, dtype=torch.float64)
-    llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": chunks * CHUNK_BYTES} | options))
-    runner = llm._runner
-    runner.prefixes = SharedPrefixes(ROW, pays_from=1)
-    if staged:
-        streams = (InlineStream(), InlineStream())
-        runner.link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=streams)
-    return llm
 
 
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:

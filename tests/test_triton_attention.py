@@ -6,11 +6,9 @@ import math
 
 import pytest
 import torch
+from support.rounding import ROUNDING
 
 from offload_rt.kernels import lists
-
-ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
-"""Relative rounding of a softmax weight to the rows' dtype: the share of the largest |v| an output may be off by."""
 
 SHAPES = [(64, 1), (80, 4), (96, 3), (128, 16), (128, 8), (256, 2)]
 

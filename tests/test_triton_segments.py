@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_triton_attention import ROUNDING
+from support.rounding import ROUNDING
 
 from offload_rt.kernels import dispatch, segments
 from offload_rt.kernels.segments import Run

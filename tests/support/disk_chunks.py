@@ -1,0 +1,75 @@
+"""Numbered chunks in a disk store, and a process that saves them until it is killed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload_rt.config import StoreOptions
+from offload_rt.storage.disk_store import DiskStore
+
+LAYERS, LAYER_BYTES = 3, 512
+FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
+KILLS = int(os.environ.get("OFFLOAD_RT_SOAK", "20"))
+
+
+def tokens_of(number: int, count: int = 64) -> bytes:
+    return np.arange(number, number + count, dtype="<i8").tobytes()
+
+
+def blocks_of(number: int) -> list[bytes]:
+    return [random.Random(f"{number} {layer}").randbytes(LAYER_BYTES) for layer in range(LAYERS)]
+
+
+def save(store: DiskStore, number: int, parent: bytes | None = None) -> bool:
+    writer = store.begin(parent or store.root, "exact", tokens_of(number), LAYER_BYTES)
+    if writer is None:
+        return False
+    for layer, block in enumerate(blocks_of(number)):
+        writer.write(layer, memoryview(block))
+    return writer.commit()
+
+
+def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[bytes] | None:
+    found = store.find(parent or store.root, "exact", tokens_of(number))
+    if found is None:
+        return None
+    blocks = []
+    for layer in range(LAYERS):
+        into = bytearray(LAYER_BYTES)
+        if not store.read_layer(found, layer, memoryview(into)):
+            return None
+        blocks.append(bytes(into))
+    return blocks
+
+
+def open_store(
+    folder: Path, limit: int | None = None, *, policy: str = "lru", ttl: float | None = None, **options: Any
+) -> DiskStore:
+    return DiskStore(folder, "model a", LAYERS, StoreOptions(limit, policy, ttl), **options)  # type: ignore[arg-type]
+
+
+def fork_saver(folder: Path, start: int) -> int:
+    """A process that has begun to save chunks from `start` on, and goes on for ever."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
+        child = os.fork()
+    if child == 0:
+        try:
+            store = open_store(folder, 40 * FILE_BYTES)
+            os.write(writing, b"x")
+            for number in itertools.count(start):
+                save(store, number)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.close(reading)
+    return child

@@ -1,0 +1,31 @@
+"""LLMs in float64 with pools of few chunks, in which every shared chunk is a segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.forward.shared_prefix import SharedPrefixes
+
+from .device_link import staged as with_device_link
+from .tiny_models import tiny_model
+
+CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+ROW = 2 * 2 * 16 * 8
+"""Bytes of K and V of one token in one layer."""
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, temperature=0)
+
+
+def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **options: Any) -> LLM:
+    """float64, and every shared chunk is a segment of its own worth."""
+    model = tiny_model(name, dtype=torch.float64)
+    llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": chunks * CHUNK_BYTES} | options))
+    runner = llm._runner
+    runner.prefixes = SharedPrefixes(ROW, pays_from=1)
+    return with_device_link(llm) if staged else llm
