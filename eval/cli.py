@@ -217,10 +217,10 @@ def make_variants(
 
 
 def _variant(policy: str, settings: Mapping[str, Any]) -> Variant:
-    from ..select.registry import POLICIES
+    from ..select.registry import policy_names
     from .core.model_under_test import Variant
 
-    check_choice("policy", policy, POLICIES)
+    check_choice("policy", policy, policy_names())
     engine = {key: value for key, value in settings.items() if key in ENGINE}
     return Variant(policy, {key: value for key, value in settings.items() if key not in engine}, engine)
 

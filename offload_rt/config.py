@@ -6,14 +6,12 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, TypeVar, get_args
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from .errors import ConfigError
 
 Source = Literal["attention_input", "normed_input", "residual"]
-Scorer = Literal["partial", "int8", "int4", "int2"]
-Columns = Literal["calibration", "prompt"]
 SkewMethod = Literal["svd", "balanced"]
 EarlyStopping = bool | Literal["never"]
 KVFormatName = Literal["auto", "int8", "int4", "int2"]
@@ -89,7 +87,38 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
         )
 
 
-def _check(condition: bool, message: str) -> None:
+NEVER: Final = object()
+"""The neutral value of an option that never had one: equal to no value."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field of a configuration says of itself: the command line's flags, `info` and the documentation read it.
+
+    help: one line, with the unit.
+    metavar: what stands for the value in a usage text, such as "SIZE"; None: the choices of the field's type.
+    flag: its name on the command line where that is not the field's own.
+    neutral: of an option added after stores had been written: the value with which everything is as before it.
+    """
+
+    help: str
+    metavar: str | None = None
+    flag: str | None = None
+    neutral: Any = NEVER
+
+
+def option(default: Any, *, help: str, metavar: str | None = None, flag: str | None = None, **more: Any) -> Any:
+    """A dataclass field with a default, described by an `Option` of these values."""
+    return field(default=default, metadata={"option": Option(help, metavar, flag, **more)})
+
+
+def option_of(described: Field[Any]) -> Option:
+    """What a field that was made by `option` says of itself."""
+    return described.metadata["option"]  # type: ignore[no-any-return]
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises ConfigError with `message` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -132,23 +161,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        _check(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        _check(
+        check(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        check(
             0 <= self.temperature < math.inf,
             f"temperature={self.temperature} must be finite and not negative; 0 is greedy",
         )
-        _check(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
-        _check(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
-        _check(self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]")
-        _check(
+        check(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
+        check(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
+        check(self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]")
+        check(
             0 < self.repetition_penalty < math.inf,
             f"repetition_penalty={self.repetition_penalty} must be positive; 1 is none",
         )
-        _check(all(self.stop), "a stop string must not be empty")
-        _check(self.n >= 1, f"n={self.n} must be at least 1")
-        _check(self.num_beams >= 1, f"num_beams={self.num_beams} must be at least 1; 1 is no beam search")
-        _check(math.isfinite(self.length_penalty), f"length_penalty={self.length_penalty} must be finite")
-        _check(
+        check(all(self.stop), "a stop string must not be empty")
+        check(self.n >= 1, f"n={self.n} must be at least 1")
+        check(self.num_beams >= 1, f"num_beams={self.num_beams} must be at least 1; 1 is no beam search")
+        check(math.isfinite(self.length_penalty), f"length_penalty={self.length_penalty} must be finite")
+        check(
             self.early_stopping in (True, False, "never"),
             f"early_stopping={self.early_stopping!r}: True, False, 'never'",
         )
@@ -156,139 +185,21 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         if self.num_beams > 1:
-            _check(
+            check(
                 self.temperature == 0,
                 f"num_beams={self.num_beams} with temperature={self.temperature}: beam search draws no random tokens; "
                 "set temperature=0, or num_beams=1 and n completions",
             )
-            _check(
+            check(
                 self.n <= self.num_beams, f"n={self.n} completions of num_beams={self.num_beams} beams: at most those"
             )
             return
         changed = self.length_penalty != 1.0 or self.early_stopping is not False
-        _check(not changed, "length_penalty and early_stopping are for beam search: set num_beams above 1")
-        _check(
+        check(not changed, "length_penalty and early_stopping are for beam search: set num_beams above 1")
+        check(
             self.n == 1 or self.temperature > 0,
             f"n={self.n} greedy completions would all be the same: set temperature above 0, or num_beams",
         )
-
-
-@dataclass(frozen=True)
-class InfiniGenOptions:
-    """InfiniGen's token selection (paper §4.3, DESIGN section 6) and what we add to it.
-
-    alpha: a token is a candidate if its score is within alpha of its head's maximum; None takes the family's value
-        (4 for OPT and GPT-2, 5 for Llama). `inf` makes everything a candidate.
-    partial_ratio: share of the head dimension that scoring keys keep (scorers "partial" and "int8").
-    max_fraction: the count of a layer never exceeds this share of its candidates.
-    source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
-        input, or of layer i-1's residual after its attention.
-    corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
-    scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
-    columns: kept columns fixed at calibration, or chosen from each prompt (paper).
-    skew: rotation fitted to queries alone (paper) or to queries and keys.
-    sinks, recent: tokens at the start and the end of the context that stay on the device and are always attended.
-    dense_layers: layers that attend to everything.
-    max_missed_mass: with a number, layer i's true query scores again and rows are fetched until the estimated
-        attention mass outside the attended set is at most this (mean over query heads); None never repairs.
-    budget: with a number, layers select as many tokens as make this share of the visible context with the resident
-        ones, instead of those above the threshold (to compare policies); `alpha` and `max_fraction` then only cap a
-        repair.
-    """
-
-    alpha: float | None = None
-    partial_ratio: float = 0.3
-    max_fraction: float = 0.1
-    source: Source = "residual"
-    corrected: bool = True
-    scorer: Scorer = "int8"
-    columns: Columns = "calibration"
-    skew: SkewMethod = "balanced"
-    sinks: int = 4
-    recent: int = 64
-    dense_layers: tuple[int, ...] = (0,)
-    max_missed_mass: float | None = None
-    budget: float | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        _check(self.alpha is None or self.alpha >= 0, f"alpha={self.alpha} must not be negative")
-        _check(0 < self.partial_ratio <= 1, f"partial_ratio={self.partial_ratio} must be in (0, 1]")
-        _check(0 < self.max_fraction <= 1, f"max_fraction={self.max_fraction} must be in (0, 1]")
-        check_choice("source", self.source, get_args(Source))
-        check_choice("scorer", self.scorer, get_args(Scorer))
-        check_choice("columns", self.columns, get_args(Columns))
-        _check(
-            self.scorer != "int8" or self.columns == "calibration",
-            f"scorer='int8' scales its columns by calibration; columns={self.columns!r} needs scorer='partial'",
-        )
-        check_choice("skew", self.skew, get_args(SkewMethod))
-        _check(self.sinks >= 0, f"sinks={self.sinks} must not be negative")
-        _check(self.recent >= 1, f"recent={self.recent} must be at least 1: the newest token is always resident")
-        _check(all(i >= 0 for i in self.dense_layers), f"dense_layers={self.dense_layers} must not be negative")
-        _check(
-            self.max_missed_mass is None or 0 < self.max_missed_mass < 1,
-            f"max_missed_mass={self.max_missed_mass} must be in (0, 1)",
-        )
-        _check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
-
-    @classmethod
-    def preset(cls, name: str, **overrides: Any) -> Self:
-        """Preset "default" (what measures best here) or "paper" (DESIGN section 6 as published: no window, partial
-        scorer, attention input, columns by prompt, layer 0 dense), with `overrides` on top."""
-        check_choice("preset", name, _PRESETS)
-        return from_mapping(cls, _PRESETS[name] | overrides)
-
-
-_PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "paper": {
-        "partial_ratio": 0.3,
-        "max_fraction": 0.2,
-        "source": "attention_input",
-        "corrected": False,
-        "scorer": "partial",
-        "columns": "prompt",
-        "skew": "svd",
-        "sinks": 0,
-        "recent": 1,
-        "dense_layers": (0,),
-    },
-}
-
-
-@dataclass(frozen=True)
-class BudgetOptions:
-    """A policy that attends to a fixed share of the context: oracle, streaming, h2o.
-
-    budget: share of the visible context that a sparse layer attends to, resident tokens included.
-    sinks, recent: tokens at the start and the end of the context that stay on the device and are always attended,
-        even where they alone exceed the budget.
-    dense_layers: layers that attend to everything.
-    """
-
-    budget: float = 0.1
-    sinks: int = 4
-    recent: int = 64
-    dense_layers: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        _check(0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
-        _check(self.sinks >= 0, f"sinks={self.sinks} must not be negative")
-        _check(self.recent >= 1, f"recent={self.recent} must be at least 1: the newest token is always resident")
-        _check(all(i >= 0 for i in self.dense_layers), f"dense_layers={self.dense_layers} must not be negative")
-
-
-@dataclass(frozen=True)
-class QuestOptions(BudgetOptions):
-    """Quest's: `page` tokens share one pair of bounds (16 in the publication)."""
-
-    page: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.page >= 1, f"page={self.page} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -351,12 +262,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("device_memory", "max_context"):
             value = getattr(self, name)
-            _check(value is None or value > 0, f"{name}={value} must be positive")
-        _check(self.host_memory is None or self.host_memory > 0, f"host_memory={self.host_memory} must be positive")
-        _check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
-        _check(self.prefill_tokens >= 1, f"prefill_tokens={self.prefill_tokens} must be at least 1")
-        _check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
-        _check(
+            check(value is None or value > 0, f"{name}={value} must be positive")
+        check(self.host_memory is None or self.host_memory > 0, f"host_memory={self.host_memory} must be positive")
+        check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
+        check(self.prefill_tokens >= 1, f"prefill_tokens={self.prefill_tokens} must be at least 1")
+        check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
+        check(
             self.working_set >= 0,
             f"working_set={self.working_set} must not be negative: rows per layer and KV head, 0 is none",
         )
@@ -389,7 +300,7 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         check_choice("store policy", self.policy, LIVE_POLICIES)
-        _check(self.limit is None or self.limit > 0, f"limit={self.limit} must be positive")
-        _check(self.ttl is None or self.ttl > 0, f"ttl={self.ttl} must be positive (seconds), or None")
+        check(self.limit is None or self.limit > 0, f"limit={self.limit} must be positive")
+        check(self.ttl is None or self.ttl > 0, f"ttl={self.ttl} must be positive (seconds), or None")
         check_choice("overflow", self.overflow, get_args(Overflow))
-        _check(0 <= self.free_host < 1, f"free_host={self.free_host} must be a share in [0, 1)")
+        check(0 <= self.free_host < 1, f"free_host={self.free_host} must be a share in [0, 1)")

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ..config import SkewMethod
+from ..core import ModelGeometry
 from ..errors import ArtifactError
 from .guess import SOURCES
 
@@ -28,6 +29,12 @@ VERSION: Final = 2
 
 _FORMAT: Final = "offload-rt skew"
 _TENSORS: Final = ("query", "key", "key_mean", "key_std", "slope", "offset")
+
+
+def artifact_bytes(geometry: ModelGeometry) -> int:
+    """Bytes of the bases and corrections in an artifact for a model of `geometry`."""
+    bases = geometry.kv_heads * geometry.head_dim**2
+    return 2 * geometry.layers * (bases + geometry.hidden * len(SOURCES)) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM
-from offload_rt.config import InfiniGenOptions
 from offload_rt.core import Visible, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.forward.batch import Step
@@ -25,8 +24,9 @@ from offload_rt.forward.batched import BatchedStrategy, StrategyCache
 from offload_rt.forward.decode import DecodeStep
 from offload_rt.forward.sequence import Sequence
 from offload_rt.models.registry import load_shape
-from offload_rt.planning.memory_model import Demand, DeviceCosts
+from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.select.key_lists import Rule
+from offload_rt.select.registry import memory_demand
 from offload_rt.transfer.residency import place, places
 
 
@@ -214,7 +214,7 @@ def test_the_places_of_what_is_visible_lie_together(sinks: int, recent: int, win
 def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
     """On CUDA every sequence takes the slots of the longest one's bucket, and is scored beside the others."""
     shape = load_shape(tiny_model("llama"))
-    demand = Demand.of("infinigen", InfiniGenOptions(), shape.geometry, shape.dtype)
+    demand = memory_demand("infinigen", {}, shape.geometry, shape.dtype)
     apart = DeviceCosts(shape, demand, 512)
     together = DeviceCosts(replace(shape, device=torch.device("cuda")), demand, 512)
     alike = [bucket(1000)] * 3

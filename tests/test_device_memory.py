@@ -17,14 +17,14 @@ from support.tiny_models import NAMES, tiny_model, tiny_prompt
 from torch import nn
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import InfiniGenOptions
 from offload_rt.core import CHUNK, ModelGeometry
 from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
 from offload_rt.models.registry import ModelShape, load_shape
 from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
 from offload_rt.planning.device_plan import plan_device
-from offload_rt.planning.memory_model import Demand, DeviceCosts
-from offload_rt.select.registry import parse_options
+from offload_rt.planning.memory_model import DeviceCosts
+from offload_rt.select.options import InfiniGenOptions
+from offload_rt.select.registry import memory_demand
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights import WeightStream
@@ -83,7 +83,7 @@ def quick_counts() -> Iterator[None]:
 
 def costs_of(folder: Path, policy: str, options: dict[str, Any], *, rounded: bool = False) -> DeviceCosts:
     shape = load_shape(folder, device="cpu")
-    demand = Demand.of(policy, parse_options(policy, options), shape.geometry, shape.dtype)
+    demand = memory_demand(policy, options, shape.geometry, shape.dtype)
     return DeviceCosts(shape, demand, 512, rounded=rounded)
 
 
@@ -212,7 +212,7 @@ def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy:
     """CUDA's own peak counter; CUDA_WORKSPACE of the limit is for cuBLAS. The streamed run's tokens are those of the
     same device without a limit."""
     shape = load_shape(folder("llama"), device="cuda", dtype="float32")
-    demand = Demand.of(policy, parse_options(policy, options), shape.geometry, shape.dtype)
+    demand = memory_demand(policy, options, shape.geometry, shape.dtype)
     limit = streaming_limit(DeviceCosts(shape, demand, 512), [CONTEXT, CONTEXT], resident=0)
     prompts = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
     settings: dict[str, Any] = {"policy": policy, "policy_options": options, "device": "cuda", "dtype": "float32"}
@@ -326,11 +326,10 @@ def test_settings_without_meaning_are_refused(folder: Any, wrong: dict[str, Any]
 def test_demand_follows_the_options() -> None:
     geometry = load_shape(tiny_model("llama")).geometry  # 4 layers, 2 KV heads of 16
     options = InfiniGenOptions(dense_layers=(0, 1), max_fraction=0.1, budget=0.3, scorer="int8")
-    demand = Demand.of("infinigen", options, geometry, torch.bfloat16)
+    demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
     assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == ((0, 1), 68, 0.3, 2 * 4)
-    assert Demand.of("full", None, geometry, torch.float32).dense == (0, 1, 2, 3)
-    quest = parse_options("quest", {"page": 8})
-    assert Demand.of("quest", quest, geometry, torch.float32).key_bytes == 2 * 2 * 16 * 4 / 8
+    assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2, 3)
+    assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 16 * 4 / 8
 
 
 # ----------------------------------------------------------------------------------------------------------- the stream
@@ -419,7 +418,7 @@ def test_the_plan_of_an_8b_model_by_hand() -> None:
         default_alpha=5.0,
     )
     shape = ModelShape(geometry, sizes.fixed + sum(sizes.layers), sizes, torch.bfloat16, torch.device("cuda"))
-    demand = Demand.of("infinigen", InfiniGenOptions(), geometry, torch.bfloat16)
+    demand = memory_demand("infinigen", {}, geometry, torch.bfloat16)
     costs = DeviceCosts(shape, demand, 512)
     assert plan_device(24_000_000_000, costs, 131_072).streamed == ()
     small = plan_device(12_000_000_000, costs, 131_072)

@@ -16,7 +16,6 @@ from support.tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from offload_rt import LLM
-from offload_rt.config import InfiniGenOptions
 from offload_rt.errors import ConfigError, InputError, PoolFullError
 from offload_rt.eval.core.model_under_test import (
     ModelUnderTest,
@@ -32,6 +31,7 @@ from offload_rt.eval.core.stats import paired_bootstrap, perplexity_change, rati
 from offload_rt.eval.core.teacher_forced import LayerView, score_layerwise
 from offload_rt.eval.quality.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
 from offload_rt.models.registry import load_model
+from offload_rt.select.options import InfiniGenOptions
 from offload_rt.select.registry import make_policy
 from offload_rt.skewing.calibrate import cached_artifact
 

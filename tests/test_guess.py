@@ -9,10 +9,10 @@ import torch
 from support.select_models import CPU, artifact, geometry
 from support.tiny_models import NAMES, tiny_model, tiny_prompt
 
-from offload_rt.config import InfiniGenOptions
 from offload_rt.core import ModelGeometry
 from offload_rt.models.registry import adapter_for
 from offload_rt.select.infinigen import InfiniGen
+from offload_rt.select.options import InfiniGenOptions
 from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.calibrate import measure

@@ -15,11 +15,12 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.commands.tables import plot_run, requirements_table, stats_table
-from offload_rt.config import InfiniGenOptions
 from offload_rt.core import CHUNK
 from offload_rt.engine.stats import Stats
 from offload_rt.models.registry import load_shape
-from offload_rt.planning.memory_model import Demand, DeviceCosts, Machine, Requirements, obstacles, requirements
+from offload_rt.planning.memory_model import DeviceCosts, Machine, Requirements, obstacles, requirements
+from offload_rt.select.options import FullOptions, InfiniGenOptions
+from offload_rt.select.registry import memory_demand
 
 GIB = 2**30
 PROMPT, NEW = 500, 40
@@ -113,7 +114,7 @@ def test_plot_into_no_folder_is_an_input_error(infinigen: Stats, tmp_path: Path)
 def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) -> DeviceCosts:
     shape = load_shape(tiny_model(name, dtype=dtype))
     policy = "full" if options is None else "infinigen"
-    return DeviceCosts(shape, Demand.of(policy, options, shape.geometry, dtype), 512)
+    return DeviceCosts(shape, memory_demand(policy, options or FullOptions(), shape.geometry, dtype), 512)
 
 
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])

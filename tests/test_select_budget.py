@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.select_models import CPU, as_sets, geometry, no_keys, tokens
 
-from offload_rt.config import BudgetOptions, QuestOptions
 from offload_rt.core import ModelGeometry, Visible
 from offload_rt.errors import ConfigError
 from offload_rt.select import h2o
 from offload_rt.select.h2o import H2O, H2OState
+from offload_rt.select.options import BudgetOptions, QuestOptions
 from offload_rt.select.oracle import Oracle
 from offload_rt.select.quest import Quest, QuestState
 from offload_rt.select.streaming import Streaming

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.select_models import CPU, artifact, as_sets, geometry, no_keys, tokens
 
-from offload_rt.config import InfiniGenOptions
 from offload_rt.core import ModelGeometry, Visible
 from offload_rt.errors import ArtifactError, ConfigError
 from offload_rt.kernels.selection import dequantise, pack, quantise, unpack
 from offload_rt.select.bases import Basis
 from offload_rt.select.infinigen import InfiniGen, InfiniGenState
+from offload_rt.select.options import InfiniGenOptions
 from offload_rt.select.scoring import Quantiser
 
 PROMPT = 90

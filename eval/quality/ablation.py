@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...config import InfiniGenOptions
-from ...planning.memory_model import scoring_bytes
 from ...select.bases import kept_columns
+from ...select.options import InfiniGenOptions
+from ...select.registry import memory_demand
 from ..core.figures import picture
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
@@ -89,7 +89,8 @@ def scoring_share(tested: ModelUnderTest, variant: Variant, context: int) -> flo
     options.pop("skew", None)  # takes no part in the size
     chosen, geometry = InfiniGenOptions.preset(options.pop("preset", "default"), **options), tested.geometry
     layers = geometry.layers - len(chosen.dense_layers)
-    keys = scoring_bytes(geometry, torch.bfloat16, context, chosen)
+    demand = memory_demand("infinigen", chosen, geometry, torch.bfloat16)
+    keys = demand.scoring_bytes(geometry.layers, context)
     if chosen.scorer != "partial":
         columns = kept_columns(chosen.partial_ratio if chosen.scorer == "int8" else 1.0, geometry.head_dim)
         keys += layers * geometry.kv_heads * columns * 2 * torch.float32.itemsize  # mean and step of each column

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config import InfiniGenOptions
 from ...errors import ConfigError, InputError
-from ...planning.memory_model import scoring_bytes
+from ...select.options import InfiniGenOptions
+from ...select.registry import memory_demand
 from ...skewing.artifact import SkewArtifact
 from ...skewing.tuned import ARTIFACT, POLICY, TunedPolicy
 from ..core.model_under_test import ModelUnderTest, Text, Variant, text_digest
@@ -114,6 +114,7 @@ class Search:
     def _trial(self, options: Options, missed: float, worst: float, scored: Any) -> Trial:
         geometry, dtype = self.tested.geometry, self.tested.loaded.adapter.dtype
         chosen = InfiniGenOptions.preset("default", **options)
+        demand = memory_demand("infinigen", chosen, geometry, dtype)
         context = (self.text.decode_from + 1 + len(self.text.tokens)) / 2
         layers = [layer for layer in range(geometry.layers) if layer not in chosen.dense_layers]
         seen = sum(min(context, geometry.windows[layer] or context) for layer in layers)
@@ -124,7 +125,7 @@ class Search:
             worst,
             scored.sparse_attended,
             link_bytes=scored.sparse_link * seen * token,
-            scoring_bytes=float(scoring_bytes(geometry, dtype, int(context), chosen)),
+            scoring_bytes=float(demand.scoring_bytes(geometry.layers, int(context))),
             window_bytes=min(chosen.sinks + chosen.recent, context) * token * len(layers),
         )
 

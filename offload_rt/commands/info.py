@@ -20,18 +20,18 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..models.registry import load_shape
-    from ..planning.memory_model import Demand, DeviceCosts, Machine, obstacles, requirements
-    from ..select.registry import parse_options
+    from ..planning.memory_model import DeviceCosts, Machine, obstacles, requirements
+    from ..select.registry import memory_demand
     from .tables import requirements_table
 
     if args.context < 1:
         raise ConfigError(f"--context {args.context} must be at least 1 token")
-    options = parse_options(args.policy, policy_options(args))
+    options = policy_options(args)
     host_memory = None if args.host_memory is None else parse_size(args.host_memory, "host_memory")
     config = EngineConfig(**given(args, ("working_set",)))
     shape = load_shape(args.model, device=args.device, dtype=args.dtype)
     machine, geometry = Machine.here(host_memory, shape.device), shape.geometry
-    demand = Demand.of(args.policy, options, geometry, shape.dtype)
+    demand = memory_demand(args.policy, options, geometry, shape.dtype)
     costs = DeviceCosts(shape, demand, config.prefill_slice, working_set=config.working_set)
     plan = _plan(args.device_memory, costs, args.context)
     if plan is not None:

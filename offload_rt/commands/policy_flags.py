@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import Field, fields
 from typing import Any, get_args
 
-from ..config import EvictionOptions, KVFormatName, check_choice, from_mapping
+from ..config import EvictionOptions, KVFormatName, check_choice, from_mapping, option_of
 from ..errors import ConfigError
+from ..select.registry import PolicyOptions, options_class, parse_options, policy_names
 from .common import given
-
-OPTIONS = (
-    "preset", "budget", "alpha", "partial_ratio", "max_fraction", "max_missed_mass", "source", "corrected",
-    "scorer", "columns", "skew", "sinks", "recent", "dense_layers", "page",
-)  # fmt: skip
-"""Options of policies, as their dataclasses call them; each policy refuses those it does not have."""
+from .option_flags import add_option
 
 
 def policy_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was given for the policy, checked before a model is loaded. Raises ConfigError."""
-    from ..select.registry import POLICIES, parse_options
-
-    check_choice("policy", args.policy, POLICIES)
-    options = given(args, OPTIONS)
+    options = given(args, ["preset", *_options_of(policy_names())])
     parse_options(args.policy, options)
     return options
+
+
+def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
+    """Every option that one of the policies has, by name, and the first class that has it."""
+    found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
+    for policy in policies:
+        owner = options_class(policy)
+        found |= {field.name: (owner, field) for field in fields(owner) if field.name not in found}
+    return found
 
 
 def pool_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,36 +76,16 @@ def add_pool_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_policy_flags(parser: argparse.ArgumentParser) -> None:
-    """The policy and every option that any policy has."""
-    from ..select.registry import POLICIES
-
-    parser.add_argument("--policy", default="infinigen", metavar="|".join(POLICIES))
-    group = parser.add_argument_group("options of policies (infinigen has all but --page, full has none)")
-    group.add_argument("--budget", type=float, metavar="F", help="share of the context attended, (0, 1]")
-    group.add_argument("--sinks", type=int, metavar="N", help="first tokens that stay on the device")
-    group.add_argument("--recent", type=int, metavar="N", help="last tokens that stay on the device")
-    group.add_argument("--dense-layers", type=_layers, metavar="0,1", help="layers that attend to everything; 'none'")
-    group.add_argument("--page", type=int, metavar="N", help="quest: tokens that share one pair of bounds")
-    group = parser.add_argument_group("options of infinigen alone")
-    group.add_argument("--preset", metavar="default|paper")
-    group.add_argument("--alpha", type=float, metavar="A", help="threshold below a head's largest score")
-    group.add_argument("--partial-ratio", type=float, metavar="R", help="share of the head dimension scored, (0, 1]")
-    group.add_argument("--max-fraction", type=float, metavar="F", help="largest share of tokens fetched, (0, 1]")
-    group.add_argument(
-        "--max-missed-mass", type=float, metavar="M", help="fetch more until the estimated mass left out is at most M"
-    )
-    group.add_argument("--source", metavar="attention_input|normed_input|residual")
-    group.add_argument(
-        "--corrected", action=argparse.BooleanOptionalAction, help="correct guesses as calibration found them to be off"
-    )
-    group.add_argument("--scorer", metavar="partial|int8|int4|int2")
-    group.add_argument("--columns", metavar="calibration|prompt", help="who chooses the columns that are scored")
-    group.add_argument("--skew-method", dest="skew", metavar="svd|balanced", help="how the skew is calibrated")
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    """Layer numbers from "0,1"; "none" for no layer."""
-    try:
-        return () if text == "none" else tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers; write 0,1 or none") from None
+    """The policy, and every option that a registered policy has."""
+    parser.add_argument("--policy", default="infinigen", metavar="|".join(policy_names()))
+    groups: dict[str, Any] = {}
+    for name, (owner, field) in _options_of(policy_names()).items():
+        owners = [policy for policy in policy_names() if name in _options_of([policy])]
+        title = f"options of policy {owners[0]}" if len(owners) == 1 else "options of several policies"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        shared = f" ({', '.join(owners)})" if len(owners) > 1 else ""
+        add_option(groups[title], owner, field, option_of(field).help + shared)
+    presets = [preset for policy in policy_names() for preset in options_class(policy).presets]
+    named = ", ".join(policy for policy in policy_names() if options_class(policy).presets)
+    parser.add_argument("--preset", metavar="|".join(dict.fromkeys(presets)), help=f"values of many options ({named})")

@@ -16,9 +16,9 @@ from ..core import CHUNK
 from ..errors import DeviceFullError, MemoryLimitError
 from ..models.registry import ModelShape
 from ..pool.machine import available_memory
-from ..select.registry import parse_options
+from ..select.registry import memory_demand
 from ..transfer.weights import BUFFERS
-from .memory_model import Demand, DeviceCosts
+from .memory_model import DeviceCosts
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def plan_for(
     MemoryLimitError."""
     assert config.device_memory is not None
     geometry = shape.geometry
-    demand = Demand.of(policy, parse_options(policy, options), geometry, shape.dtype)
+    demand = memory_demand(policy, options, geometry, shape.dtype)
     costs = DeviceCosts(shape, demand, config.prefill_slice, rounded=rounded, working_set=config.working_set)
     pool = config.host_memory or available_memory() // 2
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))

@@ -6,77 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
-from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, Source, format_size
-from ..core import CHUNK, ModelGeometry, bucket
+from ..config import format_size
+from ..core import CHUNK, bucket
 from ..models.registry import ModelShape
 from ..pool.machine import available_memory
-from ..select.bases import kept_columns
-from ..select.h2o import WEIGHED_AT_ONCE
-from ..select.scoring import LEARNED_AT_ONCE
-
-_BITS = {"int4": 4, "int2": 2}
+from ..select.demand import MemoryDemand
+from ..select.growing import most_slots
+from ..select.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
 
 CUDA_WORKSPACE = 64 * 2**20
 """What torch allocates for cuBLAS on two streams of the largest devices."""
-
-PolicyOptions = InfiniGenOptions | BudgetOptions | None
-"""As `select.registry.parse_options` gives them; None is policy "full"."""
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a policy keeps and fetches: `dense` layers, `resident` tokens (sinks and recent window), the largest
-    `share` of the context that a selecting layer fetches, `key_bytes` of selection data for one token of one layer,
-    and `basis_bytes` that all sequences share, beside `guess_bytes` that correct guesses, on the device wherever the
-    keys lie. `weighs` says that it computes the attention weights of a prompt."""
-
-    dense: tuple[int, ...]
-    resident: int
-    share: float
-    key_bytes: float
-    basis_bytes: int
-    weighs: bool = False
-    guess_bytes: int = 0
-
-    @classmethod
-    def of(cls, name: str, options: PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype) -> Demand:
-        """Of the policy `name` with its options."""
-        if options is None:
-            return cls(tuple(range(geometry.layers)), 1, 0.0, 0.0, 0)
-        dense, resident = tuple(sorted(set(options.dense_layers))), options.sinks + options.recent
-        if isinstance(options, InfiniGenOptions):
-            share = max(options.max_fraction, options.budget or 0.0)
-            selecting, compute = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32).itemsize
-            square = geometry.kv_heads * geometry.head_dim**2
-            # The artifact, float32, comes whole and is cut; queries and keys have a basis each, guesses a correction.
-            basis = 2 * square * (geometry.layers * 4 + selecting * compute)
-            basis += 2 * geometry.hidden * len(get_args(Source)) * geometry.layers * 4
-            guess = 2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0
-            keys = float(_infinigen_key_bytes(geometry, dtype, options))
-            return cls(dense, resident, share, keys, basis, guess_bytes=guess)
-        own = {"h2o": 4.0, "quest": 2.0 * geometry.head_dim * dtype.itemsize}.get(name, 0.0) * geometry.kv_heads
-        own /= options.page if isinstance(options, QuestOptions) else 1
-        return cls(dense, resident, options.budget, own, 0, name == "h2o")
-
-
-def _infinigen_key_bytes(geometry: ModelGeometry, dtype: torch.dtype, options: InfiniGenOptions) -> int:
-    """Scoring keys of one token of one layer."""
-    kept = kept_columns(options.partial_ratio, geometry.head_dim)
-    if options.scorer in _BITS:
-        head = geometry.head_dim * _BITS[options.scorer] // 8
-    else:
-        head = kept * (1 if options.scorer == "int8" else dtype.itemsize)
-    return geometry.kv_heads * head
-
-
-def scoring_bytes(geometry: ModelGeometry, dtype: torch.dtype, context: int, options: InfiniGenOptions) -> int:
-    """Scoring keys of the layers that select; up to a sixteenth more is allocated as they grow."""
-    layers = geometry.layers - len(set(options.dense_layers))
-    return layers * _infinigen_key_bytes(geometry, dtype, options) * context
 
 
 @dataclass(frozen=True)
@@ -88,7 +30,7 @@ class DeviceCosts:
     host."""
 
     shape: ModelShape
-    demand: Demand
+    demand: MemoryDemand
     slice: int
     rounded: bool = False
     keys_on_host: bool = False
@@ -105,13 +47,10 @@ class DeviceCosts:
         return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def scoring(self, context: int) -> int:
-        """Scoring keys of a sequence. They grow by a sixteenth, rounded up to 64 slots of at most 4 tokens, and one
-        layer at a time is there twice."""
-        if self.keys_on_host or self.demand.key_bytes == 0:
+        """Scoring keys of a sequence, with what they allocate ahead; one layer at a time is there twice."""
+        if self.keys_on_host:
             return 0
-        layers = self.shape.geometry.layers - len(self.demand.dense) + 1
-        slots = context + context // 16 + 64 * 4
-        return int(layers * self.demand.key_bytes * slots)
+        return self.demand.scoring_bytes(self.shape.geometry.layers + 1, most_slots(context, TOKENS_PER_BYTE))
 
     @property
     def kept(self) -> int:
@@ -140,7 +79,7 @@ class DeviceCosts:
         return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
 
     def _side_by_side(self, contexts: Sequence[int]) -> Sequence[int]:
-        """The slots that a batch takes together (`together.py`): as many for each as for the longest."""
+        """The slots that a batch takes together (`forward/batched.py`): as many for each as for the longest."""
         if self.shape.device.type != "cuda" or self.keys_on_host or not self.demand.key_bytes:
             return contexts
         return len(contexts) * [bucket(max(contexts))]
@@ -176,9 +115,9 @@ class DeviceCosts:
             at_once = min(context, LEARNED_AT_ONCE)
             learned = at_once * geometry.kv_heads * geometry.head_dim * (4 * compute + 4)
         weighed = 0
-        if self.demand.weighs:
+        if self.demand.weights_at_once:
             queries = min(context, self.slice) * geometry.group
-            weighed = min(WEIGHED_AT_ONCE, queries * context) * (2 * compute + 10)
+            weighed = min(self.demand.weights_at_once, queries * context) * (2 * compute + 10)
         work = max(min(context, self.slice) * max(mlp, attention), learned)
         return rows + weighed + work + self._logits(1)
 

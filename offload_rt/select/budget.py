@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Generic, Self, TypeVar
 
 import torch
 
-from ..config import BudgetOptions
 from ..core import ModelGeometry, Visible
 from ..errors import ConfigError
 from ..kernels.selection import floor_share
+from .demand import MemoryDemand
+from .options import BudgetOptions
+from .registry import PolicyContext, PolicyOptions
 
 
 def budget_tokens(budget: float, visible: Visible) -> int:
@@ -27,8 +30,17 @@ def check_dense_layers(dense_layers: Iterable[int], geometry: ModelGeometry) -> 
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
 
 
-class BudgetPolicy:
-    """What the policies that are options and a budget have in common (see `base.Policy`); the rest is each one's."""
+def lineage_digest(options: PolicyOptions) -> str:
+    """The 16 hexadecimal digits that tell these options from all others (`PolicyOptions.lineage_text`)."""
+    return hashlib.sha256(options.lineage_text().encode()).hexdigest()[:16]
+
+
+Chosen = TypeVar("Chosen", bound=BudgetOptions)
+
+
+class BudgetPolicy(Generic[Chosen]):
+    """Base of the policies whose options are a `BudgetOptions`; a subclass has its own `name`, `query_source` and
+    `new_state`."""
 
     name: str
     wants_weights = False
@@ -36,14 +48,25 @@ class BudgetPolicy:
     wants_queries = False
     rule = None
 
-    def __init__(self, options: BudgetOptions, geometry: ModelGeometry) -> None:
+    def __init__(self, options: Chosen, geometry: ModelGeometry) -> None:
         """Raises ConfigError where an option does not fit the model."""
         check_dense_layers(options.dense_layers, geometry)
         self.geometry = geometry
         self.budget = options.budget
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = frozenset(options.dense_layers)
-        self.lineage = f"{self.name}-{hashlib.sha256(repr(options).encode()).hexdigest()[:16]}"
+        self.lineage = f"{self.name}-{lineage_digest(options)}"
+
+    @classmethod
+    def build(cls, options: Chosen, context: PolicyContext) -> Self:
+        """The policy for a model. Raises ConfigError where an option does not fit it."""
+        return cls(options, context.geometry)
+
+    @classmethod
+    def memory_demand(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        """A window, and the budget's share of the context in every layer that selects."""
+        dense = tuple(sorted(set(options.dense_layers)))
+        return MemoryDemand(dense, options.sinks + options.recent, options.budget)
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """As it is, `[T, D]`."""

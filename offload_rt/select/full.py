@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from ..core import Selection, Visible
+from ..core import ModelGeometry, Selection, Visible
 from .base import KeyReader, QuerySource
+from .demand import MemoryDemand
+from .options import FullOptions
 from .passive import PassiveState
+from .registry import PolicyContext
 
 
 class FullState(PassiveState):
@@ -37,6 +41,16 @@ class Full:
     wants_queries: bool = False
     lineage: str = "exact"
     rule: None = None
+
+    @classmethod
+    def build(cls, options: FullOptions, context: PolicyContext) -> Self:
+        """The policy for a model of so many layers."""
+        return cls(context.geometry.layers)
+
+    @staticmethod
+    def memory_demand(options: FullOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        """Every layer fetches the whole context; only the newest token is resident."""
+        return MemoryDemand(dense=tuple(range(geometry.layers)), resident=1, share=0.0)
 
     @property
     def dense_layers(self) -> frozenset[int]:

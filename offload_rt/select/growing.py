@@ -7,6 +7,16 @@ import torch
 _ROUND = 64
 
 
+def _capacity(slots: int) -> int:
+    return -(-(slots + slots // 16) // _ROUND) * _ROUND
+
+
+def most_slots(tokens: int, per_slot: int = 1) -> int:
+    """An upper bound of the tokens that a `GrowingTensor` of `tokens` tokens has room for, where at most `per_slot` of
+    them share a slot."""
+    return tokens + tokens // 16 + _ROUND * per_slot
+
+
 class GrowingTensor:
     """`data` has room for more than is written; `reserve` makes room and privacy before every write.
 
@@ -30,9 +40,8 @@ class GrowingTensor:
         """`data`, private and with at least `slots` slots; new slots hold anything."""
         capacity = self.data.shape[self.dim]
         if slots > capacity:
-            grown = -(-(slots + slots // 16) // _ROUND) * _ROUND
             shape = list(self.data.shape)
-            shape[self.dim] = grown
+            shape[self.dim] = _capacity(slots)
             data = self.data.new_empty(shape)
             data.narrow(self.dim, 0, capacity).copy_(self.data)
             self.data, self._shared = data, False

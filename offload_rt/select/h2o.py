@@ -4,16 +4,20 @@ made causal: no token is judged by queries that come after the moment it is drop
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Self
 
 import torch
 
-from ..config import BudgetOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..kernels.selection import floor_share, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
+from .demand import MemoryDemand
 from .growing import GrowingTensor
+from .options import BudgetOptions
 from .passive import PassiveState
+from .registry import PolicyContext
 
 WEIGHED_AT_ONCE = 1 << 22
 """Attention weights computed at once while a prompt is judged."""
@@ -110,7 +114,7 @@ class H2OState(PassiveState):
             assert bool(((known >= 0) | (known == -math.inf)).all())
 
 
-class H2O(BudgetPolicy):
+class H2O(BudgetPolicy[BudgetOptions]):
     """Needs no query, so it selects at the earliest moment; learns from the attention of every step."""
 
     name = "h2o"
@@ -121,6 +125,18 @@ class H2O(BudgetPolicy):
     def __init__(self, options: BudgetOptions, geometry: ModelGeometry, device: torch.device) -> None:
         super().__init__(options, geometry)
         self.device = device
+
+    @classmethod
+    def build(cls, options: BudgetOptions, context: PolicyContext) -> Self:
+        """The policy for a model. Raises ConfigError where an option does not fit it."""
+        return cls(options, context.geometry, context.device)
+
+    @classmethod
+    def memory_demand(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        """A float32 of accumulated attention for each token and KV head; a prompt's attention weights are computed."""
+        keys = float(torch.float32.itemsize * geometry.kv_heads)
+        window = super().memory_demand(options, geometry, dtype)
+        return replace(window, key_bytes=keys, weights_at_once=WEIGHED_AT_ONCE)
 
     def new_state(self, keys: KeyReader) -> H2OState:
         """A state without tokens; the full keys are never read."""

@@ -6,22 +6,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Self
 
 import torch
 
-from ..config import InfiniGenOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
-from ..skewing.artifact import SkewArtifact
+from ..skewing.artifact import SkewArtifact, artifact_bytes
 from ..skewing.guess import SOURCES
 from .base import KeyReader, QuerySource
 from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .budget import budget_tokens, check_dense_layers
+from .demand import MemoryDemand
 from .key_lists import KeyLists, Rule, Spans
+from .options import InfiniGenOptions
 from .passive import PassiveState
-from .scoring import PartialKeys, QuantisedKeys, Quantiser, ScoringKeys
+from .registry import PolicyContext
+from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, ScoringKeys, key_bytes
 
 
 class InfiniGenState(PassiveState):
@@ -157,6 +160,28 @@ class InfiniGen:
         self._correction = self._corrections(artifact, device, dtype)
         self._new_keys = self._keys_factory(artifact.to(self.keys_device), self.keys_device, dtype)
 
+    @classmethod
+    def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
+        """The policy for a model, with the skew artifact that `options.skew` names. Raises as the class does."""
+        artifact, on_host = context.artifact(options.skew), context.keys_on_host
+        return cls(options, context.geometry, artifact, context.device, context.dtype, keys_on_host=on_host)
+
+    @staticmethod
+    def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        """Scoring keys of the layers that select, their bases and corrections, and the artifact these are made of."""
+        dense = tuple(sorted(set(options.dense_layers)))
+        selecting, compute = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32).itemsize
+        # The artifact comes whole and is cut; queries and keys have a basis each.
+        bases = 2 * geometry.kv_heads * geometry.head_dim**2 * selecting * compute
+        return MemoryDemand(
+            dense,
+            options.sinks + options.recent,
+            share=max(options.max_fraction, options.budget or 0.0),
+            key_bytes=float(key_bytes(options.scorer, options.partial_ratio, geometry, dtype)),
+            basis_bytes=bases + artifact_bytes(geometry),
+            guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
+        )
+
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """The guess `[T, D]` with each channel's slope and offset (`skewing.guess`), unless options forbid it."""
         if layer not in self._correction:
@@ -182,7 +207,7 @@ class InfiniGen:
 
     def _lineage(self, artifact: SkewArtifact) -> str:
         """The options and the artifact decide what a sparse layer saw, hence its tokens' deeper KV."""
-        digest = hashlib.sha256(repr(self.options).encode())
+        digest = hashlib.sha256(self.options.lineage_text().encode())
         tensors = [artifact.query, artifact.key, artifact.key_mean, artifact.key_std]
         for tensor in [*tensors, artifact.slope, artifact.offset]:
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -210,7 +235,7 @@ class InfiniGen:
             if fixed:
                 return lambda: PartialKeys(CalibratedColumns(bases), dtype, device)
             return lambda: PartialKeys(PromptColumns(bases, kept), dtype, device)
-        bits = {"int8": 8, "int4": 4, "int2": 2}[options.scorer]
+        bits = BITS[options.scorer]
         mean, std = artifact.key_mean[..., cut].to(compute), artifact.key_std[..., cut].to(compute)
         quantisers = {layer: Quantiser.fit(basis, mean[layer], std[layer], bits) for layer, basis in bases.items()}
         return lambda: QuantisedKeys(quantisers, bits, device)

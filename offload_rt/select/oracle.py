@@ -9,6 +9,7 @@ from ..core import Selection, Visible
 from ..kernels.selection import dot_scores, group_lse, group_scores, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
+from .options import BudgetOptions
 from .passive import PassiveState
 
 
@@ -36,7 +37,7 @@ class OracleState(PassiveState):
         return OracleState(self._policy, keys)
 
 
-class Oracle(BudgetPolicy):
+class Oracle(BudgetPolicy[BudgetOptions]):
     """Selects with the true query."""
 
     name = "oracle"

@@ -3,15 +3,20 @@ adapted to a token budget and to grouped queries)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Self
+
 import torch
 
-from ..config import QuestOptions
 from ..core import ModelGeometry, Selection, Visible
 from ..kernels.selection import group_lse, group_scores, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
+from .demand import MemoryDemand
 from .growing import GrowingTensor
+from .options import QuestOptions
 from .passive import PassiveState
+from .registry import PolicyContext
 
 
 class QuestState(PassiveState):
@@ -84,7 +89,7 @@ class QuestState(PassiveState):
             assert low.shape[1] == pages and bool((low <= high).all())
 
 
-class Quest(BudgetPolicy):
+class Quest(BudgetPolicy[QuestOptions]):
     """Selects with the true query, as published."""
 
     name = "quest"
@@ -95,6 +100,17 @@ class Quest(BudgetPolicy):
     ) -> None:
         super().__init__(options, geometry)
         self.page, self.device, self.dtype = options.page, device, dtype
+
+    @classmethod
+    def build(cls, options: QuestOptions, context: PolicyContext) -> Self:
+        """The policy for a model. Raises ConfigError where an option does not fit it."""
+        return cls(options, context.geometry, context.device, context.dtype)
+
+    @classmethod
+    def memory_demand(cls, options: QuestOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        """Two bounds in the model's dtype for each key channel of a page."""
+        keys = 2.0 * geometry.head_dim * dtype.itemsize * geometry.kv_heads / options.page
+        return replace(super().memory_demand(options, geometry, dtype), key_bytes=keys)
 
     def new_state(self, keys: KeyReader) -> QuestState:
         """A state without tokens; the full keys are never read."""

@@ -1,34 +1,73 @@
-"""Policies by name: the only place that knows them all."""
+"""Selection policies by name: what is registered, their options, and how one is made.
+
+A policy registers its options, and names the class that takes them. Options are read long before that class is needed
+(flags, `--help`, checks), and its module imports torch; so the class is named, not imported.
+
+    @register_policy("every-other", f"{__name__}:EveryOther")
+    @dataclass(frozen=True)
+    class EveryOtherOptions(BudgetOptions):
+        stride: int = option(2, help="every how many-th token is attended", metavar="N")
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-import torch
-
-from ..config import BudgetOptions, InfiniGenOptions, QuestOptions, SkewMethod, check_choice, from_mapping
-from ..core import ModelGeometry
+from ..config import SkewMethod, check_choice, from_mapping, option_of
 from ..errors import ConfigError
-from ..skewing.artifact import SkewArtifact
-from .base import Policy
-from .full import Full
-from .h2o import H2O
-from .infinigen import InfiniGen
-from .oracle import Oracle
-from .quest import Quest
-from .streaming import Streaming
 
-ArtifactLoader = Callable[[SkewMethod], SkewArtifact]
+if TYPE_CHECKING:
+    import torch
+
+    from ..core import ModelGeometry
+    from ..skewing.artifact import SkewArtifact
+    from .base import Policy
+    from .demand import MemoryDemand
+
+SHIPPED = "offload_rt.select.options"
+"""The module that registers the policies of this package."""
+
+ArtifactLoader = Callable[[SkewMethod], "SkewArtifact"]
 """Gives the model's skew artifact of a method; called only by a policy that needs one."""
 
 
 @dataclass(frozen=True)
-class _Machine:
-    """What a policy is made for: a model's shape and dtype, a compute device, where its skew artifacts are, and where
-    scoring keys lie."""
+class PolicyOptions:
+    """Base of a policy's options: a frozen dataclass whose fields are made by `config.option`."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named values of several options; "default" is taken where none is named."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """Options from a mapping as `LLM(policy_options=...)` takes it; its key "preset", where there are presets,
+        names the values that the other keys go on top of. Raises ConfigError."""
+        given = dict(options)
+        if cls.presets:
+            return cls.preset(given.pop("preset", "default"), **given)
+        return from_mapping(cls, given)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """The preset `name` with `overrides` on top. Raises ConfigError for an unknown one."""
+        check_choice("preset", name, cls.presets)
+        return from_mapping(cls, {**cls.presets[name], **overrides})
+
+    def lineage_text(self) -> str:
+        """What the lineage digest of KV decoded under these options is made of, in sessions' files too: the text must
+        never change for options that exist. An option added later has a `neutral` value, with which it is left out."""
+        named = [(each.name, getattr(self, each.name), option_of(each).neutral) for each in fields(self)]
+        shown = [f"{name}={value!r}" for name, value, neutral in named if value != neutral]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """What a policy is made for: a model's shapes and dtype, the device that it computes on, where its skew artifacts
+    come from, and whether scoring keys lie, and score, in host memory."""
 
     geometry: ModelGeometry
     device: torch.device
@@ -37,75 +76,86 @@ class _Machine:
     keys_on_host: bool
 
 
-Options = Mapping[str, Any]
+class PolicyClass(Protocol):
+    """What a registered policy's class has besides the `Policy` it makes."""
+
+    def build(self, options: Any, context: PolicyContext) -> Policy:
+        """The policy with these options for a model. Raises ConfigError for options that do not fit the model."""
+        ...
+
+    def memory_demand(self, options: Any, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        """What the policy will keep and fetch for a model of `geometry` that computes in `dtype`."""
+        ...
 
 
-def _no_options(options: Options) -> None:
-    if options:
-        raise ConfigError(f"policy 'full' has no options, but was given {', '.join(sorted(options))}")
+@dataclass(frozen=True)
+class _Registered:
+    """The options of a policy, and its class as "module:name"."""
+
+    options: type[PolicyOptions]
+    policy: str
+
+    def load(self) -> PolicyClass:
+        """The class, imported now."""
+        module, _, name = self.policy.partition(":")
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
-def _infinigen_options(options: Options) -> InfiniGenOptions:
-    overrides = dict(options)
-    return InfiniGenOptions.preset(overrides.pop("preset", "default"), **overrides)
+_registered: dict[str, _Registered] = {}
+
+T = TypeVar("T", bound=PolicyOptions)
 
 
-def _full(options: Options, machine: _Machine) -> Policy:
-    _no_options(options)
-    return Full(machine.geometry.layers)
+def register_policy(name: str, policy: str) -> Callable[[type[T]], type[T]]:
+    """Decorates the options of the policy that `LLM(policy=name)` shall make: an object of the class `policy`, written
+    "module:class", which is imported when it is needed. Raises ConfigError where another policy has the name."""
+
+    def register(options: type[T]) -> type[T]:
+        entry = _registered.get(name)
+        if entry is not None and entry.policy != policy:
+            raise ConfigError(f"policy {name!r} is registered already, by {entry.policy}: choose another name")
+        _registered[name] = _Registered(options, policy)
+        return options
+
+    return register
 
 
-def _infinigen(options: Options, machine: _Machine) -> Policy:
-    chosen = _infinigen_options(options)
-    artifact, on_host = machine.artifact(chosen.skew), machine.keys_on_host
-    return InfiniGen(chosen, machine.geometry, artifact, machine.device, machine.dtype, keys_on_host=on_host)
+def _known() -> Mapping[str, _Registered]:
+    importlib.import_module(SHIPPED)
+    return _registered
 
 
-def _oracle(options: Options, machine: _Machine) -> Policy:
-    return Oracle(from_mapping(BudgetOptions, options), machine.geometry)
+def policy_names() -> tuple[str, ...]:
+    """Names that `LLM(policy=...)` takes, in the order of registration."""
+    return tuple(_known())
 
 
-def _streaming(options: Options, machine: _Machine) -> Policy:
-    return Streaming(from_mapping(BudgetOptions, options), machine.geometry)
+def options_class(name: str) -> type[PolicyOptions]:
+    """The options of the policy `name`. Raises ConfigError, with the nearest name, for an unknown one."""
+    check_choice("policy", name, _known())
+    return _registered[name].options
 
 
-def _h2o(options: Options, machine: _Machine) -> Policy:
-    return H2O(from_mapping(BudgetOptions, options), machine.geometry, machine.device)
+def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
+    """Options of the policy `name`, checked without a model. Raises ConfigError as `make_policy`, but for what only a
+    model tells (layers that it does not have)."""
+    chosen = options_class(name)
+    if options and not fields(chosen):
+        raise ConfigError(f"policy {name!r} has no options, but was given {', '.join(sorted(options))}")
+    return chosen.parse(options)
 
 
-def _quest(options: Options, machine: _Machine) -> Policy:
-    return Quest(from_mapping(QuestOptions, options), machine.geometry, machine.device, machine.dtype)
-
-
-_MAKERS: dict[str, Callable[[Options, _Machine], Policy]] = {
-    "full": _full,
-    "infinigen": _infinigen,
-    "oracle": _oracle,
-    "streaming": _streaming,
-    "h2o": _h2o,
-    "quest": _quest,
-}
-
-POLICIES: tuple[str, ...] = tuple(_MAKERS)
-"""Names that `make_policy` knows."""
-
-_PARSERS: dict[str, Callable[[Options], InfiniGenOptions | BudgetOptions | None]] = {
-    "full": _no_options,
-    "infinigen": _infinigen_options,
-    "quest": partial(from_mapping, QuestOptions),
-}
-
-
-def parse_options(name: str, options: Options) -> InfiniGenOptions | BudgetOptions | None:
-    """Options of the policy `name`, checked without a model; None for "full", which has none. Raises ConfigError as
-    `make_policy`, but for what only a model tells (layers that it does not have)."""
-    check_choice("policy", name, POLICIES)
-    return _PARSERS.get(name, partial(from_mapping, BudgetOptions))(options)
+def memory_demand(
+    name: str, options: Mapping[str, Any] | PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype
+) -> MemoryDemand:
+    """What the policy `name` keeps and fetches, from shapes alone. Raises ConfigError as `parse_options`."""
+    chosen = options if isinstance(options, PolicyOptions) else parse_options(name, options)
+    return _registered[name].load().memory_demand(chosen, geometry, dtype)
 
 
 def make_policy(
     name: str,
-    options: Options,
+    options: Mapping[str, Any],
     *,
     geometry: ModelGeometry,
     device: torch.device,
@@ -119,5 +169,5 @@ def make_policy(
 
     Raises ConfigError for a name or an option that does not exist (with the nearest that does) or does not fit.
     """
-    check_choice("policy", name, POLICIES)
-    return _MAKERS[name](options, _Machine(geometry, device, dtype, artifact, keys_on_host))
+    chosen = parse_options(name, options)
+    return _registered[name].load().build(chosen, PolicyContext(geometry, device, dtype, artifact, keys_on_host))

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from ..core import ModelGeometry
 from ..kernels import dispatch
 from ..kernels.lists import Scores
 from ..kernels.pointer_table import PointerTable
@@ -27,11 +28,30 @@ from ..kernels.selection import (
     skew,
     unpack,
 )
-from .bases import Basis, Columns
+from .bases import Basis, Columns, kept_columns
 from .growing import GrowingTensor
 
 LEARNED_AT_ONCE = 4096
 """Keys that are skewed and rounded together: a prompt's would take several times the room of the layer's own."""
+
+
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+"""Bits of a column of `QuantisedKeys`, by the scorer's name."""
+
+
+TOKENS_PER_BYTE = 4
+"""The most tokens whose codes share a byte (int2)."""
+
+
+def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Bytes of the scoring keys of one token of one layer: scorers "partial" and "int8" keep the share `partial_ratio`
+    of the columns, "int4" and "int2" pack all of them."""
+    if scorer == "partial":
+        head = kept_columns(partial_ratio, geometry.head_dim) * dtype.itemsize
+    else:
+        columns = kept_columns(partial_ratio, geometry.head_dim) if scorer == "int8" else geometry.head_dim
+        head = columns * BITS[scorer] // 8
+    return geometry.kv_heads * head
 
 
 class ScoringKeys(Protocol):

@@ -7,6 +7,7 @@ import torch
 from ..core import Selection, Visible
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
+from .options import BudgetOptions
 from .passive import PassiveState
 
 
@@ -27,7 +28,7 @@ class StreamingState(PassiveState):
         return self
 
 
-class Streaming(BudgetPolicy):
+class Streaming(BudgetPolicy[BudgetOptions]):
     """Needs no query, so it selects at the earliest moment."""
 
     name = "streaming"

@@ -1,0 +1,135 @@
+"""The shipped policies' options, registered by name. Nothing here imports torch: the command line makes its flags
+from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from ..config import SkewMethod, Source, check, check_choice, option
+from .registry import PolicyOptions, register_policy
+
+Scorer = Literal["partial", "int8", "int4", "int2"]
+Columns = Literal["calibration", "prompt"]
+
+
+def _check_window(sinks: int, recent: int, dense_layers: tuple[int, ...]) -> None:
+    check(sinks >= 0, f"sinks={sinks} must not be negative")
+    check(recent >= 1, f"recent={recent} must be at least 1: the newest token is always resident")
+    check(all(i >= 0 for i in dense_layers), f"dense_layers={dense_layers} must not be negative")
+
+
+@register_policy("full", "offload_rt.select.full:Full")
+@dataclass(frozen=True)
+class FullOptions(PolicyOptions):
+    """Policy "full" attends to everything and has no options."""
+
+
+@register_policy("infinigen", "offload_rt.select.infinigen:InfiniGen")
+@dataclass(frozen=True)
+class InfiniGenOptions(PolicyOptions):
+    """InfiniGen's token selection (paper §4.3) and what we add to it.
+
+    alpha: a token is a candidate if its score is within alpha of its head's maximum; None takes the family's value
+        (4 for OPT and GPT-2, 5 for Llama). `inf` makes everything a candidate.
+    partial_ratio: share of the head dimension that scoring keys keep (scorers "partial" and "int8").
+    max_fraction: the count of a layer never exceeds this share of its candidates.
+    source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
+        input, or of layer i-1's residual after its attention.
+    corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
+    scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
+    columns: kept columns fixed at calibration, or chosen from each prompt (paper).
+    skew: rotation fitted to queries alone (paper) or to queries and keys.
+    max_missed_mass: with a number, layer i's true query scores again and rows are fetched until the estimated
+        attention mass outside the attended set is at most this (mean over query heads); None never repairs.
+    budget: with a number, layers select as many tokens as make this share of the visible context with the resident
+        ones, instead of those above the threshold (to compare policies); `alpha` and `max_fraction` then only cap a
+        repair.
+
+    Preset "default" is what measures best here; "paper" is InfiniGen as published: no window, partial scorer,
+    attention input, columns by prompt, layer 0 dense.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {},
+        "paper": {
+            "partial_ratio": 0.3,
+            "max_fraction": 0.2,
+            "source": "attention_input",
+            "corrected": False,
+            "scorer": "partial",
+            "columns": "prompt",
+            "skew": "svd",
+            "sinks": 0,
+            "recent": 1,
+            "dense_layers": (0,),
+        },
+    }
+
+    alpha: float | None = option(None, help="threshold below a head's largest score", metavar="A")
+    partial_ratio: float = option(0.3, help="share of the head dimension scored, (0, 1]", metavar="R")
+    max_fraction: float = option(0.1, help="largest share of tokens fetched, (0, 1]", metavar="F")
+    source: Source = option("residual", help="what the next layer's query is guessed from")
+    corrected: bool = option(True, help="correct guesses as calibration found them to be off")
+    scorer: Scorer = option("int8", help="how scoring keys are stored")
+    columns: Columns = option("calibration", help="who chooses the columns that are scored")
+    skew: SkewMethod = option("balanced", help="how the skew is calibrated", flag="--skew-method")
+    sinks: int = option(4, help="first tokens that stay on the device", metavar="N")
+    recent: int = option(64, help="last tokens that stay on the device", metavar="N")
+    dense_layers: tuple[int, ...] = option((0,), help="layers that attend to everything; 'none'", metavar="0,1")
+    max_missed_mass: float | None = option(
+        None, help="fetch more until the estimated mass left out is at most M", metavar="M"
+    )
+    budget: float | None = option(None, help="share of the context attended, (0, 1]", metavar="F")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        check(self.alpha is None or self.alpha >= 0, f"alpha={self.alpha} must not be negative")
+        check(0 < self.partial_ratio <= 1, f"partial_ratio={self.partial_ratio} must be in (0, 1]")
+        check(0 < self.max_fraction <= 1, f"max_fraction={self.max_fraction} must be in (0, 1]")
+        check_choice("source", self.source, get_args(Source))
+        check_choice("scorer", self.scorer, get_args(Scorer))
+        check_choice("columns", self.columns, get_args(Columns))
+        check(
+            self.scorer != "int8" or self.columns == "calibration",
+            f"scorer='int8' scales its columns by calibration; columns={self.columns!r} needs scorer='partial'",
+        )
+        check_choice("skew", self.skew, get_args(SkewMethod))
+        _check_window(self.sinks, self.recent, self.dense_layers)
+        check(
+            self.max_missed_mass is None or 0 < self.max_missed_mass < 1,
+            f"max_missed_mass={self.max_missed_mass} must be in (0, 1)",
+        )
+        check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
+
+
+@register_policy("h2o", "offload_rt.select.h2o:H2O")
+@register_policy("streaming", "offload_rt.select.streaming:Streaming")
+@register_policy("oracle", "offload_rt.select.oracle:Oracle")
+@dataclass(frozen=True)
+class BudgetOptions(PolicyOptions):
+    """A policy that attends to a fixed share of the visible context, resident tokens included. Sinks and recent window
+    are always attended, even where they alone exceed the budget."""
+
+    budget: float = option(0.1, help="share of the context attended, (0, 1]", metavar="F")
+    sinks: int = option(4, help="first tokens that stay on the device", metavar="N")
+    recent: int = option(64, help="last tokens that stay on the device", metavar="N")
+    dense_layers: tuple[int, ...] = option((0,), help="layers that attend to everything; 'none'", metavar="0,1")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        check(0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
+        _check_window(self.sinks, self.recent, self.dense_layers)
+
+
+@register_policy("quest", "offload_rt.select.quest:Quest")
+@dataclass(frozen=True)
+class QuestOptions(BudgetOptions):
+    """Quest's page of tokens that share one pair of bounds (16 in the publication)."""
+
+    page: int = option(16, help="tokens that share one pair of bounds", metavar="N")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.page >= 1, f"page={self.page} must be at least 1")

@@ -1,0 +1,178 @@
+"""What can be added from outside the package, in one file: here a policy and an option of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import main
+from offload_rt.config import check, option
+from offload_rt.core import ModelGeometry, Selection, Visible
+from offload_rt.errors import ConfigError
+from offload_rt.select import registry
+from offload_rt.select.base import KeyReader, QuerySource
+from offload_rt.select.budget import BudgetPolicy
+from offload_rt.select.demand import MemoryDemand
+from offload_rt.select.options import BudgetOptions
+from offload_rt.select.passive import PassiveState
+from offload_rt.select.registry import memory_demand, parse_options, policy_names, register_policy
+
+# ------------------------------------------------------------------------------------------------------ a toy policy
+
+
+@dataclass(frozen=True)
+class EveryNthOptions(BudgetOptions):
+    """Every `stride`-th candidate."""
+
+    stride: int = option(2, help="every how many-th candidate is attended", metavar="N")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.stride >= 1, f"stride={self.stride} must be at least 1")
+
+
+class EveryNthState(PassiveState):
+    def __init__(self, policy: EveryNth) -> None:
+        self._policy = policy
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        chosen = visible.candidates[:: self._policy.stride]
+        return Selection(torch.tensor(chosen, device=q.device).expand(self._policy.geometry.kv_heads, -1).contiguous())
+
+    def fork(self, keys: KeyReader) -> EveryNthState:
+        return self
+
+
+class EveryNth(BudgetPolicy[EveryNthOptions]):
+    name = "every-nth"
+    query_source: QuerySource = "attention_input"
+
+    def __init__(self, options: EveryNthOptions, geometry: ModelGeometry) -> None:
+        super().__init__(options, geometry)
+        self.stride = options.stride
+
+    @classmethod
+    def memory_demand(cls, options: EveryNthOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        return replace(super().memory_demand(options, geometry, dtype), share=1 / options.stride)
+
+    def new_state(self, keys: KeyReader) -> EveryNthState:
+        return EveryNthState(self)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "every-nth" not in policy_names()
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    register_policy("every-nth", f"{__name__}:EveryNth")(EveryNthOptions)
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_policy_from_outside_runs() -> None:
+    settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float64"}
+    prompt, greedy = tiny_prompt(90), SamplingParams(max_new_tokens=6, temperature=0)
+    model = tiny_model("llama", dtype=torch.float64)
+    [dense] = LLM(model, policy="full", host_memory="16MiB", dtype="float64").generate([prompt], greedy)
+    options = {"sinks": 2, "recent": 4, "dense_layers": ()}
+    [every] = LLM(model, policy_options=options | {"stride": 1}, **settings).generate([prompt], greedy)
+    assert every.token_ids == dense.token_ids and every.stats.attended_fraction == 1
+    [third] = LLM(model, policy_options=options | {"stride": 3}, **settings).generate([prompt], greedy)
+    assert third.stats.policy == "every-nth"
+    assert third.stats.attended_fraction == pytest.approx((2 + 4 + 84 / 3) / 90, abs=0.02)
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_command_line_and_info_know_a_policy_from_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(("generate", "--help"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "options of policy every-nth" in text and "--stride N every how many-th candidate is attended" in text
+    info = ("info", "reference", "--context", "1000", "--device", "cpu", "--policy", "every-nth")
+    needed = []
+    for stride in ("1", "4"):
+        assert main((*info, "--stride", stride)) == 0
+        out = capsys.readouterr().out
+        assert "policy every-nth, 1,000 tokens" in out
+        needed.append(next(line for line in out.splitlines() if "fetched rows" in line))
+    assert needed[0] != needed[1]
+    assert main((*info, "--stride", "0")) == 2
+    assert "stride=0 must be at least 1" in capsys.readouterr().err
+    assert main(("info", "reference", "--context", "9", "--policy", "quest", "--stride", "2")) == 2
+    assert "'stride' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_name_is_taken_once() -> None:
+    register_policy("every-nth", f"{__name__}:EveryNth")(EveryNthOptions)
+    with pytest.raises(ConfigError, match="registered already, by test_seams:EveryNth"):
+        register_policy("every-nth", f"{__name__}:Other")(EveryNthOptions)
+    with pytest.raises(ConfigError, match="did you mean 'every-nth'"):
+        parse_options("every-mth", {})
+
+
+# ----------------------------------------------------------------------------------------------------------- lineages
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "lineage"),
+    [  # as the commit before this registry wrote them: KV stored under a lineage is found again by its text
+        ("full", {}, "exact"),
+        ("infinigen", {}, "infinigen-9f3c4194a2522909"),
+        ("infinigen", {"preset": "paper"}, "infinigen-54b2ecd4f7e95fa9"),
+        ("quest", {}, "quest-a44754105a65c424"),
+        ("h2o", {}, "h2o-14c4124bb13ca6ef"),
+        ("oracle", {"budget": 0.2, "dense_layers": (0, 1)}, "oracle-5e04522763efaeaf"),
+        ("streaming", {}, "streaming-14c4124bb13ca6ef"),
+    ],
+)
+def test_lineages_are_those_of_stores_that_exist(
+    reference_policy: Callable[..., Any], policy: str, options: dict[str, Any], lineage: str
+) -> None:
+    assert reference_policy(policy, options).lineage == lineage
+
+
+@pytest.fixture(scope="module")
+def reference_policy() -> Callable[..., Any]:
+    from offload_rt.models.registry import load_model
+    from offload_rt.select.registry import make_policy
+    from offload_rt.skewing.calibrate import cached_artifact
+
+    loaded = load_model("reference", device="cpu", dtype="auto")
+    adapter = loaded.adapter
+
+    def make(policy: str, options: dict[str, Any]) -> Any:
+        return make_policy(
+            policy, options, geometry=adapter.geometry, device=adapter.device, dtype=adapter.dtype,
+            artifact=lambda method: cached_artifact(loaded, method),
+        )  # fmt: skip
+
+    return make
+
+
+@dataclass(frozen=True)
+class _Later(BudgetOptions):
+    since: int = option(0, help="an option that was added later", neutral=0)
+    always: int = option(0, help="an option that was always there")
+
+
+def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -> None:
+    text = "_Later(budget=0.1, sinks=4, recent=64, dense_layers=(0,), "
+    assert _Later().lineage_text() == f"{text}always=0)"
+    assert _Later(since=3).lineage_text() == f"{text}since=3, always=0)"
+    for policy in policy_names():
+        assert parse_options(policy, {}).lineage_text() == repr(parse_options(policy, {}))
+
+
+def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
+    from offload_rt.models.registry import load_shape
+
+    shape = load_shape(tiny_model("llama"))  # 4 layers, 2 KV heads of 16
+    for policy in policy_names():
+        demand = memory_demand(policy, {}, shape.geometry, torch.float32)
+        assert demand.scoring_bytes(4, 100) == int((4 - len(demand.dense)) * demand.key_bytes * 100)
+        assert (demand.key_bytes > 0) == (policy in ("infinigen", "h2o", "quest"))
