@@ -1,6 +1,7 @@
 # Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
+#   make test-training  the tests of scripts/reference that train
 #   make soak    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written), sessions (50
 #                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|
@@ -21,7 +22,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demo-real docs test soak gpu bench paper lint venv clean
+.PHONY: demo demo-real docs test test-training soak gpu bench paper lint venv clean
 
 venv: $(READY)
 
@@ -45,7 +46,10 @@ demo-real: $(READY)
 # pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
 # to `import kernels`, the name of another project's package.
 test: lint docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
+
+test-training: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
 SOAK_PARTS := disk sessions composition
 SOAK_disk := tests/test_disk.py

@@ -17,15 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.training import SCRIPTS, TINY, VOCABULARY, write_books
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-SCRIPTS = Path(__file__).parents[1] / "scripts" / "reference"
-sys.path.insert(0, str(SCRIPTS))
-
-from build import blocked_causal_attention, build_model, grow, weighted_loss  # noqa: E402
-from config import PRESETS, ReferenceShape, Stage, TrainConfig  # noqa: E402
-from data import (  # noqa: E402
-    HELD_OUT_BOOKS,
+# isort: split
+# The training's scripts, which `support.training` puts on the path.
+from build import blocked_causal_attention, grow, weighted_loss
+from config import PRESETS, ReferenceShape, Stage
+from data import (
     KINDS,
     TEST_BOOK,
     Corpus,
@@ -41,28 +40,17 @@ from data import (  # noqa: E402
     train_tokenizer,
     training_books,
 )
-from evaluate import bits_per_byte, nats_by_context, paired_bootstrap, scored_bytes, token_bytes  # noqa: E402
-from train import TrainingRun, main  # noqa: E402
+from evaluate import bits_per_byte, nats_by_context, paired_bootstrap, scored_bytes, token_bytes
+from train import TrainingRun
 
-VOCABULARY = 320
-TINY = TrainConfig(
-    shape=ReferenceShape(vocab_size=VOCABULARY, layers=1, hidden=64, mlp=64, heads=1, kv_heads=1, max_positions=512),
-    stages=(Stage(0.5, ((256, 1.0),)), Stage(1.0, ((256, 0.5), (512, 0.5)))),
-    total_tokens=8 * 1024,
-    tokens_per_step=1024,
-    peak_lr=1e-2,
-    warmup_steps=2,
-    checkpoint_every=3,
-    evaluate_every=4,
-    evaluate_lengths=(512,),
-    evaluate_passages=2,
-)
 KILLED_RUN = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-from test_train_reference import TINY, TrainingRun, Path
+from pathlib import Path
+from support.training import TINY
+from train import TrainingRun
 class Killed(TrainingRun):
     def train_step(self):
         if self.step == 5:  # after the checkpoint at 3, with two steps to lose
@@ -71,6 +59,9 @@ class Killed(TrainingRun):
 from rich.console import Console
 Killed(TINY, Path({data!r}), Path({out!r}), None, None).train(Console(quiet=True))
 """
+
+
+pytestmark = pytest.mark.training
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +74,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def books(tmp_path_factory) -> Path:
-    """Three made-up books and both held-out ones, each with words of its own."""
-    folder = tmp_path_factory.mktemp("books")
-    rng = np.random.default_rng(0)
-    words = ("the", "a", "of", "and", "river", "house", "walked", "slowly", "spoke", "with", "door", "letter", "never")
-    for name, own in (("one.txt", "heron"), ("two.txt", "lantern"), ("three.txt", "quarry")):
-        sentences = [" ".join(rng.choice([*words, own], size=9)).capitalize() + "." for _ in range(400)]
-        (folder / name).write_text(" ".join(sentences), encoding="utf-8")
-    for name in HELD_OUT_BOOKS:
-        (folder / name).write_text("Zyxwvut forbidden words. " * 200, encoding="utf-8")
-    return folder
+    return write_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture(scope="session")
@@ -108,14 +90,6 @@ def corpus(books, tokenizer) -> Corpus:
 # Data
 
 
-def test_held_out_books_are_never_read(books, tokenizer, corpus):
-    assert {book.name for book in training_books(books)} == {"one.txt", "two.txt", "three.txt"}
-    text = tokenizer.decode(corpus.ids.tolist())
-    assert "quarry" in text
-    assert "forbidden" not in text
-    assert TEST_BOOK in HELD_OUT_BOOKS
-
-
 def test_empty_data_folder_is_an_error(tmp_path):
     (tmp_path / TEST_BOOK).write_text("held out", encoding="utf-8")
     with pytest.raises(FileNotFoundError, match=r"no \.txt file to train on"):
@@ -127,16 +101,6 @@ def test_names_are_split_once_for_all_kinds():
     assert not training & held_out
     assert len(held_out) > 200
     assert 4 < len(training) / len(held_out) < 6  # one in six
-
-
-def test_batches_hold_no_held_out_name(tokenizer, corpus):
-    encoder, seen = Encoder(tokenizer), set()
-    for step in range(6):
-        ids, _ = make_batch(7, step, 4, 512, Mixture(recall=1.0, copy=0.0), corpus, encoder)
-        seen.update(word for row in ids for word in tokenizer.decode(row.tolist()).replace("'s", "").split())
-    words = {word.strip(".") for word in seen}
-    assert not words & set(names(True))
-    assert len(words & set(names(False))) > 50  # the check above saw names at all
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -261,15 +225,6 @@ def test_presets_reach_their_final_contexts():
     assert large.config.num_hidden_layers >= 8
 
 
-def test_learning_rate_warms_up_and_decays():
-    config = replace(TINY, total_tokens=100 * 1024, warmup_steps=10, decay_share=0.5)
-    rates = [config.learning_rate(step) for step in range(100)]
-    assert rates[0] == pytest.approx(1e-3)
-    assert rates[10:50] == [1e-2] * 40
-    assert all(later < earlier for earlier, later in pairwise(rates[51:]))
-    assert rates[-1] == pytest.approx(1e-2 * 0.05, rel=0.2)
-
-
 # Model
 
 
@@ -347,16 +302,6 @@ def test_blocked_attention_is_causal_attention(architecture):
     torch.testing.assert_close(found["sdpa"][1], found["blocked_causal"][1], rtol=0, atol=2e-6)
 
 
-def test_loss_counts_weighted_tokens_only():
-    model = build_model(TINY, None)
-    ids = torch.randint(0, VOCABULARY, (1, 32))
-    weights = torch.zeros(1, 32)
-    assert weighted_loss(model, ids, weights) == 0
-    weights[0, 7] = 3.0
-    expected = -model(ids).logits.log_softmax(-1)[0, 6, ids[0, 7]] * 3 / 31
-    torch.testing.assert_close(weighted_loss(model, ids, weights), expected)
-
-
 # Running
 
 
@@ -416,11 +361,6 @@ def test_other_settings_do_not_resume(books, tmp_path):
         TrainingRun(replace(TINY, seed=1), books, tmp_path, None, None)
     longer = TrainingRun(replace(TINY, total_tokens=2 * TINY.total_tokens), books, tmp_path, None, None)
     assert longer.step == 1
-
-
-def test_command_line_names_what_is_wrong(tmp_path, capsys):
-    assert main(["cpu", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    assert "no .txt file to train on" in capsys.readouterr().err
 
 
 # Evaluation
