@@ -17,7 +17,7 @@ from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM
-from offload_rt.core import Visible, bucket
+from offload_rt.core import BlockTable, Visible, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.forward.batch import Step
 from offload_rt.forward.batched import BatchedStrategy, StrategyCache
@@ -25,9 +25,11 @@ from offload_rt.forward.decode import DecodeStep
 from offload_rt.forward.sequence import Sequence
 from offload_rt.models.registry import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
+from offload_rt.select.base import KeyReader
 from offload_rt.select.key_lists import Rule
 from offload_rt.select.registry import memory_demand
 from offload_rt.transfer.residency import place, places
+from offload_rt.transfer.row_lists import RowLists
 
 
 @pytest.mark.parametrize("options", [{}, {"scorer": "int4", "source": "attention_input"}, {"preset": "paper"}])
@@ -221,3 +223,45 @@ def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
     assert together.staging([10, 1000, 500]) == together.staging(alike) >= apart.staging(alike)
     scores = bucket(1000) * shape.geometry.heads * 4
     assert together.decode([10, 1000, 500]) - apart.decode(alike) >= 2 * scores
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_missed_mass_is_read_when_the_newest_row_has_been_written(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at every row in the pool: before, what the step wrote back is waited for (a race on a device, where
+    write-backs are queued, and which no number shows here)."""
+    runner = make(together)
+    batch = [begun(runner, length, seed=length) for length in (30, 90)]
+    waiting: set[int] = set()
+    append, append_lists, settle = runner.link.append, RowLists.append, runner.link.settle
+    read: list[int] = []
+
+    def appended(blocks: BlockTable, *rest: Any) -> int:
+        waiting.add(id(blocks))
+        return append(blocks, *rest)
+
+    def appended_lists(lists: RowLists, *rest: Any) -> None:
+        waiting.update(id(one.blocks) for one in batch)
+        append_lists(lists, *rest)
+
+    def settled(blocks: BlockTable) -> None:
+        waiting.discard(id(blocks))
+        settle(blocks)
+
+    def reader(sequence: Sequence) -> KeyReader:
+        def keys(layer: int, tokens: range) -> torch.Tensor:
+            assert id(sequence.blocks) not in waiting
+            read.append(layer)
+            return original(layer, tokens)
+
+        original = sequence.keys
+        return keys
+
+    monkeypatch.setattr(runner.link, "append", appended)
+    monkeypatch.setattr(runner.link, "settle", settled)
+    monkeypatch.setattr(RowLists, "append", appended_lists)
+    for sequence in batch:
+        sequence.trace.missed_every, sequence.keys = 1, reader(sequence)
+    runner.decode(batch)
+    assert sorted(read) == [0, 0, 1, 1] and all(len(sequence.trace.missed) == 1 for sequence in batch)

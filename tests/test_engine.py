@@ -9,12 +9,20 @@ import torch
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, ModelError, PoolFullError, SamplingParams
+from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import TokenOutput
+from offload_rt.engine.scheduler import Scheduler
+from offload_rt.pool.arena import Arena
+from offload_rt.pool.layout import ArenaLayout
 
 
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, temperature=0)
+
+
+def beams(width: int, count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, temperature=0, num_beams=width)
 
 
 def make_llm(chunks: int = 64, **options: object) -> LLM:
@@ -149,3 +157,42 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
     with pytest.warns(UserWarning, match="made for 64"):
         short.generate([tiny_prompt(60)], greedy(10))
     assert llm._runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slabs of two chunks: pinning one takes a good part of a second of a large model. Samples that fork, beams, and
+    requests that join take all they may need when they are admitted; some end early, others fill their last chunk."""
+    fit, activate, admit = ArenaLayout.fit, Arena.activate, Scheduler.admit
+    monkeypatch.setattr(
+        ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * CHUNK)
+    )
+    llm = LLM(tiny_model("llama", num_hidden_layers=2), policy=policy, host_memory="8MiB")
+    ready: list[bool] = []
+    admitting = []
+
+    def admitted(scheduler: Scheduler) -> None:
+        admitting.append(scheduler)
+        admit(scheduler)
+        admitting.pop()
+
+    def activated(arena: Arena) -> None:
+        ready.append(bool(admitting))
+        activate(arena)
+
+    monkeypatch.setattr(Scheduler, "admit", admitted)
+    monkeypatch.setattr(Arena, "activate", activated)
+    engine = Engine(llm._runner, max_batch=16)
+    sampled = SamplingParams(max_new_tokens=200, n=3, seed=1)
+    asked = [(100, greedy(150)), (130, sampled), (64, beams(3, 140)), (63, greedy(1)), (5, greedy(260))]
+    for length, params in asked:
+        engine.add(tiny_prompt(length, seed=length), params)
+        for _ in range(40):
+            engine.step()
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+    assert len(ready) >= 14 and all(ready)
+    assert llm._runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm._runner.pool.chunk_bytes, "and not much more"

@@ -121,6 +121,11 @@ class BeamSearchRequest:
         return self.params.num_beams
 
     @property
+    def expected_tokens(self) -> int:
+        """Prompt and `max_new_tokens`."""
+        return len(self.prompt.token_ids) + self.params.max_new_tokens
+
+    @property
     def samples(self) -> list[Request]:
         """The search alone answers its prompt."""
         return [self]
@@ -141,7 +146,7 @@ class BeamSearchRequest:
         if runner.config.eviction is not None:
             raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
         prompt = self.prompt.token_ids
-        runner.check_fits(len(prompt) + self.params.max_new_tokens)
+        runner.check_fits(self.expected_tokens)
         sequence = runner.retry_after_reclaim(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
         self.sequences = [sequence]
         runner.retry_after_reclaim(lambda: runner.check_spare(self.width - 1))

@@ -68,6 +68,11 @@ class Request(Protocol):
         ...
 
     @property
+    def expected_tokens(self) -> int:
+        """The most tokens that each of its sequences may come to, prompt included."""
+        ...
+
+    @property
     def tokens(self) -> list[int] | None:
         """Prompt and new tokens, where one sequence with these is the whole state of the request; else None."""
         ...
@@ -158,6 +163,11 @@ class SampledRequest:
         return 1 + len(self._pending)
 
     @property
+    def expected_tokens(self) -> int:
+        """Prompt and `max_new_tokens`."""
+        return len(self.prompt.token_ids) + self.params.max_new_tokens
+
+    @property
     def tokens(self) -> list[int]:
         """The prompt's token ids and the new ones."""
         return [*self.prompt.token_ids, *self.new_tokens]
@@ -167,7 +177,7 @@ class SampledRequest:
         same rows; else they are decoded again, as the first time. Raises PoolFullError, InputError, ModelError."""
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
-        runner.check_fits(prompt + self.params.max_new_tokens)
+        runner.check_fits(self.expected_tokens)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
         self.sequence = runner.retry_after_reclaim(
             lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop)

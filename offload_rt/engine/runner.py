@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..core import BlockTable, ModelGeometry
-from ..errors import ConfigError, DeviceFullError, InputError, ModelError, PoolFullError
+from ..core import CHUNK, BlockTable, ModelGeometry
+from ..errors import ConfigError, InputError, ModelError, OffloadError, PoolFullError
 from ..forward.batch import Recorder, Step
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
@@ -91,12 +91,7 @@ class Runner:
         if wrong is not None:
             raise InputError(f"token id {wrong} is not in the vocabulary of {self.model.name} (0-{geometry.vocab - 1})")
         blocks = self._block_table(tokens[:reuse], capacity)
-        keys, known = key_reader(self.pool, blocks), blocks.length
-        trace = Trace(geometry.layers, self.config.missed_mass_every, reused_tokens=known)
-        state, slots = self.policy.new_state(keys), self._new_slots()
-        return self._register(
-            Sequence(next(self._ids), list(tokens), blocks, slots, keys, state, trace, known, known, known)
-        )
+        return self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
 
     def _block_table(self, known: Seq[int], capacity: int) -> BlockTable:
         """Room for `capacity` tokens, behind what the prefix tree has of `known`."""
@@ -151,6 +146,16 @@ class Runner:
         them, or with eviction, which makes room by itself, one more than is computed."""
         return total if self.config.eviction is None else computed + 1
 
+    def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
+        """Says that a sequence may grow to `tokens` tokens, and so may `forks` others that will fork from it. The pool
+        makes memory ready for that now, as far as it has any, so that no decode step waits for memory to be pinned;
+        nothing is reserved."""
+        sequence.expected, sequence.forks = tokens, forks
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.pool.prepare(CHUNK * sum(sequence.chunks_ahead for sequence in self._open.values()))
+
     def _new_slots(self) -> SlotTable:
         if self.config.eviction is None:
             return AppendOnly(self.pool)
@@ -162,24 +167,16 @@ class Runner:
         `same_trace` goes on with the original's counts. Raises PoolFullError."""
         self.link.settle(sequence.blocks)
         blocks = self._reserved(self.pool.fork(sequence.blocks), capacity)
-        keys, before = key_reader(self.pool, blocks), sequence.trace
-        trace = before.copy() if same_trace else before.restart(reused=sequence.position)
-        return self._register(
-            Sequence(
-                next(self._ids),
-                list(sequence.tokens),
-                blocks,
-                sequence.slots.fork(),
-                keys,
-                sequence.state.fork(keys),
-                trace,
-                sequence.position,
-                sequence.exact,
-                sequence.unlearned,
-                sequence.shift,
-                sequence.truncation_id,
-            ),
-            origin=sequence.blocks,
+        sequence.forks = max(0, sequence.forks - 1)
+        return self._open_sequence(
+            blocks,
+            sequence.tokens,
+            known=sequence.position,
+            exact=sequence.exact,
+            shift=sequence.shift,
+            truncation_id=sequence.truncation_id,
+            origin=sequence,
+            same_trace=same_trace,
         )
 
     def match(self, tokens: Seq[int], truncation_id: str = "") -> BlockTable:
@@ -204,13 +201,7 @@ class Runner:
         `capacity` tokens; PoolFullError gives the block table back."""
         self._reserved(blocks, capacity)
         self.pool.commit(blocks, known)
-        keys = key_reader(self.pool, blocks)
-        trace = Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
-        state, slots = self.policy.new_state(keys), self._new_slots()
-        sequence = Sequence(
-            next(self._ids), list(tokens), blocks, slots, keys, state, trace, known, exact, known, shift, truncation_id
-        )
-        return self._register(sequence)
+        return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, truncation_id=truncation_id)
 
     def reload(self, sequence: Sequence) -> None:
         """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
@@ -224,17 +215,52 @@ class Runner:
         sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
         sequence.interrupted = False
 
-    def _register(self, sequence: Sequence, origin: BlockTable | None = None) -> Sequence:
-        """Opens the sequence, or gives its block table back where the device has no room for it (DeviceFullError)."""
+    def _open_sequence(
+        self,
+        blocks: BlockTable,
+        tokens: Seq[int],
+        *,
+        known: int,
+        exact: int,
+        shift: int = 0,
+        truncation_id: str = "",
+        origin: Sequence | None = None,
+        same_trace: bool = False,
+    ) -> Sequence:
+        """The sequence that owns `blocks`, in which `known` tokens are computed, as a fork of `origin` where there is
+        one. The block table is given back where the device has no room (DeviceFullError) or the pool's memory cannot be
+        made ready (MemoryLimitError)."""
+        keys = key_reader(self.pool, blocks)
+        sequence = Sequence(
+            id=next(self._ids),
+            tokens=list(tokens),
+            blocks=blocks,
+            slots=self._new_slots() if origin is None else origin.slots.fork(),
+            keys=keys,
+            state=self.policy.new_state(keys) if origin is None else origin.state.fork(keys),
+            trace=self._new_trace(known, origin, same_trace),
+            position=known,
+            exact=exact,
+            unlearned=known if origin is None else origin.unlearned,
+            shift=shift,
+            truncation_id=truncation_id,
+            expected=0 if origin is None else origin.expected,
+        )
         self._open[sequence.id] = sequence
         try:
             self._check_device()
-        except DeviceFullError:
+            self._prepare()
+        except OffloadError:
             del self._open[sequence.id]
-            self.pool.release(sequence.blocks)
+            self.pool.release(blocks)
             raise
-        self.link.open(sequence.blocks, self.policy.sinks, self.policy.recent, origin)
+        self.link.open(blocks, self.policy.sinks, self.policy.recent, None if origin is None else origin.blocks)
         return sequence
+
+    def _new_trace(self, known: int, origin: Sequence | None, same_trace: bool) -> Trace:
+        if origin is None:
+            return Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
+        return origin.trace.copy() if same_trace else origin.trace.restart(reused=known)
 
     def free(self, sequence: Sequence) -> None:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""

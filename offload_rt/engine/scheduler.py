@@ -55,6 +55,7 @@ class Scheduler:
             swapped_in = self._swap_in(request, width)
             if not swapped_in:
                 prefill = request.start(self._runner)
+            self._runner.expect(request.sequences[0], request.expected_tokens, forks=request.width - 1)
             if self.running:
                 self._runner.retry_after_reclaim(lambda: self._runner.check_spare(width))
         except OffloadError as error:
@@ -151,6 +152,8 @@ class Scheduler:
         """Takes a request out of wherever it is."""
         self._full = False
         self._discard_swapped(request)
+        for sequence in request.sequences:
+            self._runner.expect(sequence, 0)
         if self.prefilling is not None and self.prefilling[0] is request:
             self.prefilling = None
         if request in self.waiting:

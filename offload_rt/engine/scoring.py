@@ -107,6 +107,7 @@ class _Batches:
         self._runner.check_fits(task.computed)
         sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)))
         sequence.trace.prompt_tokens = len(prefix)
+        self._runner.expect(sequence, task.computed)
         if prefix:
             self._runner.prefill(sequence, len(prefix))
         return sequence

@@ -200,6 +200,7 @@ class BatchedFetch:
         out, lse = attend_kept(grouped, lists.rows.kept(layer), *spans, k, v, self.counts, scale)
         for b, sequence in enumerate(step.batch):
             if sequence.trace.probing and step.selects(layer):
+                step.link.settle(sequence.blocks)  # the newest row may still be on its way to the pool
                 keys = sequence.keys(layer, step.see(layer)[b].all)
                 sequence.trace.miss(layer, lse.view(len(step.batch), -1)[b], scores_lse(q[:, b], keys, scale))
         return out.to(q.dtype).view(len(step.batch), -1)

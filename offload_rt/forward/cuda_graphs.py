@@ -48,7 +48,8 @@ class CudaGraph:
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
         """See `Graph.capture`."""
-        with torch.cuda.graph(self._graph, pool=self._pool):
+        # Other threads may use CUDA meanwhile: the saver waits for write-backs.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
     def replay(self) -> None:

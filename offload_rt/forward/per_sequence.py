@@ -116,6 +116,7 @@ class PerSequenceFetch:
             tokens = attended_tokens(fetch.visible, selected)
             sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
         if sequence.trace.probing:
+            step.link.settle(sequence.blocks)  # the newest row may still be on its way to the pool
             sequence.trace.miss(layer, lse, scores_lse(q, sequence.keys(layer, fetch.visible.all), scale))
         return out
 

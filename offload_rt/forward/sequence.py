@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import BlockTable
+from ..core import CHUNK, BlockTable
 from ..pool.pool import HostPool
 from ..select.base import KeyReader, PolicyState
 from .slot_table import SlotTable
@@ -23,7 +23,8 @@ class Sequence:
     `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
     `truncation_id` names what was cut: it belongs to the lineage of every chunk. `interrupted`: a step on it was
     interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool below
-    `position` are right)."""
+    `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks` how
+    many others will fork from it and may grow as long."""
 
     id: int
     tokens: list[int]
@@ -38,6 +39,14 @@ class Sequence:
     shift: int = 0
     truncation_id: str = ""
     interrupted: bool = False
+    expected: int = 0
+    forks: int = 0
+
+    @property
+    def chunks_ahead(self) -> int:
+        """Chunks that it and its forks may take from the pool before they have `expected` tokens each."""
+        chunks, shared = -(-self.expected // CHUNK), (len(self.tokens) - 1) // CHUNK
+        return max(0, chunks - len(self.blocks.chunks)) + self.forks * max(0, chunks - shared)
 
     def check_integrity(self) -> None:
         """Asserts that tokens, block table and policy state agree."""

@@ -75,9 +75,8 @@ class Turn(SampledRequest):
         rows, history = self.rows, self.rows.history
         before = history.cut
         self._evict()
-        longest = len(self.prompt.token_ids) + self.params.max_new_tokens
-        runner.check_fits(longest)
-        close_gap(rows, longest)
+        runner.check_fits(self.expected_tokens)
+        close_gap(rows, self.expected_tokens)
         if history.cut != before:
             rows.offer(rows.names(history.computed))
 
