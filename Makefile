@@ -68,12 +68,12 @@ GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
 	touch $@
 
 gpu: $(GPU_READY)
-	$(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt.eval.suites.gpu $(if $(PART),--part $(PART)) $(GPU_FLAGS); \
-		code=$$?; $(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt.eval.suites.gpu_readme && exit $$code
+	$(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt eval gpu $(if $(PART),--part $(PART)) $(GPU_FLAGS); \
+		code=$$?; $(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt eval gpu-readme && exit $$code
 
 bench: $(READY)
 	mkdir -p $(OUT)
-	$(BIN)/python -P -m offload_rt.eval.speed.bench --out $(OUT) $(BENCH_FLAGS)
+	$(BIN)/offload-rt bench --out $(OUT) $(BENCH_FLAGS)
 
 # The held-out book and the harness' tasks where they are (OFFLOAD_RT_DATA), else the packaged text alone.
 DATA := $(or $(OFFLOAD_RT_DATA),../shared/data)
@@ -82,7 +82,7 @@ HELD_OUT := $(wildcard $(DATA)/books/war_and_peace.txt)
 PROCESSES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 paper: $(READY)
-	HF_HUB_OFFLINE=1 OFFLOAD_RT_DATA=$(DATA) OMP_NUM_THREADS=1 $(BIN)/python -P -m offload_rt.eval.suites.paper \
+	HF_HUB_OFFLINE=1 OFFLOAD_RT_DATA=$(DATA) OMP_NUM_THREADS=1 $(BIN)/offload-rt eval paper \
 		--models reference reference-opt --processes $(PROCESSES) --out eval/results \
 		$(if $(HELD_OUT),--book $(HELD_OUT) --tasks)
 

@@ -12,15 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from .commands import chat, generate, info, measure, replay, sessions, simulate_store, skew, tune
-from .commands.common import INTERRUPTED, read_text
+from .commands import chat, generate, info, measure, sessions, skew
+from .commands.common import INTERRUPTED
 from .errors import OffloadError
-
-__all__ = ["main", "read_text"]
 
 USER_ERROR = 2
 
-COMMANDS = (generate, replay, chat, sessions, skew, tune, info, measure, simulate_store)
+COMMANDS = (generate, chat, sessions, skew, info, measure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

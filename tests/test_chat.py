@@ -100,9 +100,9 @@ def test_what_is_not_used_for_its_time_to_live_is_given_up(
         (["sessions", "list", "--store", "/nowhere"], "there is no store at '/nowhere'"),
         (["sessions", "burn", "--store", "/tmp"], "action='burn' is unknown"),
         (["sessions", "show", "--store", "/tmp"], "needs the NAME"),
-        (["simulate-store", "--trace", "/none"], "cannot read '/none'"),
-        (["simulate-store", "--trace", "/none", "--policies", "mru"], "policy='mru' is unknown"),
-        (["simulate-store", "--trace", "/none", "--host", "much"], "--host='much' is no size"),
+        (["eval", "store", "--trace", "/none"], "cannot read '/none'"),
+        (["eval", "store", "--trace", "/none", "--policies", "mru"], "policy='mru' is unknown"),
+        (["eval", "store", "--trace", "/none", "--host", "much"], "--host='much' is no size"),
         (["chat", "reference", "--session", "s", "--store", "/dev/null/x"], "cannot use the store"),
         (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-limit", "-1"], "is no size"),
         (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "soon"], "'soon' is no duration"),
@@ -126,7 +126,7 @@ def test_simulate_store_prints_a_line_for_each_run(tmp_path: Path, capsys: pytes
         for i in range(1000, 1030)
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ["simulate-store", "--trace", str(trace), "--host", "1GiB,2GiB", "--disk", "0,4GiB", "--requests", "20"]
+    arguments = ["eval", "store", "--trace", str(trace), "--host", "1GiB,2GiB", "--disk", "0,4GiB", "--requests", "20"]
     assert main([*arguments, "--speed", "1,10", "--token-bytes", "64KiB", "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.count("hit") >= 2 * 2 * 2 * 4
     assert (tmp_path / "out" / "store.md").exists() and (tmp_path / "out" / "store_load.png").exists()

@@ -11,8 +11,9 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt import LLM
 from offload_rt.cli import main
 from offload_rt.errors import ConfigError
-from offload_rt.eval.cli import make_variants
 from offload_rt.eval.core.model_under_test import Variant
+from offload_rt.eval.core.registry import MEASURES
+from offload_rt.eval.core.variants import make_variants
 from offload_rt.models.registry import load_model
 from offload_rt.skewing.artifact import SkewArtifact
 
@@ -43,7 +44,7 @@ def test_variants_in_words() -> None:
 def test_perplexity_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    arguments = ["eval", "reference", "--perplexity", str(text), "--context", "96", "--windows", "2"]
+    arguments = ["eval", "perplexity", "reference", "--text", str(text), "--context", "96", "--windows", "2"]
     arguments += [
         "--policies",
         "full,streaming",
@@ -67,13 +68,13 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
     """Two artifacts of one model are two measurements; one of another model is refused before anything is measured."""
     model, text, out = tiny_checkpoint(tmp_path / "tiny", "llama"), tmp_path / "text.txt", tmp_path / "out"
     text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    flags = ["--perplexity", str(text), "--context", "96", "--windows", "2", "--policies", "infinigen", "--budgets"]
+    flags = ["--text", str(text), "--context", "96", "--windows", "2", "--policies", "infinigen", "--budgets"]
     flags += ["0.2", "--set", "recent=8", "--quiet"]
     rows = {}
     for method in ("svd", "balanced"):
         folder = tmp_path / method
         assert main(["skew", model, "--out", str(folder), "--method", method, "--calibration-tokens", "64"]) == 0
-        assert main(["eval", model, *flags, "--skew", str(folder), "--out", str(out)]) == 0
+        assert main(["eval", "perplexity", model, *flags, "--skew", str(folder), "--out", str(out)]) == 0
         rows[method] = full, ours = json.loads((out / "perplexity.json").read_text())["rows"]
         artifact = SkewArtifact.load(folder / "skew.safetensors", None)
         assert artifact.method == method
@@ -88,7 +89,7 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
 
     capsys.readouterr()
     wrong = tmp_path / "wrong"
-    assert main(["eval", "reference", *flags, "--skew", str(tmp_path / "svd"), "--out", str(wrong)]) == 2
+    assert main(["eval", "perplexity", "reference", *flags, "--skew", str(tmp_path / "svd"), "--out", str(wrong)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.strip().count("\n") == 0
@@ -101,29 +102,35 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "nothing to measure"),
-        (["--perplexity", "no/such/file"], "cannot read"),
-        (["--perplexity", str(BOOK), "--policies", "h3o"], "did you mean 'h2o'"),
-        (["--perplexity", str(BOOK), "--set", "recnt=4"], "recnt"),
-        (["--perplexity", str(BOOK), "--context", "1"], "context=1"),
-        (["--perplexity", str(BOOK), "--context", "10", "--decode-from", "9"], "decode_from=9"),
-        (["--retrieval", "--kinds", "chian"], "did you mean 'chain'"),
-        (["--retrieval", "--path", "wrong"], "path='wrong'"),
-        (["--tasks", ","], "nothing to measure"),
+        (["perplexity"], "the following arguments are required: MODEL"),
+        (["perplexty", "reference"], "did you mean 'perplexity'"),
+        (["perplexity", "reference", "--text", "no/such/file"], "cannot read"),
+        (["perplexity", "reference", "--text", BOOK, "--policies", "h3o"], "did you mean 'h2o'"),
+        (["perplexity", "reference", "--text", BOOK, "--set", "recnt=4"], "recnt"),
+        (["perplexity", "reference", "--text", BOOK, "--context", "1"], "context=1"),
+        (["perplexity", "reference", "--text", BOOK, "--context", "10", "--decode-from", "9"], "decode_from=9"),
+        (["perplexity", "reference", "--text", BOOK, "--budgets", "a"], "is no list of numbers"),
+        (["retrieval", "reference", "--kinds", "chian"], "did you mean 'chain'"),
+        (["retrieval", "reference", "--path", "wrong"], "path='wrong'"),
+        (["retrieval", "reference", "--lengths", "1x"], "is no list of lengths"),
+        (["tasks", "reference", "--tasks", ","], "at least one task"),
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["eval", "reference", *arguments, "--out", str(tmp_path / "o")]) == 2
+    assert main(["eval", *map(str, arguments), "--out", str(tmp_path / "o")]) == 2
     output = capsys.readouterr()
     assert words in output.err
     assert output.err.strip().count("\n") == 0
     assert output.out == ""
 
 
-@pytest.mark.parametrize("arguments", [["--lengths", "1x"], ["--budgets", "a"]])
-def test_unreadable_flags(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["eval", "reference", "--retrieval", *arguments, "--out", str(tmp_path)])
-    assert "is no list of" in capsys.readouterr().err
+def test_no_measure_and_help_name_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval"]) == 2
+    asked = capsys.readouterr().err
+    assert main(["eval", "--help"]) == 0
+    listed = capsys.readouterr().out
+    for name, measure in MEASURES.items():
+        assert name in asked and f"  {name} " in listed and measure.help in listed
+        assert "\n" not in measure.help

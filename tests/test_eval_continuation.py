@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from offload_rt import LLM
-from offload_rt.eval.quality.continuation import ScoredPassage, compare, main
+from offload_rt.cli import main
+from offload_rt.eval.quality.continuation import ScoredPassage, compare
 
 BOOK = Path(__file__).parent.parent / "offload_rt/data/black_arrow.txt"
 
@@ -30,11 +31,25 @@ def test_bytes_per_selecting_layer_add_up_to_the_link_s() -> None:
 def test_command_writes_its_table_and_refuses_a_short_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(BOOK.read_text()[:3000])
-    flags = ["--text", str(text), "--out", str(tmp_path), "--context", "120", "--scored", "6", "--start", "0"]
+    flags = [
+        "eval",
+        "continuation",
+        "reference",
+        "--text",
+        str(text),
+        "--out",
+        str(tmp_path),
+        "--context",
+        "120",
+        "--scored",
+        "6",
+        "--start",
+        "0",
+    ]
     assert main(flags) == 0
     assert "| infinigen, preset paper |" in capsys.readouterr().out
     rows = json.loads((tmp_path / "side_by_side.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["full", "infinigen, default", "infinigen, preset paper"]
     assert main([*flags, "--context", "90000"]) == 2
     assert "too few for 90000" in capsys.readouterr().err
-    assert main(["--text", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
+    assert main(["eval", "continuation", "reference", "--text", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from offload_rt.cli import main
 from offload_rt.errors import OffloadError
 from offload_rt.eval.core.model_under_test import ModelUnderTest
-from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Paper, PaperJob, PaperSize, main, run_jobs
+from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Paper, PaperJob, PaperSize, run_jobs
 from offload_rt.models.registry import load_model
 
 BOOK = Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt"
@@ -75,5 +76,5 @@ def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_missing_book_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--book", str(tmp_path / "none.txt"), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("paper: ")
+    assert main(["eval", "paper", "--book", str(tmp_path / "none.txt"), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("offload-rt: cannot read")

@@ -20,7 +20,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_attention, "LEAST_SECONDS", 0.0)
         tables = ["attention", "steps", "workload", "fragmentation"]
-        assert main(["bench-sharing", "--small", "--only", *tables, "--out", str(out)]) == 0
+        assert main(["eval", "sharing", "--small", "--only", ",".join(tables), "--out", str(out)]) == 0
     return out
 
 
@@ -68,5 +68,5 @@ def test_a_gap_between_two_owners_is_used_again() -> None:
 
 
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench-sharing", "--repeats", "0"]) == 2
+    assert main(["eval", "sharing", "--repeats", "0"]) == 2
     assert capsys.readouterr().err == "offload-rt: --repeats 0 must be at least 1\n"

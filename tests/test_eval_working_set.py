@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from support.tiny_models import tiny_prompt
 
+from offload_rt.cli import main
 from offload_rt.errors import InputError
-from offload_rt.eval.simulate.working_set import SETUPS, Setup, Sweep, main, report
+from offload_rt.eval.simulate.working_set import SETUPS, Setup, Sweep, report
 
 
 def test_replayed_and_repeated_runs_agree(tmp_path: Path) -> None:
@@ -35,5 +36,7 @@ def test_where_nothing_is_selected(tmp_path: Path) -> None:
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("Too short.")
-    assert main(("reference", "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path))) == 2
+    assert (
+        main(("eval", "working-set", "reference", "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path))) == 2
+    )
     assert "too few for 2048" in capsys.readouterr().err

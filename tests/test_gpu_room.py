@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_rt.cli import main
 from offload_rt.errors import InputError
 from offload_rt.eval.speed import kernels
 from offload_rt.eval.suites import gpu, gpu_readme
@@ -20,12 +21,11 @@ CPU = torch.device("cpu")
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert gpu.main(["--out", str(tmp_path / "gpu")]) == 0
+    assert main(["eval", "gpu", "--out", str(tmp_path / "gpu")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in said] == list(gpu.PARTS) and all("skipped" in line for line in said)
     assert not (tmp_path / "gpu").exists()
-    with pytest.raises(SystemExit):
-        gpu.main(["--device", "cpu"])
+    assert main(["eval", "gpu", "--device", "cpu"]) == 2
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "REPEATS", 1)
         for part in ("kernels", "decode", "prefill", "sessions"):
-            assert gpu.main(["--part", part, "--device", "cpu", "--small", "--out", str(out)]) == 0
+            assert main(["eval", "gpu", "--part", part, "--device", "cpu", "--small", "--out", str(out)]) == 0
     return out
 
 
@@ -107,15 +107,15 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
 def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, capsys: Any) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
-    assert gpu_readme.main(["--readme", str(readme), "--results", str(tmp_path)]) == 2
+    assert main(["eval", "gpu-readme", "--page", str(readme), "--results", str(tmp_path)]) == 2
     assert "has no lines" in capsys.readouterr().err
     (tmp_path / "kernels.json").write_text("{}")
     with pytest.raises(InputError, match="no result of `make gpu`"):
         gpu_readme.load(tmp_path)
 
 
-def test_the_repositorys_readme_has_the_marks_and_says_what_its_files_say() -> None:
-    text = (gpu.ROOT / "README.md").read_text("utf-8")
+def test_the_measurements_page_has_the_marks_and_says_what_its_files_say() -> None:
+    text = (gpu.ROOT / "docs" / "pages" / "measurements.md").read_text("utf-8")
     folder = gpu.ROOT / "eval" / "results" / "gpu"
     inside = text.partition(gpu_readme.BEGIN)[2].partition(gpu_readme.END)[0].strip()
-    assert inside == gpu_readme.section(gpu_readme.load(folder), "eval/results/gpu").strip()
+    assert inside == gpu_readme.section(gpu_readme.load(folder), "../../eval/results/gpu").strip()

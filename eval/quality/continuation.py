@@ -4,15 +4,12 @@ the device holds, and how well the book's own next tokens are predicted.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...engine.stats import Stats
-from ...errors import InputError, OffloadError
+from ...errors import InputError
 from ...llm import LLM
 from ..core.model_under_test import text_digest
 from ..core.report import Column, Report, Row
@@ -99,35 +96,17 @@ def compare(model: str, passage: ScoredPassage, runs: Mapping[str, tuple[str, di
 SHARED = ("link_fraction", "attended_fraction", "missed_mass", "missed_mass_worst_layer")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the table as Markdown and writes it to --out."""
-    parser = argparse.ArgumentParser(prog="side_by_side", description=__doc__)
-    parser.add_argument("model", nargs="?", default="reference")
-    parser.add_argument("--text", type=Path, required=True, help="a book, UTF-8")
-    parser.add_argument("--context", type=int, help="tokens, prompt and scored (default: the model's positions)")
-    parser.add_argument("--scored", type=int, default=256, help="tokens at the end that are predicted (256)")
-    parser.add_argument("--start", type=float, default=0.3, help="where in the text, as a share of it (0.3)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for side_by_side.json, .csv and .md")
-    args = parser.parse_args(argv)
-    try:
-        text = args.text.read_text(encoding="utf-8")
-        llm = LLM(args.model, policy="full")
-        context = args.context or llm.geometry.max_positions
-        passage = ScoredPassage.of(llm, text, context, args.scored, args.start)
-        about = {
-            "model": args.model,
-            "text": f"{args.text.name} ({text_digest(text)}), from {args.start:.0%} of it on",
-            "context": f"{context} tokens, the last {args.scored} decoded one by one and scored",
-        }
-        title = "One passage under three policies"
-        report = Report("side_by_side", title, about, COLUMNS, compare(args.model, passage, RUNS))
-        report.write(args.out)
-    except (OffloadError, OSError, UnicodeDecodeError) as error:
-        print(f"side_by_side: {error}", file=sys.stderr)
-        return 2
-    print(report.markdown())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run_continuation(
+    model: str, text: str, name: str, context: int | None, scored: int = 256, start: float = 0.3
+) -> Report:
+    """`context` tokens (None: all positions of the model) of `text` (called `name`) from the share `start` of it on,
+    the last `scored` of them decoded one by one. Raises InputError where the text is too short."""
+    llm = LLM(model, policy="full")
+    context = context or llm.geometry.max_positions
+    passage = ScoredPassage.of(llm, text, context, scored, start)
+    about = {
+        "model": model,
+        "text": f"{name} ({text_digest(text)}), from {start:.0%} of it on",
+        "context": f"{context} tokens, the last {scored} decoded one by one and scored",
+    }
+    return Report("side_by_side", "One passage under three policies", about, COLUMNS, compare(model, passage, RUNS))

@@ -1,6 +1,5 @@
 """The LM Evaluation Harness (0.4) with our runtime as a model: its own tasks, prompts and metrics, our decode path.
 
-    python -m offload_rt.eval.quality.lm_eval_adapter --model_args pretrained=reference,policy=infinigen --tasks piqa
     offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
 
 The harness finds no models by plugin, so this module registers ours as "offload-rt" and calls the harness' own entry
@@ -20,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ...config import DType, SamplingParams
-from ...errors import ConfigError, InputError, OffloadError
+from ...errors import ConfigError, InputError
 from ...llm import LLM, MAX_BATCH
 
 if TYPE_CHECKING:
@@ -227,10 +226,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         sys.argv = before
     return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except OffloadError as error:
-        sys.exit(f"lm-eval: {error}")

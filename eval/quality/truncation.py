@@ -4,12 +4,12 @@ about facts in what is kept."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -211,40 +211,40 @@ def recall_rows(cuts: Sequence[Cut], found: Sequence[dict[str, Followed]]) -> li
     return rows
 
 
-# ------------------------------------------------------------------------------------------------------------- command
+@dataclass(frozen=True)
+class TruncationConfig:
+    """context: tokens before the truncation; keep: of them kept; scored: tokens scored after it; windows: of the text;
+    passages: of each kind of question; seed: of the questions."""
+
+    context: int = 1920
+    keep: int = 960
+    scored: int = 128
+    windows: int = 96
+    passages: int = 64
+    seed: int = 0
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes truncation.{json,csv,md} and truncation_recall.{json,csv,md}."""
-    parser = argparse.ArgumentParser(prog="offload_rt.eval.quality.truncation", description=__doc__)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", default="reference")
-    parser.add_argument("--context", type=int, default=1920)
-    parser.add_argument("--keep", type=int, default=960)
-    parser.add_argument("--scored", type=int, default=128)
-    parser.add_argument("--windows", type=int, default=96)
-    parser.add_argument("--passages", type=int, default=64, help="of each kind of question")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    llm = LLM(args.model, policy="full", host_memory="1GiB", prefix_sharing=False)
-    book = args.text.read_text(encoding="utf-8-sig")
-    sizes = {"context": args.context, "keep": args.keep}
-    about = {"model": llm.name, "text": args.text.name, "policy": "full", "sinks": SINKS, **sizes}
+def run_truncation(
+    model: str, text: str, name: str, config: TruncationConfig, out: Path, say: Callable[[str], None]
+) -> list[Report]:
+    """Measures on `text` (called `name`), and writes truncation.{json,csv,md} and truncation_recall.{json,csv,md} to
+    `out`. Raises InputError where the text is too short."""
+    llm = LLM(model, policy="full", host_memory="1GiB", prefix_sharing=False)
+    sizes: dict[str, Any] = {"context": config.context, "keep": config.keep}
+    about = {"model": llm.name, "text": name, "policy": "full", "sinks": SINKS, **sizes}
     about |= {"threads": torch.get_num_threads()}
 
     def progress(what: str, total: int) -> Callable[[int], None]:
-        return lambda done: print(f"{what}: {done} of {total}", flush=True)
+        return lambda done: say(f"{what}: {done} of {total}")
 
-    cuts = windows_of(llm.encode(book), scored=args.scored, windows=args.windows, **sizes)
+    cuts = windows_of(llm.encode(text), scored=config.scored, windows=config.windows, **sizes)
     rows = perplexity_rows(list(measure(llm, cuts, progress("windows", len(cuts)))))
-    told = about | {"scored": f"{args.scored} tokens of each window"}
-    Report("truncation", "Perplexity after a truncation", told, PERPLEXITY, rows).write(args.out)
-    asked = passages_of(ModelUnderTest(args.model), book, passages=args.passages, seed=args.seed, **sizes)
+    told = about | {"scored": f"{config.scored} tokens of each window"}
+    kept = Report("truncation", "Perplexity after a truncation", told, PERPLEXITY, rows)
+    kept.write(out)
+    asked = passages_of(ModelUnderTest(model), text, passages=config.passages, seed=config.seed, **sizes)
     rows = recall_rows(asked, list(measure(llm, asked, progress("passages", len(asked)))))
     told = about | {"questions": f"facts in the kept part, {', '.join(KINDS)}; every answer token right"}
-    Report("truncation_recall", "Questions answered after a truncation", told, RECALL, rows).write(args.out)
-
-
-if __name__ == "__main__":
-    main()
+    recalled = Report("truncation_recall", "Questions answered after a truncation", told, RECALL, rows)
+    recalled.write(out)
+    return [kept, recalled]

@@ -1,20 +1,20 @@
 """What sharing a prefix saves in the attention of a decode step: segments against one sequence after the other, on the
 same memory, one after another; the least of each. Time is CPU time of this process on one thread.
 
-`offload-rt bench-sharing` writes these tables and those of `poisson_load`, `workload` and `fragmentation`.
+`offload-rt eval sharing` writes these tables and those of `poisson_load`, `workload` and `fragmentation`.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...config import check_choice
 from ...core import BlockTable, ModelGeometry
 from ...errors import ConfigError
 from ...forward.attention import attend
@@ -226,31 +226,21 @@ REPORTS: dict[str, Callable[[Scale], Report]] = {
 }
 
 
-def bench_sharing(argv: Sequence[str] | None = None) -> int:
-    """The command `offload-rt bench-sharing`, from its arguments: measures what was asked for and writes each table as
-    soon as it is there; 0. Raises InputError where --out cannot be written."""
-    parser = argparse.ArgumentParser(
-        prog="offload-rt bench-sharing",
-        description="What shared prefixes save, on one thread of this CPU: attention of a step, whole steps, a "
-        "workload, memory, questions about one document, requests that arrive at random.",
-    )
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for tables (default: out)")
-    parser.add_argument("--only", nargs="+", choices=REPORTS, default=list(REPORTS), metavar="TABLE",
-                        help=f"of {', '.join(REPORTS)} (default: all)")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=Scale().repeats, metavar="N", help="of each baseline, at least")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that all of it runs, measures nothing")
-    args = parser.parse_args(argv)
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats {args.repeats} must be at least 1")
+def run_sharing(names: Sequence[str], repeats: int, out: Path, *, small: bool = False) -> Iterator[Report]:
+    """Measures the tables `names` (of REPORTS) on one thread; each is written to `out` as soon as it is there, and
+    yielded. `small` takes tiny sizes, which measure nothing. Raises ConfigError for an unknown table or no repeats."""
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats} must be at least 1")
+    for name in names:
+        check_choice("table", name, REPORTS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for name in args.only:
-            report = REPORTS[name](SMALL if args.small else replace(Scale(), repeats=args.repeats))
-            print(report.markdown(), flush=True)
-            report.write(args.out)
+        for name in names:
+            report = REPORTS[name](SMALL if small else replace(Scale(), repeats=repeats))
+            report.write(out)
             if name == "fragmentation":
-                draw_fragmentation(report.rows, args.out / "sharing_waste_by_kind.png")
+                draw_fragmentation(report.rows, out / "sharing_waste_by_kind.png")
+            yield report
     finally:
         torch.set_num_threads(threads)
-    return 0

@@ -5,8 +5,6 @@ same tokens. `python -P -m offload_rt.eval.simulate.working_set`.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 from ...config import KVFormatName, SamplingParams
 from ...engine.recording import Recording, RunInfo
 from ...engine.stats import Stats
-from ...errors import InputError, OffloadError
+from ...errors import InputError
 from ...llm import LLM
 from ...transfer.working_set import rows_within
 from ..core.model_under_test import text_digest
@@ -224,38 +222,29 @@ def report(sweep: Sweep, about: dict[str, Any], out: Path) -> list[Report]:
     return reports
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the tables as Markdown and writes them to --out."""
-    parser = argparse.ArgumentParser(prog="working_set", description=__doc__)
-    parser.add_argument("model", nargs="?", default="reference")
-    parser.add_argument("--text", type=Path, required=True, help="a book, UTF-8")
-    parser.add_argument("--context", type=int, help="tokens, prompt and new ones (default: the model's positions)")
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--starts", default="0.3,0.7", help="where in the text, as shares of it")
-    parser.add_argument("--shares", default="0.01,0.02,0.04,0.08", help="sizes of the working set, of 16-bit KV")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    args = parser.parse_args(argv)
-    try:
-        text = args.text.read_text(encoding="utf-8")
-        llm = LLM(args.model, policy="full")
-        context, ids = args.context or llm.geometry.max_positions, llm.encode(text)
-        starts = [float(start) for start in args.starts.split(",")]
-        prompts = tuple(tuple(ids[int(s * len(ids)) :][: context - args.new_tokens]) for s in starts)
-        if args.new_tokens >= context or any(len(prompt) < context - args.new_tokens for prompt in prompts):
-            raise InputError(f"the text has {len(ids)} tokens: too few for {context} from {args.starts} of it on")
-        sweep = Sweep(args.model, prompts, args.new_tokens, tuple(float(share) for share in args.shares.split(",")))
-        about = {
-            "model": args.model,
-            "text": f"{args.text.name} ({text_digest(text)}), from {args.starts} of it on",
-            "context": f"{context} tokens, the last {args.new_tokens} of them new, temperature 0.8, seed 1",
-        }
-        for one in report(sweep, about, args.out):
-            print(one.markdown())
-    except (OffloadError, OSError, UnicodeDecodeError, ValueError) as error:
-        print(f"working_set: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run_working_set(
+    model: str,
+    text: str,
+    name: str,
+    out: Path,
+    *,
+    context: int | None = None,
+    new_tokens: int = 256,
+    starts: Sequence[float] = (0.3, 0.7),
+    shares: Sequence[float] = (0.01, 0.02, 0.04, 0.08),
+) -> list[Report]:
+    """`context` tokens (None: all positions of the model), the last `new_tokens` of them generated, from each of
+    `starts`, shares of `text` (called `name`), on; working sets of `shares` of 16-bit KV. Raises InputError where the
+    text is too short."""
+    llm = LLM(model, policy="full")
+    context, ids = context or llm.geometry.max_positions, llm.encode(text)
+    prompts = tuple(tuple(ids[int(s * len(ids)) :][: context - new_tokens]) for s in starts)
+    told = ",".join(map(str, starts))
+    if new_tokens >= context or any(len(prompt) < context - new_tokens for prompt in prompts):
+        raise InputError(f"the text has {len(ids)} tokens: too few for {context} from {told} of it on")
+    about = {
+        "model": model,
+        "text": f"{name} ({text_digest(text)}), from {told} of it on",
+        "context": f"{context} tokens, the last {new_tokens} of them new, temperature 0.8, seed 1",
+    }
+    return report(Sweep(model, prompts, new_tokens, tuple(shares)), about, out)

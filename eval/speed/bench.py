@@ -8,9 +8,7 @@ the breakdown that every run has.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +20,7 @@ from rich.console import Console
 
 from ...config import KVFormatName, check_choice
 from ...core import CHUNK
-from ...errors import ConfigError, InputError, OffloadError
+from ...errors import ConfigError, InputError
 from ...models.column_order import order_by_columns
 from ...models.registry import adapter_for
 from ...pool.pool import HostPool
@@ -234,66 +232,3 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return time.perf_counter()
 
     return read
-
-
-# ------------------------------------------------------------------------------------------------------------- command
-
-
-def bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `bench`."""
-    default = BenchConfig()
-    parser.add_argument("--out", default="out", metavar="DIR", help="folder for JSON, tables, pictures (default: out)")
-    parser.add_argument(
-        "--shape", type=_words, default=(default.shape,), metavar="A,B", help=f"random Llamas: {', '.join(SHAPES)}"
-    )
-    parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of each shape")
-    parser.add_argument("--contexts", type=_numbers, default=default.contexts, metavar="16384,32768", help="tokens")
-    parser.add_argument("--batches", type=_numbers, default=default.batches, metavar="1,4", help="sequences")
-    parser.add_argument("--fraction", type=float, default=default.fraction, metavar="F", help="share of planted tokens")
-    parser.add_argument(
-        "--spread", type=float, default=default.spread, metavar="F", help="single KV heads have up to F more or less"
-    )
-    parser.add_argument("--repeats", type=int, default=default.repeats, metavar="N", help=f"of {BURST} tokens each")
-    parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
-    parser.add_argument("--device", default=default.device, metavar="auto|cpu|cuda")
-    parser.add_argument("--dtype", default=default.dtype, metavar="auto|float32|bfloat16|float16")
-    parser.add_argument(
-        "--baselines", type=_names, default=default.baselines, metavar="A,B", help=f"of {', '.join(MAKERS)}, or all"
-    )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; write 16384,32768") from None
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(MAKERS) if text == "all" else _words(text)
-
-
-def bench(argv: Sequence[str] | None = None) -> int:
-    """The command `offload-rt bench`, from its arguments: 0. Raises what `run_bench` raises."""
-    parser = argparse.ArgumentParser(
-        prog="offload-rt bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    bench_flags(parser)
-    args = vars(parser.parse_args(argv))
-    out, shapes = Path(args.pop("out")), args.pop("shape")
-    for shape in shapes:
-        check_choice("shape", shape, SHAPES)
-    run_bench(BenchConfig(shape=shapes[0], **args), out, Console(), *shapes[1:])
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        bench()
-    except OffloadError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -3,7 +3,6 @@ throttled to a stated bandwidth, with and without the read buffer (CachedAttenti
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -236,30 +235,20 @@ def _crossing(gains: Sequence[tuple[int, float]]) -> str:
     return f"quicker from about {left + (right - left) * -lost / (won - lost):,.0f} tokens on"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes resume.{json,csv,md} and read_buffer.{json,csv,md}."""
-    parser = argparse.ArgumentParser(prog="offload_rt.eval.speed.session_ttft", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--histories", default="16,64,256,1024,2048,4096,8192,16384", help="of the random shape")
-    parser.add_argument("--reference", default="16,64,256,1024,1920", help="within its 2,048 positions")
-    parser.add_argument("--buffer-history", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args(argv)
+def run_session_ttft(
+    out: Path, histories: Sequence[int], reference: Sequence[int], buffer_history: int, repeats: int
+) -> list[Report]:
+    """Histories of a random shape and of the reference model, in tokens; writes resume.{json,csv,md} and
+    read_buffer.{json,csv,md} to `out`."""
     random = shape_model()
     shape = TimedModel(
-        "random 12 layers, 8/4 heads of 64",
-        lambda: LLM(random, policy="full", host_memory="3GiB"),
-        [int(n) for n in args.histories.split(",")],
+        "random 12 layers, 8/4 heads of 64", lambda: LLM(random, policy="full", host_memory="3GiB"), histories
     )
-    reference = TimedModel(
-        "reference",
-        lambda: LLM("reference", policy="full", host_memory="1GiB"),
-        [int(n) for n in args.reference.split(",")],
-    )
-    about = {"policy": "full", "threads": torch.get_num_threads(), "repeats": f"{args.repeats}, sources in turn"}
+    trained = TimedModel("reference", lambda: LLM("reference", policy="full", host_memory="1GiB"), reference)
+    about = {"policy": "full", "threads": torch.get_num_threads(), "repeats": f"{repeats}, sources in turn"}
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(reference, args.repeats, Path(folder) / "reference")
-        rows += measure(shape, args.repeats, Path(folder) / "shape")
+        rows = measure(trained, repeats, Path(folder) / "reference")
+        rows += measure(shape, repeats, Path(folder) / "shape")
         told = about | {
             "turn": f"{TURN} new tokens",
             "recomputed": "history and turn as a plain prompt, once; nothing is saved meanwhile",
@@ -268,12 +257,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "disk cold": "the files' pages were given back to the kernel (posix_fadvise)",
         }
         title = "Time to first token of a resumed session"
-        Report("resume", title, told, COLUMNS, rows, break_even(rows)).write(args.out)
-        rows = buffers(shape, args.buffer_history, Path(folder) / "shape", (50e6, 200e6, 800e6))
+        resumed = Report("resume", title, told, COLUMNS, rows, break_even(rows))
+        resumed.write(out)
+        rows = buffers(shape, buffer_history, Path(folder) / "shape", (50e6, 200e6, 800e6))
     told = about | {"turn": f"{LONG_TURN} new tokens, the session asked for {EARLY} s before", "repeats": "3"}
-    title = "Pre-loading with a read buffer, a throttled reader"
-    Report("read_buffer", title, told, COLUMNS, rows).write(args.out)
-
-
-if __name__ == "__main__":
-    main()
+    buffered = Report("read_buffer", "Pre-loading with a read buffer, a throttled reader", told, COLUMNS, rows)
+    buffered.write(out)
+    return [resumed, buffered]

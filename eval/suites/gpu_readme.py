@@ -1,19 +1,18 @@
 """README's section on a real GPU, written from `eval/results/gpu/*.json` and nothing else, with a plot of time per
-token over context for every baseline: `python -P -m offload_rt.eval.suites.gpu_readme`."""
+token over context for every baseline: `offload-rt eval gpu-readme`."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError, OffloadError
+from ...errors import InputError
 from ..core.figures import lines, picture
 from ..core.report import write_atomic
-from .gpu import PARTS, ROOT
+from .gpu import PARTS
 
 BEGIN, END = "<!-- gpu: begin (written by eval/suites/gpu_readme.py) -->", "<!-- gpu: end -->"
 
@@ -140,25 +139,7 @@ def write_readme(readme: Path, folder: Path) -> None:
     if not begin or not end:
         raise InputError(f"{str(readme)!r} has no lines {BEGIN!r} and {END!r}")
     records = load(folder)
-    place = folder.resolve().relative_to(readme.resolve().parent).as_posix()
+    place = Path(os.path.relpath(folder.resolve(), readme.resolve().parent)).as_posix()
     if "decode" in records:
         draw(records["decode"]["results"], folder / PICTURE)
     write_atomic(readme, f"{before}{BEGIN}\n{section(records, place)}\n{END}{after}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the section; 2 with one line on stderr where that cannot be."""
-    parser = argparse.ArgumentParser(prog="offload_rt.eval.suites.gpu_readme", description=__doc__)
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--results", type=Path, default=ROOT / "eval" / "results" / "gpu")
-    args = parser.parse_args(argv)
-    try:
-        write_readme(args.readme, args.results)
-    except OffloadError as error:
-        print(f"gpu_page: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

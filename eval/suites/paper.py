@@ -1,6 +1,6 @@
 """Counterparts of the paper's tables and figures for models of ours: one command, `make paper`.
 
-    python -P -m offload_rt.eval.suites.paper --out eval/results --book BOOK [--processes 2] [--quick]
+    offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
 Each picture is named by what it shows, has its data beside it, and stands in a folder named by the model. Rows are kept
 by what they were measured with, the model's fingerprint among it: what is done is not done again, and another model is
@@ -9,19 +9,17 @@ measured anew. Accuracy axes are needles found and perplexity; harness tasks too
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ...core import CHUNK
-from ...errors import OffloadError
+from ...texts import read_file
 from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest, Variant, grid, text_digest
 from ..core.report import Report, Row, RowStore
@@ -296,7 +294,7 @@ class PaperJob:
         """Runs it; its name."""
         tested = ModelUnderTest(self.model, batch=1)
         out = self.out / Path(self.model).name
-        Paper(tested, self.book.read_text(encoding="utf-8"), self.book.name, self.size, out, _say).run([self.step])
+        Paper(tested, read_file(str(self.book)), self.book.name, self.size, out, _say).run([self.step])
         return f"{self.model}: {self.step}"
 
 
@@ -323,36 +321,17 @@ def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
             pool.shutdown(cancel_futures=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, default=Path("eval") / "results")
-    parser.add_argument("--book", type=Path, help="a text the model was not trained on (default: the packaged one)")
-    parser.add_argument("--models", nargs="+", default=["reference"], help="the first is measured most thoroughly")
-    parser.add_argument("--steps", nargs="+", choices=list(STEPS), help="what to make (default: all but tasks)")
-    parser.add_argument("--tasks", action="store_true", help="harness tasks too (files in $OFFLOAD_RT_DATA/tasks)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="steps side by side (1)")
-    parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
-    args = parser.parse_args(arguments)
-    book = args.book or Path(str(files("offload_rt").joinpath("data", "black_arrow.txt")))
-    steps = args.steps or [step for step in STEPS if step != "tasks" or args.tasks]
-    sizes = [QUICK if args.quick else SIBLING if i else PaperSize() for i in range(len(args.models))]
-    jobs = [
-        PaperJob(m, step, size, book, args.out) for m, size in zip(args.models, sizes, strict=True) for step in steps
-    ]
-    try:
-        book.open().close()
-        _say(estimate(jobs, max(1, args.processes)))
-        run_jobs(jobs, max(1, args.processes))
-    except (OffloadError, OSError) as error:
-        print(f"paper: {error}", file=sys.stderr)
-        return 2
-    return 0
+def run_paper(
+    models: Sequence[str], book: Path, out: Path, *, steps: Sequence[str], processes: int = 1, quick: bool = False
+) -> None:
+    """Makes `steps` (of STEPS) for each model, the first measured most thoroughly; raises InputError where the book
+    cannot be read."""
+    sizes = [QUICK if quick else SIBLING if i else PaperSize() for i in range(len(models))]
+    jobs = [PaperJob(m, step, size, book, out) for m, size in zip(models, sizes, strict=True) for step in steps]
+    read_file(str(book))
+    _say(estimate(jobs, processes))
+    run_jobs(jobs, processes)
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

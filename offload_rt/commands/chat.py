@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from ..config import SamplingParams
-from .common import add_command, given, read_text, stderr_console
+from ..texts import read_text
+from .common import add_command, given, stderr_console
 from .policy_flags import (
     add_device_flags,
     add_policy_flags,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SamplingParams, format_size
 from ..errors import ConfigError, InputError
-from .common import INTERRUPTED, add_command, check_writable, given, read_text, stderr_console
+from ..texts import check_writable, read_text
+from .common import INTERRUPTED, add_command, given, stderr_console
 from .policy_flags import (
     add_device_flags,
     add_policy_flags,

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..config import check_choice, format_duration, format_size, parse_duration
 from ..errors import InputError
-from .common import add_command, check_writable
+from ..texts import check_writable
+from .common import add_command
 
 PIPED = 500
 """Columns of a table that no terminal shows: lines are not to be broken."""

@@ -6,7 +6,8 @@ import argparse
 from typing import Any, get_args
 
 from ..config import SkewMethod, check_choice
-from .common import add_command, given, read_text
+from ..texts import read_text
+from .common import add_command, given
 
 
 def run(args: argparse.Namespace) -> int:

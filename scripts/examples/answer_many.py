@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
-from offload_rt.cli import read_text
+from offload_rt.texts import read_prompts, read_text
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
 
@@ -121,7 +121,7 @@ def main() -> None:
         if args.batch < 1:
             raise InputError(f"--batch {args.batch} must be at least 1")
         document = read_text(args.document)
-        questions = [line.strip() for line in read_text(args.questions).splitlines() if line.strip()]
+        questions = read_prompts(args.questions)
         params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0, stop="\n")
         llm = LLM(
             args.model,

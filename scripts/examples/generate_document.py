@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from offload_rt import LLM, OffloadError, SamplingParams
-from offload_rt.cli import read_text
+from offload_rt.texts import read_text
 
 HEADING = "\n\nCHAPTER {number}\n\n"
 OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as the traveller told it."

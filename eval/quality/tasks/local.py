@@ -20,7 +20,7 @@ def _folder() -> Path:
 
 
 def _dataset(documents: list[dict[str, Any]]) -> Any:
-    from datasets import Dataset  # type: ignore[import-untyped]
+    from datasets import Dataset
 
     return Dataset.from_list(documents)
 

@@ -1,0 +1,63 @@
+"""Variants in words: policies, budgets and options as a command line gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...config import check_choice
+from ...errors import ConfigError
+from ...select.registry import policy_names
+from .model_under_test import Variant, grid
+
+ENGINE = ("host_memory", "eviction", "kv_format")
+"""Settings of a variant that go to `LLM` and not to the policy."""
+
+
+def make_variants(
+    policies: Sequence[str], budgets: Sequence[float], settings: Sequence[str], more: Sequence[str]
+) -> list[Variant]:
+    """full, then policies times budgets, then the variants given in words; no variant twice."""
+    shared = read_settings(settings)
+    made = grid(policies, budgets, shared)
+    for text in more:
+        policy, *words = text.split() or [""]
+        made.append(_variant(policy, read_settings(words)))
+    unique: list[Variant] = []
+    for variant in made:
+        if variant not in unique:
+            unique.append(variant)
+    return unique
+
+
+def _variant(policy: str, settings: Mapping[str, Any]) -> Variant:
+    check_choice("policy", policy, policy_names())
+    engine = {key: value for key, value in settings.items() if key in ENGINE}
+    return Variant(policy, {key: value for key, value in settings.items() if key not in engine}, engine)
+
+
+def read_settings(words: Sequence[str]) -> dict[str, Any]:
+    """{"recent": 16} from "recent=16": numbers, true, false, null and words; layers as 0:1, none as ()."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} is no setting; write key=value, such as recent=16")
+        found[key] = _layers(value) if key == "dense_layers" else _value(value)
+    return found
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [] if text == "none" else [int(layer) for layer in text.replace(",", ":").split(":")]
+    except ValueError:
+        raise ConfigError(f"dense_layers={text!r} is no list of layers; write 0:1 or none") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if isinstance(value, (dict, list)) else value

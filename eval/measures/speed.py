@@ -1,0 +1,86 @@
+"""Measures of time: a decode step against transformers' caches, the first token of a resumed session."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..core.registry import measure
+from .flags import counts, given, say_on_stderr, show, words
+
+
+def _bench_flags(parser: argparse.ArgumentParser) -> None:
+    from ..speed.baselines import MAKERS, SHAPES
+    from ..speed.bench import BURST, BenchConfig
+
+    def names(text: str) -> list[str]:
+        return list(MAKERS) if text == "all" else words(text)
+
+    default = BenchConfig()
+    parser.add_argument("--out", default="out", metavar="DIR", help="folder for JSON, tables, pictures (default: out)")
+    parser.add_argument(
+        "--shape", type=words, default=[default.shape], metavar="A,B", help=f"random Llamas: {', '.join(SHAPES)}"
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of each shape")
+    parser.add_argument("--contexts", type=counts, default=default.contexts, metavar="16k,32k", help="tokens")
+    parser.add_argument("--batches", type=counts, default=default.batches, metavar="1,4", help="sequences")
+    parser.add_argument("--fraction", type=float, default=default.fraction, metavar="F", help="share of planted tokens")
+    parser.add_argument(
+        "--spread", type=float, default=default.spread, metavar="F", help="single KV heads have up to F more or less"
+    )
+    parser.add_argument("--repeats", type=int, default=default.repeats, metavar="N", help=f"of {BURST} tokens each")
+    parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
+    parser.add_argument("--device", default=default.device, metavar="auto|cpu|cuda")
+    parser.add_argument("--dtype", default=default.dtype, metavar="auto|float32|bfloat16|float16")
+    parser.add_argument(
+        "--baselines", type=names, default=default.baselines, metavar="A,B", help=f"of {', '.join(MAKERS)}, or all"
+    )
+
+
+@measure("bench", "a decode step against transformers' caches, on random weights", _bench_flags)
+def bench(args: argparse.Namespace) -> int:
+    """The speed of a decode step against transformers' caches: one process, one baseline after another, CPU time (on
+    CUDA synchronised wall time), medians and quartiles. Counterparts of InfiniGen's figures: 14 --batches 1,2,4,8, 15
+    --contexts 8k,16k, 16 --shape A,B; 18 is the breakdown that every run has."""
+    from rich.console import Console
+
+    from ...config import check_choice
+    from ..speed.baselines import SHAPES
+    from ..speed.bench import BenchConfig, run_bench
+
+    options: dict[str, Any] = given(args, list(vars(args)))
+    out, shapes = Path(options.pop("out")), options.pop("shape")
+    for shape in shapes:
+        check_choice("shape", shape, SHAPES)
+    run_bench(BenchConfig(shape=shapes[0], **options), out, Console(), *shapes[1:])
+    return 0
+
+
+def _session_flags(parser: argparse.ArgumentParser) -> None:
+    lengths = [16, 64, 256, 1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--out", required=True, metavar="DIR", help="resume and read_buffer, each .json, .csv and .md")
+    parser.add_argument("--histories", type=counts, default=lengths, metavar="16,1k", help="of the random shape")
+    parser.add_argument(
+        "--reference",
+        type=counts,
+        default=[16, 64, 256, 1024, 1920],
+        metavar="16,64",
+        help="within its 2,048 positions",
+    )
+    parser.add_argument(
+        "--buffer-history", type=int, default=2048, metavar="N", help="where pre-loading is timed (2048)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of every source (5)")
+
+
+@measure("session-ttft", "first token of a session's next turn: recomputed, from memory, from disk", _session_flags)
+def session_ttft(args: argparse.Namespace) -> int:
+    """Time to the first token of a session's next turn: recomputed, from host memory, from disk warm and cold; and what
+    a read buffer saves."""
+    from ..speed.session_ttft import run_session_ttft
+
+    say = say_on_stderr(False)
+    for report in run_session_ttft(Path(args.out), args.histories, args.reference, args.buffer_history, args.repeats):
+        show(report, args.out, say)
+    return 0

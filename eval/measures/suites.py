@@ -1,0 +1,66 @@
+"""Many measures by one command: what `make paper`, `make gpu` and `make real` run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..core.registry import measure
+from .quality import PACKAGED
+
+
+def _paper_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("eval") / "results", metavar="DIR", help="(eval/results)")
+    parser.add_argument("--book", type=Path, default=Path(PACKAGED), metavar="FILE", help="a text not trained on")
+    parser.add_argument("--models", nargs="+", default=["reference"], help="the first is measured most thoroughly")
+    parser.add_argument("--steps", nargs="+", metavar="STEP", help="what to make (default: all but tasks)")
+    parser.add_argument("--tasks", action="store_true", help="harness tasks too (files in $OFFLOAD_RT_DATA/tasks)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="steps side by side (1)")
+    parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
+
+
+@measure("paper", "counterparts of the paper's tables and figures (`make paper`)", _paper_flags)
+def paper(args: argparse.Namespace) -> int:
+    """Counterparts of InfiniGen's tables and figures for models given by name or folder, in eval/results/MODEL."""
+    from ...config import check_choice
+    from ..suites.paper import STEPS, run_paper
+
+    for step in args.steps or ():
+        check_choice("step", step, STEPS)
+    steps = args.steps or [step for step in STEPS if step != "tasks" or args.tasks]
+    processes = max(1, args.processes)
+    run_paper(args.models, args.book, args.out, steps=steps, processes=processes, quick=args.quick)
+    return 0
+
+
+def _gpu_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", metavar="NAME", help="only this one (default: all in turn)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="JSON (eval/results/gpu; out/gpu with --small)")
+
+
+@measure("gpu", "everything that only a CUDA machine can show (`make gpu`)", _gpu_flags)
+def gpu(args: argparse.Namespace) -> int:
+    """Everything that only a CUDA machine can show, in parts of under ten minutes, each a JSON file."""
+    from ...config import check_choice
+    from ..suites.gpu import PARTS, run_gpu
+
+    if args.part is not None:
+        check_choice("part", args.part, PARTS)
+    return run_gpu(args.part, args.device, args.small, args.out)
+
+
+def _gpu_readme_flags(parser: argparse.ArgumentParser) -> None:
+    root = Path(__file__).resolve().parents[2]
+    parser.add_argument("--page", type=Path, default=root / "docs" / "pages" / "measurements.md", metavar="FILE")
+    parser.add_argument("--results", type=Path, default=root / "eval" / "results" / "gpu", metavar="DIR")
+
+
+@measure("gpu-readme", "the documentation's section on the GPU, from the files of `make gpu`", _gpu_readme_flags)
+def gpu_readme(args: argparse.Namespace) -> int:
+    """Writes the section on the GPU and its picture from the files that `make gpu` left."""
+    from ..suites.gpu_readme import write_readme
+
+    write_readme(args.page, args.results)
+    return 0

@@ -1,0 +1,168 @@
+"""Texts and prompts by name: a file, or a data set of the hub through `datasets`.
+
+A SPEC is one of
+
+- `-`: standard input, plain text;
+- a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables, read through
+  `datasets` too; `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
+- `NAME:SPLIT`, `NAME:CONFIG:SPLIT` or `NAME:CONFIG:SPLIT:COLUMN`: a data set of the hub, such as
+  `wikitext:wikitext-2-raw-v1:test`. It is streamed, so that only what is read is downloaded; with HF_HUB_OFFLINE=1 or
+  HF_DATASETS_OFFLINE=1 it is taken from the local cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, InputError
+
+TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Suffixes of tables and what `datasets` calls their format."""
+
+CHARACTERS = 50_000_000
+"""Of a text that is put together from rows, at most."""
+
+
+def read_file(path: str) -> str:
+    """The text of a UTF-8 file, "-" for stdin. Raises InputError where it is missing, unreadable, binary or empty."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path!r}: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path!r} is not text: byte {error.start} is not UTF-8; give a plain text file in UTF-8"
+        ) from error
+    if "\0" in text:
+        raise InputError(f"{path!r} is a binary file: it holds NUL bytes; give a plain text file in UTF-8")
+    if not text.strip():
+        raise InputError(f"{path!r} is empty: there is nothing to continue")
+    return text
+
+
+def read_text(spec: str) -> str:
+    """The text that `spec` names: a plain file as it is, the rows of a table or data set one after another, each ended
+    by a newline, up to `CHARACTERS`. Raises InputError where it cannot be read, ConfigError where `datasets` is needed
+    and missing."""
+    rows = _rows(spec)
+    if rows is None:
+        return read_file(spec)
+    parts, length = [], 0
+    for row in rows:
+        parts.append(row if row.endswith("\n") else row + "\n")
+        length += len(parts[-1])
+        if length >= CHARACTERS:
+            break
+    if length == len(parts) or not parts:
+        raise InputError(f"{spec!r} holds no text")
+    return "".join(parts)
+
+
+def read_prompts(spec: str) -> list[str]:
+    """The prompts that `spec` names: the lines of a plain file, the rows of a table or data set; blank ones left out.
+    Raises what `read_text` raises."""
+    rows = _rows(spec)
+    return [row.strip() for row in (read_file(spec).splitlines() if rows is None else rows) if row.strip()]
+
+
+def check_writable(path: str | None) -> None:
+    """Raises InputError now rather than after the run."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path!r}: there is no folder {str(folder)!r}")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise InputError(f"cannot write {path!r}: it is a folder, or writing is not permitted")
+
+
+def text_name(spec: str) -> str:
+    """What tables call the text: a file's name without its folder, a data set's SPEC as it is."""
+    return Path(spec).name if _path_of(spec) is not None else spec
+
+
+def _path_of(spec: str) -> tuple[Path, str | None] | None:
+    """(file, column) that `spec` names; None where it names a data set. What exists is a file, whatever its name."""
+    if spec == "-" or Path(spec).exists():
+        return Path(spec), None
+    stem, colon, column = spec.rpartition(":")
+    if colon and Path(stem).suffix in TABLES:
+        return Path(stem), column
+    return None if colon else (Path(spec), None)
+
+
+def _rows(spec: str) -> Iterator[str] | None:
+    """Strings of the rows of a table or of a data set; None where `spec` is a plain file."""
+    file = _path_of(spec)
+    if file is None:
+        return _hub_rows(spec)
+    path, column = file
+    if path.suffix not in TABLES:
+        return None
+    if not path.is_file():
+        raise InputError(f"cannot read {str(path)!r}: there is no such file")
+    loaded = _load(spec, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+    return _strings(spec, loaded, column)
+
+
+def _hub_rows(spec: str) -> Iterator[str]:
+    """Strings of a data set's rows, streamed unless the hub is not to be asked."""
+    parts = spec.split(":")
+    if not 2 <= len(parts) <= 4 or not all((parts[0], parts[-1])):
+        raise InputError(
+            f"{spec!r} is neither a file nor a data set; write a path, or NAME:SPLIT, NAME:CONFIG:SPLIT or "
+            "NAME:CONFIG:SPLIT:COLUMN, such as wikitext:wikitext-2-raw-v1:test"
+        )
+    column = parts.pop() if len(parts) == 4 else None
+    config = parts.pop(1) if len(parts) == 3 else ""
+    name, split = parts
+    loaded = _load(spec, name, config or None, split=split, streaming=not _offline())
+    return _strings(spec, loaded, column)
+
+
+def _offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+
+
+def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, Any]]:
+    """`datasets.load_dataset`, its complaints as one line."""
+    try:
+        from datasets import disable_progress_bars, load_dataset
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{spec!r} is read with datasets, which is not installed: pip install 'offload-rt[eval]'"
+        ) from error
+    disable_progress_bars()
+    try:
+        found: Iterable[Mapping[str, Any]] = load_dataset(*arguments, **keywords)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        cure = "" if "data_files" in keywords else (
+            "; where there is no network, run it once on a machine that has one and copy its cache (HF_HOME), set "
+            "HF_HUB_OFFLINE=1, or give a file instead"
+        )  # fmt: skip
+        raise InputError(f"cannot load {spec!r}: {reason}{cure}") from error
+    return found
+
+
+def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
+    """One column of the rows: the one named, else `text`, else the only one of strings. Raises InputError where there
+    is none, or several."""
+    each = iter(rows)
+    first = next(each, None)
+    if first is None:
+        raise InputError(f"{spec!r} has no rows")
+    texts = [name for name, value in first.items() if isinstance(value, str)]
+    wanted = column or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
+    if wanted not in texts:
+        said = f"no column {column!r} of strings" if column else "no column 'text', and not one column of strings alone"
+        raise InputError(f"{spec!r} has {said}; its columns of strings are {', '.join(texts) or 'none'}: name one")
+    return (str(row[wanted]) for row in chain([first], each))
