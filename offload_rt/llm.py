@@ -307,7 +307,7 @@ class LLM:
             if options.get("ttl") is not None:
                 options = {**options, "ttl": parse_duration(options["ttl"], "ttl")}
             chosen = from_mapping(StoreOptions, {"limit": size, **options})
-            known = self._stores[folder] = SessionStore(self._runner, folder, chosen)
+            known = self._stores[folder] = SessionStore.on_disk(self._runner, folder, chosen)
         return known
 
     def encode(self, prompt: PromptLike, *, special_tokens: bool = True) -> list[int]:

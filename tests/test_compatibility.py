@@ -36,7 +36,7 @@ def test_sessions_go_on_with_nothing_computed_again(place: str, kv_format: Any, 
         params = SamplingParams(max_new_tokens=len(expected["tokens"]), temperature=0)
         assert [event.token_id for event in session.send(EXPECTED["turn"], params)] == expected["tokens"]
         assert session.loaded_tokens == expected["loaded"] > 100
-        assert session.store.tiers.stats.computed_tokens == expected["computed_again"] == 0
+        assert session.host.stats.computed_tokens == expected["computed_again"] == 0
         session.close()
     assert set(stored) - {path.name for path in (tmp_path / place).rglob("*.kv")} == tails(place)
 

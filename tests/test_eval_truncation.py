@@ -20,7 +20,7 @@ from offload_rt.eval.quality.truncation import (
     windows_of,
 )
 from offload_rt.eval.speed.session_ttft import _crossing
-from offload_rt.sessions.window import SINKS
+from offload_rt.sessions.truncate import SINKS
 
 
 def make_llm() -> LLM:

@@ -1,4 +1,5 @@
-"""The order of the rooms : left never imports right, rooms of one rank never import each other."""
+"""The order of the rooms: left never imports right, rooms of one rank never import each other, and no files of the
+package import each other in a circle, imports for type checking counted."""
 
 from __future__ import annotations
 
@@ -44,6 +45,42 @@ def violations(source: str, path: Path) -> list[str]:
     return found
 
 
+def module(path: Path) -> tuple[str, ...]:
+    """The module's name, of the file `path` relative to the repository, in parts."""
+    parts = path.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """Which of the modules with these sources import which others of them. A name that a package lends from one of its
+    modules counts for the package; the packages above a module that is imported do not count."""
+    modules = {module(path) for path in sources}
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for path, source in sources.items():
+        names = imported(ast.parse(source), path.parent.parts)
+        clean = [tuple(part for part in name if part) for name in names]
+        targets = {name if name in modules else name[:-1] for name in clean}
+        graph[module(path)] = (targets & modules) - {module(path)}
+    return graph
+
+
+def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str]]:
+    """The modules that are in circles, one sorted list for each knot of them: those that reach each other."""
+
+    def reach(start: tuple[str, ...]) -> set[tuple[str, ...]]:
+        found: set[tuple[str, ...]] = set()
+        ahead = list(graph[start])
+        while ahead:
+            if (name := ahead.pop()) not in found:
+                found.add(name)
+                ahead += graph[name]
+        return found
+
+    reached = {name: reach(name) for name in graph}
+    knots = {frozenset(other for other in found if name in reached[other]) for name, found in reached.items()}
+    return sorted(sorted(".".join(name) for name in knot) for knot in knots if knot)
+
+
 def files() -> list[Path]:
     """Python files of the package (through its links), the scripts and the tests, relative to the repository."""
     folders = [entry for entry in PACKAGE.iterdir() if entry.is_dir()] + [ROOT / "scripts", ROOT / "tests"]
@@ -54,6 +91,25 @@ def files() -> list[Path]:
 def test_no_import_against_the_order() -> None:
     found = [line for path in files() for line in violations((ROOT / path).read_text(encoding="utf-8"), path)]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_no_circle_of_files() -> None:
+    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in files() if path.parts[0] == "offload_rt"}
+    assert len(sources) > 100
+    assert circles(import_graph(sources)) == []
+
+
+def test_a_circle_is_seen_however_it_is_imported() -> None:
+    sources = {
+        Path("offload_rt/a/one.py"): "from .two import f",
+        Path("offload_rt/a/two.py"): "def f():\n    from offload_rt.b import three",
+        Path("offload_rt/b/three.py"): "if TYPE_CHECKING:\n    import offload_rt.a.one",
+        Path("offload_rt/b/four.py"): "from . import three",
+        Path("offload_rt/__init__.py"): "from .a.one import f",
+    }
+    assert circles(import_graph(sources)) == [["offload_rt.a.one", "offload_rt.a.two", "offload_rt.b.three"]]
+    del sources[Path("offload_rt/b/three.py")]
+    assert circles(import_graph(sources)) == []
 
 
 def test_every_file_is_in_a_known_room() -> None:

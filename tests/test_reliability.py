@@ -19,6 +19,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
+from offload_rt.pool.prefix_tree import chunk_key
 from offload_rt.sessions.session import Session
 
 SHORT = SamplingParams(max_new_tokens=20, temperature=0)
@@ -74,7 +75,7 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
     with pytest.raises(StoreError, match="No space left"):
         store.put("history", bytes(1 << 20))
     assert len(store) > 0 and store.get("history") == bytes(6000), "no chunk leaves where all of them are not enough"
-    store.remove([store.key(store.root, "exact", tokens_of(number)) for number in range(30)])
+    store.remove([chunk_key(store.root, "exact", tokens_of(number)) for number in range(30)])
     assert save(store, 99) and load(store, 99) == blocks_of(99)
     store.close()
 
@@ -185,7 +186,7 @@ def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
         session = llm.session("s", folder)
         tokens = session.tokens
         assert not list(folder.rglob("*.tmp"))
-        session.store.disk.check_integrity()
+        session.context.storage.check_integrity()
         turn = tiny_prompt(40, seed=999)
         assert answer(session, turn) == expected(tokens, turn)
         come_back += session.loaded_tokens > 0

@@ -17,7 +17,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, ModelError, PoolFullError, SamplingParams
 from offload_rt.sessions.session import Session
-from offload_rt.sessions.window import SINKS, last_kept
+from offload_rt.sessions.truncate import SINKS, last_kept
 
 SHORT = SamplingParams(max_new_tokens=6, temperature=0)
 NAMES = ("ada", "bob", "cyd")
@@ -51,7 +51,7 @@ def turn(name: str, number: int) -> list[int]:
 def answer(session: Session, prompt: list[int], params: SamplingParams = SHORT) -> list[int]:
     found = [event.token_id for event in session.send(prompt, params)]
     session.check_integrity()
-    session.rows.runner.check_integrity()
+    session.kv.runner.check_integrity()
     return found
 
 
@@ -185,7 +185,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
         with pytest.raises(ZeroDivisionError):
             session.save()
     session.save()
-    assert len(session.store.disk) == 2 and session.store.saver.waiting_bytes == 0
+    assert len(session.context.storage) == 2 and session.context.saver._waiting == 0
     session.close()
 
 
@@ -218,11 +218,11 @@ def test_idle_sessions_give_way_to_whatever_else_runs_and_come_back(kind: str, t
     assert found == expected if kind != "score" else torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
     pool.check_integrity()
     assert pool.bytes_peak <= pool.limit_bytes
-    tiers = sessions["ada"].store.tiers
-    assert tiers.stats.evicted > 0 and sessions["ada"].rows.sequence is None, "the least recently used one first"
+    host = sessions["ada"].host
+    assert host.stats.evicted > 0 and sessions["ada"].kv.sequence is None, "the least recently used one first"
     for name, session in sessions.items():
         assert answer(session, turn(name, 1)) == answer(right[name], turn(name, 1))
-    assert tiers.stats.computed_tokens == 0, "nothing was lost"
+    assert host.stats.computed_tokens == 0, "nothing was lost"
     for session in [*sessions.values(), *right.values()]:
         session.close()
 
@@ -232,7 +232,7 @@ def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> N
     one, other = llm.session("ada", tmp_path / "a"), llm.session("bob", tmp_path / "b")
     first = answer(one, tiny_prompt(300, seed=1))
     answer(other, tiny_prompt(300, seed=2))
-    assert one.rows.sequence is None and other.rows.sequence is not None
+    assert one.kv.sequence is None and other.kv.sequence is not None
     history = [*tiny_prompt(300, seed=1), *first, *turn("ada", 0)]
     assert answer(one, turn("ada", 0)) == make_llm().generate([history], SHORT)[0].token_ids
     one.close()
@@ -248,7 +248,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
     message = r"sessions hold .*: 'ada' .* \(its store cannot take it: the limit of its files is reached\)"
     with pytest.raises(PoolFullError, match=message):
         llm.generate([LONG], SHORT)
-    assert session.rows.sequence is not None, "nothing is lost to a request that is no turn"
+    assert session.kv.sequence is not None, "nothing is lost to a request that is no turn"
     llm.generate([LONG[:60]], SHORT)
     events = session.send(turn("ada", 0), SHORT)
     second = [next(events).token_id]
@@ -278,7 +278,7 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
         if len(sessions[0][name].tokens if name else ()) > 320:
             for each in sessions:
                 each[name].truncate(keep_last=100)
-    assert sessions[0]["ada"].store.tiers.stats.evicted > 3 and small._runner.pool.bytes_peak <= 12 * CHUNK_BYTES
+    assert sessions[0]["ada"].host.stats.evicted > 3 and small._runner.pool.bytes_peak <= 12 * CHUNK_BYTES
     for each in sessions:
         for session in each.values():
             session.close()

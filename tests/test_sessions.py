@@ -14,7 +14,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.sessions.session import Session
-from offload_rt.storage.loader import Preload, read_buffer_layers
+from offload_rt.storage.loader import ChunkLoader, read_buffer_layers
 
 GREEDY = SamplingParams(max_new_tokens=40, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3), tiny_prompt(9, seed=4)]
@@ -33,7 +33,7 @@ def make_llm(name: str = "llama", memory: int | str = "64MiB", **options: Any) -
 def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
     found = [event.token_id for event in session.send(turn, params)]
     session.check_integrity()
-    session.rows.runner.check_integrity()
+    session.kv.runner.check_integrity()
     return found
 
 
@@ -80,11 +80,11 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
     one = llm.session("one", tmp_path)
     answer(one, [*book, 5])
     one.save()
-    before = len(one.store.disk)
+    before = len(one.context.storage)
     two = llm.session("two", tmp_path)
     answer(two, [*book, 7])
     two.save()
-    assert len(two.store.disk) - before <= 2, "only what comes after the book"
+    assert len(two.context.storage) - before <= 2, "only what comes after the book"
     for session in (one, two):
         session.close()
     fresh = make_llm()
@@ -107,13 +107,13 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
     rng = random.Random(3)
     paths = sorted(tmp_path.rglob("*.kv"))
     if damage == "late":
-        real, calls = Preload._fill, []
+        real, calls = ChunkLoader._fill, []
 
-        def fill(self: Preload, chunk: Any, layer: int, span: Any) -> bool:
+        def fill(self: ChunkLoader, chunk: Any, layer: int, span: Any) -> bool:
             calls.append(layer)
             return real(self, chunk, layer, span) and not (layer == 2 and len(calls) == 2 * len(self._chunks) + 2)
 
-        monkeypatch.setattr(Preload, "_fill", fill)
+        monkeypatch.setattr(ChunkLoader, "_fill", fill)
     for path in paths if damage != "late" else []:
         data = bytearray(path.read_bytes())
         data[rng.randrange(4200, len(data))] ^= 1
@@ -316,11 +316,11 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0][:100], SamplingParams(max_new_tokens=5, temperature=0))
-    original = llm._runner.pool.stored(session.rows.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
+    original = llm._runner.pool.stored(session.kv.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
     for i in range(50):
         session.truncate(keep_last=60)
         answer(session, tiny_prompt(95, seed=i), SamplingParams(max_new_tokens=5, temperature=0))
-    history, sequence = session.history, session.rows.sequence
+    history, sequence = session.history, session.kv.sequence
     assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
     now = llm._runner.pool.stored(sequence.blocks, 1, range(4))[0].k
     torch.testing.assert_close(now, llm._runner.adapter.rotate_keys(original, history.sink_shift), rtol=0, atol=0)
@@ -363,8 +363,8 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     llm = make_llm()
     session = llm.session("s", tmp_path)
     events: list[tuple[str, int]] = []
-    disk, adapter, gate = session.store.disk, llm._runner.adapter, threading.Event()
-    monkeypatch.setattr(session.store, "read_buffer", lambda size, tokens: 1)
+    disk, adapter, gate = session.context.storage, llm._runner.adapter, threading.Event()
+    monkeypatch.setattr(session.context, "read_buffer", lambda size, tokens: 1)
 
     def log(owner: Any, name: str, event: str, place: int, before: Callable[[], Any] = lambda: None) -> None:
         real = getattr(owner, name)
@@ -379,12 +379,12 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
 
     log(disk, "read_layer", "load", 1)
     log(adapter, "after_attention", "compute", 0)
-    log(session.store.saver, "_write", "save", 1, before=gate.wait)
+    log(session.context.saver, "_write", "save", 1, before=gate.wait)
     generation = session.send(TURNS[2], GREEDY)
     next(generation)
     computed = [layer for event, layer in events if event == "compute"]
     assert computed == [0, 1, 2, 3] and not [e for e in events if e[0] == "save"], "saving is still shut"
-    assert session.store.saver.waiting_bytes > 0
+    assert session.context.saver._waiting > 0
     at = {event: i for i, event in enumerate(events)}
     for layer in range(4):
         assert at["load", layer] < at["compute", layer]
@@ -393,7 +393,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     gate.set()
     list(generation)
     session.save()
-    assert session.store.saver.waiting_bytes == 0
+    assert session.context.saver._waiting == 0
     session.close()
 
 
@@ -411,13 +411,13 @@ def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     session.prefetch()
-    preload = session.rows.preload
-    assert preload is not None
-    preload._thread.join(5)
-    assert preload._done == 4, "unmeasured, the buffer has all layers"
+    loader = session.kv.loader
+    assert loader is not None
+    loader._thread.join(5)
+    assert loader._done == 4, "unmeasured, the buffer has all layers"
     plain = make_llm(prefix_sharing=False)
     expected = plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY)[0].token_ids
-    assert answer(session, TURNS[2]) == expected and preload.stall_seconds < 0.05
+    assert answer(session, TURNS[2]) == expected and loader.stall_seconds < 0.05
     session.close()
 
 

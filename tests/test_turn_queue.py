@@ -14,9 +14,9 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, SamplingParams
 from offload_rt.errors import PoolFullError
-from offload_rt.sessions.host_tier import Tiers
+from offload_rt.sessions.host_tier import HostTier
 from offload_rt.sessions.session import Session
-from offload_rt.sessions.session_kv import SessionRows
+from offload_rt.sessions.session_kv import SessionKV
 from offload_rt.sessions.turn import Turn
 from offload_rt.sessions.turn_queue import TurnQueue
 
@@ -129,15 +129,15 @@ def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(polic
 
     def wait_for_reading(session: Session) -> None:
         """As if the computation took longer than reading: what was asked for has arrived."""
-        preload = session.rows.preload
-        if preload is not None and preload._ahead == queue.store.disk.layers:
-            preload._thread.join(10)
+        loader = session.kv.loader
+        if loader is not None and loader._ahead == queue.store.context.storage.layers:
+            loader._thread.join(10)
 
     real = Turn.start
 
     def start(self: Turn, runner: Any) -> Any:
-        preload = self.rows.preload
-        starts.append((self.rows.history.name, self.rows.sequence is not None, preload is None or preload.finished))
+        loader = self.kv.loader
+        starts.append((self.kv.history.name, self.kv.sequence is not None, loader is None or loader.finished))
         return real(self, runner)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -166,17 +166,17 @@ def test_windows_are_the_papers(tmp_path: Path) -> None:
     pool, sessions = llm._runner.pool, [queue.store.session(name) for name in NAMES]
     for session, chunks in zip(sessions, (2, 4, 6, 8), strict=True):
         session.history.tokens = [1] * 64 * chunks
-    rows = [session.rows for session in sessions]
+    rows = [session.kv for session in sessions]
     capacity = pool.chunk_count
-    assert queue.store.tiers.windows(rows) == (capacity // 5, (capacity + 80) // 5)
+    assert queue.store.host.windows(rows) == (capacity // 5, (capacity + 80) // 5)
     blocks = pool.new_block_table(64 * (capacity - 12))
-    assert queue.store.tiers.windows(rows)[0] == 12 // 5
+    assert queue.store.host.windows(rows)[0] == 12 // 5
     pool.release(blocks)
     for session in sessions:
         session.history.tokens = []
     queue.close()
     endless = llm.turns(tmp_path / "endless")
-    assert endless.store.tiers.windows(rows)[1] == 4, "without a limit the whole queue is spared"
+    assert endless.store.host.windows(rows)[1] == 4, "without a limit the whole queue is spared"
     endless.close()
 
 
@@ -188,13 +188,13 @@ def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
         queue.add(name, tiny_prompt(200, seed=NAMES.index(name)), SHORT)
     for _ in drain(queue):
         pass
-    pool, tiers = llm._runner.pool, queue.store.tiers
-    tiers.look_ahead(())
-    evicted, ada = tiers.stats.evicted, queue.store.session("ada").rows
-    assert tiers.free_bytes >= 0.5 * pool.chunk_count * pool.chunk_bytes and evicted >= 1
-    assert len(tiers.parked) == 4 - evicted and ada not in tiers.parked
-    tiers.look_ahead([ada])
-    assert ada in tiers.parked and tiers.stats.evicted == evicted, "what is fetched takes the room that was kept"
+    pool, host = llm._runner.pool, queue.store.host
+    host.look_ahead(())
+    evicted, ada = host.stats.evicted, queue.store.session("ada").kv
+    assert host.free_bytes >= 0.5 * pool.chunk_count * pool.chunk_bytes and evicted >= 1
+    assert len(host.parked) == 4 - evicted and ada not in host.parked
+    host.look_ahead([ada])
+    assert ada in host.parked and host.stats.evicted == evicted, "what is fetched takes the room that was kept"
     queue.close()
 
 
@@ -203,14 +203,14 @@ def test_parked_sessions_leave_after_their_time(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path, ttl=60)
     list(session.send(turn("ada", 0), SHORT))
-    session.store.tiers._clock = lambda: now
-    session.store.tiers._since[session.rows] = 0.0
+    session.host._clock = lambda: now
+    session.host._since[session.kv] = 0.0
     now = 59.0
-    session.store.tiers.look_ahead(())
-    assert session.rows.sequence is not None
+    session.host.look_ahead(())
+    assert session.kv.sequence is not None
     now = 61.0
-    session.store.tiers.look_ahead(())
-    assert session.rows.sequence is None and session.store.tiers.stats.evicted == 1
+    session.host.look_ahead(())
+    assert session.kv.sequence is None and session.host.stats.evicted == 1
     right = alone(tmp_path / "alone", ("ada",), 2)["ada"]
     assert [e.token_id for e in session.send(turn("ada", 1), SHORT)] == right[1]
     session.close()
@@ -225,7 +225,7 @@ def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
         for name, session in zip(NAMES, sessions, strict=True):
             assert [e.token_id for e in session.send(turn(name, i), SHORT)] == right[name][i]
             session.check_integrity()
-    assert sessions[0].store.tiers.stats.evicted > 0
+    assert sessions[0].host.stats.evicted > 0
     for session in sessions:
         session.close()
 
@@ -244,14 +244,14 @@ def test_damaged_chunks_start_the_turn_again(found: str, tmp_path: Path, monkeyp
         data[-1] ^= 1
         path.write_bytes(data)
     if found == "before the turn":
-        real = SessionRows.fetch
+        real = SessionKV.fetch
 
-        def fetch(self: SessionRows, *, whole: bool) -> None:
+        def fetch(self: SessionKV, *, whole: bool) -> None:
             real(self, whole=whole)
-            if self.preload is not None:
-                self.preload._thread.join(10)
+            if self.loader is not None:
+                self.loader._thread.join(10)
 
-        monkeypatch.setattr(SessionRows, "fetch", fetch)
+        monkeypatch.setattr(SessionKV, "fetch", fetch)
     queue = make_llm().turns(tmp_path / "q")
     queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
     for _ in drain(queue):
@@ -300,8 +300,8 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
     assert queue.stats.disk_tokens == 0, "the rows stayed in host memory meanwhile"
     with monkeypatch.context() as patch:
         patch.setattr(llm._runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
-        queue.store.session("ada").rows.leave_host()
-        queue.store.tiers.take(queue.store.session("ada").rows)
+        queue.store.session("ada").kv.leave_host()
+        queue.store.host.take(queue.store.session("ada").kv)
         lost = queue.add("ada", turn("ada", 2), SHORT)
         with pytest.raises(PoolFullError, match="never"):
             list(queue.run())
@@ -322,7 +322,7 @@ def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
         queue = make_llm(7).turns(tmp_path / policy, max_batch=1, policy=policy, limit=9 * (CHUNK_BYTES + 4096))
         queued = [queue.add(name, turn(name, i)[:64], SHORT) for i in range(3) for name in NAMES]
         for _ in drain(queue):
-            assert queue.store.disk.bytes_used <= 9 * (CHUNK_BYTES + 4096)
+            assert queue.store.context.storage.bytes_used <= 9 * (CHUNK_BYTES + 4096)
         answers[policy] = [one.token_ids for one in queued]
         again[policy] = queue.stats.computed_tokens
         with warnings.catch_warnings():
@@ -393,13 +393,13 @@ def test_mistakes_are_clear(tmp_path: Path) -> None:
 def test_nobody_in_the_queue_is_nobody_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting turns look-ahead is LRU: the same sessions leave in the same order."""
     gone: dict[str, list[str]] = {"lookahead": [], "lru": []}
-    real = Tiers._evict
+    real = HostTier._evict
 
-    def evict(self: Tiers, rows: SessionRows) -> None:
-        gone[self._options.policy].append(rows.history.name)
-        real(self, rows)
+    def evict(self: HostTier, kv: SessionKV) -> None:
+        gone[self._options.policy].append(kv.history.name)
+        real(self, kv)
 
-    monkeypatch.setattr(Tiers, "_evict", evict)
+    monkeypatch.setattr(HostTier, "_evict", evict)
     for policy in gone:
         llm = make_llm(7)
         sessions = {name: llm.session(name, tmp_path / policy, policy=policy, free_host=0) for name in NAMES}

@@ -19,7 +19,7 @@ from ...errors import InputError
 from ...forward.sequence import Sequence as RunningSequence
 from ...llm import LLM
 from ...sessions.session import Session
-from ...sessions.window import SINKS
+from ...sessions.truncate import SINKS
 from ..core.model_under_test import ModelUnderTest
 from ..core.needles import Haystack
 from ..core.report import Column, Report, Row
@@ -73,7 +73,7 @@ def sessions_after(llm: LLM, folder: Path, name: str, cut: Cut) -> dict[str, Ses
     kept = whole.fork(f"{name} kept positions")
     kept.truncate(keep_last=cut.keep)
     naive = kept.fork(f"{name} naive")
-    naive.rows.materialise().shift = 0
+    naive.kv.materialise().shift = 0
     recomputed = llm.session(f"{name} recomputed", folder)
     list(recomputed.send([*cut.text[:SINKS], *cut.text[-cut.keep :]], ONE))
     return {"recomputed": recomputed, "kept positions": kept, "naive": naive, "not truncated": whole}
@@ -84,7 +84,7 @@ def follow(llm: LLM, sessions: Sequence[Session], following: Sequence[Sequence[i
     runner, found = llm._runner, [Followed([], []) for _ in sessions]
     sequences: list[RunningSequence] = []
     for session, known in zip(sessions, following, strict=True):
-        sequence = session.rows.materialise()
+        sequence = session.kv.materialise()
         sequence.tokens = sequence.tokens[: sequence.position] + list(known)
         sequences.append(sequence)
     for step in range(1, max(map(len, following))):

@@ -20,7 +20,7 @@ from ...config import SamplingParams
 from ...core import CHUNK
 from ...engine.request import TokenOutput
 from ...llm import LLM
-from ...storage.disk_store import DiskStore, StoredChunk
+from ...storage.disk_store import DiskChunk, DiskStore
 from ..core.report import Column, Report, Row
 
 TURN = 64
@@ -141,14 +141,16 @@ def timed_fork(
     session = llm.session("s", store)
     fork = session.fork(name)
     if bandwidth is not None:
-        throttle(fork.store.disk, bandwidth)
+        disk = fork.context.storage
+        assert isinstance(disk, DiskStore)
+        throttle(disk, bandwidth)
     if ahead is not None:
-        fork.store.read_buffer = lambda loaded_bytes, new_tokens: ahead  # type: ignore[method-assign]
+        fork.context.read_buffer = lambda loaded_bytes, new_tokens: ahead  # type: ignore[method-assign]
         fork.prefetch()
         time.sleep(EARLY)
-    before = fork.store.tiers.stats.stall_seconds
+    before = fork.host.stats.stall_seconds
     seconds = first_token(lambda: fork.send(tokens(turn, name), SHORT))
-    stalled = fork.store.tiers.stats.stall_seconds - before
+    stalled = fork.host.stats.stall_seconds - before
     session.close()
     fork.discard()
     return seconds, stalled
@@ -158,7 +160,7 @@ def throttle(disk: DiskStore, bandwidth: float) -> None:
     """Reads of `disk` take as long as at `bandwidth` bytes a second."""
     real = disk.read_layer
 
-    def slow(chunk: StoredChunk, layer: int, into: memoryview) -> bool:
+    def slow(chunk: DiskChunk, layer: int, into: memoryview) -> bool:
         until = time.perf_counter() + len(into) / bandwidth
         whole = real(chunk, layer, into)
         time.sleep(max(0.0, until - time.perf_counter()))

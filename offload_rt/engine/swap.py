@@ -17,10 +17,11 @@ from ..config import StoreOptions
 from ..core import CHUNK, BlockTable
 from ..errors import PoolFullError
 from ..forward.sequence import Sequence
-from ..pool.prefix_tree import TOKEN_BYTES, chunk_key
-from ..storage.disk_store import DiskStore, StoredChunk
-from ..storage.loader import DamagedChunkError, Preload
-from ..storage.saver import NamedChunk, Saver
+from ..pool.prefix_tree import chunk_key, pack_tokens
+from ..storage.chunk_store import ChunkStore, NamedChunk, StoredChunk
+from ..storage.disk_store import DiskStore
+from ..storage.loader import ChunkLoader, DamagedChunkError
+from ..storage.saver import Saver
 from .runner import EXACT, Runner
 
 BYTES_PER_SECOND = 500e6
@@ -156,12 +157,11 @@ class Swap:
     def _names(self, sequence: Sequence) -> Iterator[NamedChunk]:
         """Chunks of all computed tokens. Exact ones are named by what they hold, the others after this sequence."""
         own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
-        for start in range(0, sequence.position, CHUNK):
-            stop = min(start + CHUNK, sequence.position)
+        for i, tokens in enumerate(pack_tokens(sequence.tokens, sequence.position)):
+            stop = min((i + 1) * CHUNK, sequence.position)
             lineage = (EXACT if stop <= sequence.exact else own) + sequence.truncation_id
-            tokens = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in sequence.tokens[start:stop])
             key = chunk_key(parent, lineage, tokens)
-            yield NamedChunk(start // CHUNK, parent, lineage, tokens, key)
+            yield NamedChunk(i, parent, lineage, tokens, key)
             parent = key
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
@@ -173,22 +173,24 @@ class Swap:
     def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[tuple[int, StoredChunk]] | None:
         names = swapped.names[blocks.length // CHUNK :]
         chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
-        found = [(name.index, chunk) for name, chunk in zip(names, chunks, strict=True) if chunk is not None]
+        found: list[tuple[int, StoredChunk]] = [
+            (name.index, chunk) for name, chunk in zip(names, chunks, strict=True) if chunk is not None
+        ]
         return found if len(found) == len(names) else None
 
     def _load(self, blocks: BlockTable, found: list[tuple[int, StoredChunk]]) -> bool:
         if not found:
             return True
         layers = self._disk.layers
-        preload = Preload(self._runner.pool, self._disk, blocks, found, ahead=layers)
+        loader = ChunkLoader(self._runner.pool, blocks, found, ahead=layers)
         try:
             for layer in range(layers):
-                preload.wait(layer)
+                loader.wait(layer)
         except DamagedChunkError:
             return False
         finally:
-            preload.close()
-        self._read_rate = preload.load_seconds / (layers * sum(chunk.header.layer_bytes for _, chunk in found))
+            loader.close()
+        self._read_rate = loader.load_seconds / (layers * sum(chunk.layer_bytes for _, chunk in found))
         return True
 
     @torch.inference_mode()
@@ -202,7 +204,7 @@ class Swap:
         sequence.unlearned = 0
 
 
-def _close(saver: Saver, disk: DiskStore, users: Counter[bytes]) -> None:
+def _close(saver: Saver, disk: ChunkStore, users: Counter[bytes]) -> None:
     saver.close()
     disk.remove(list(users))
     disk.close()

@@ -7,26 +7,27 @@ import json
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
-from ..core import CHUNK, ranges_of
-from ..engine.runner import EXACT
-from ..pool.prefix_tree import chunk_key, pack_tokens
-from ..storage.disk_store import DiskStore
-from ..storage.saver import NamedChunk
+from ..core import ranges_of
+from ..storage.chunk_store import DocumentStore
 
 FORMAT = 1
 """Of a history's document; another is none of ours."""
 
 _SINKS = ".sinks"
+_KEYS = {"truncation_id": "cut"}
+"""Fields that have another name in the document than here."""
 
 
 @dataclass
 class History:
-    """tokens: of the whole conversation, without those that were cut; the first `computed` have rows. decoded: ranges
-    of tokens that decode steps computed, in order (the others came by prefill). turns: (role, text), for people.
+    """tokens: of the whole conversation, without those that were truncated; the first `computed` have rows. decoded:
+    ranges of tokens that decode steps computed, in order (the others came by prefill). turns: (role, text), for people.
 
-    cut: names every cut so far (empty: none); shift: tokens cut out, hence how far positions run ahead; sinks: tokens
-    before the gap, whose keys have been turned by `sink_shift` positions. id: the same in forks.
+    truncation_id: names every truncation so far (empty: none); it belongs to the lineage of every chunk. shift: tokens
+    that are gone, hence how far positions run ahead. sinks: tokens before the gap, whose keys have been rotated by
+    `sink_shift` positions. id: the same in forks.
     keys: of its chunks on disk; tail: of the partly filled one; tail_shared: a fork may use it too.
     """
 
@@ -37,7 +38,7 @@ class History:
     computed: int = 0
     decoded: list[tuple[int, int]] = field(default_factory=list)
     turns: list[tuple[str, str]] = field(default_factory=list)
-    cut: str = ""
+    truncation_id: str = ""
     shift: int = 0
     sinks: int = 0
     sink_shift: int = 0
@@ -46,25 +47,36 @@ class History:
     tail_shared: bool = False
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)}).encode()
+        """Returns the history as JSON."""
+        return json.dumps({"format": FORMAT, **{_KEYS.get(k, k): v for k, v in asdict(self).items()}}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
-        """None where it is no history of this format."""
+        """Returns the history that `to_bytes` wrote; None where it is none of this format."""
         try:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
                 return None
-            history = cls(**fields)
+            named = {key: name for name, key in _KEYS.items()}
+            history = cls(**{named.get(key, key): value for key, value in fields.items()})
             history.decoded = [(int(a), int(b)) for a, b in history.decoded]
             history.turns = [(str(role), str(text)) for role, text in history.turns]
         except (ValueError, TypeError, KeyError):
             return None
         return history
 
+    @property
+    def document(self) -> str:
+        """The name of its document in a store."""
+        return document_name(self.name)
+
+    @property
+    def chunk_keys(self) -> list[bytes]:
+        """Keys of its chunks on disk, the first one first."""
+        return [bytes.fromhex(key) for key in self.keys]
+
     def fork(self, name: str) -> History:
-        """The same conversation under another name."""
+        """Returns the same conversation under another name."""
         self.tail_shared = True
         return replace(self, name=name, tokens=list(self.tokens), decoded=list(self.decoded), turns=list(self.turns))
 
@@ -73,10 +85,9 @@ class History:
         self.computed = min(self.computed, token)
         self.decoded = [(a, min(b, token)) for a, b in self.decoded if a < token]
 
-    def mark_decoded(self, start: int, stop: int) -> None:
-        """Tokens [start, stop) were computed by decode steps."""
-        if start < stop:
-            self.decoded.append((start, stop))
+    def decoded_with(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Returns what `decoded` is when decode steps have computed tokens [start, stop) too, behind all others."""
+        return [*self.decoded, (start, stop)] if start < stop else list(self.decoded)
 
     @property
     def sinks_document(self) -> str:
@@ -88,58 +99,35 @@ class History:
         """Tokens before the first that a decode step computed."""
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
-    def keep(self, kept: list[int], sinks: int) -> None:
+    def truncate(self, kept: list[int], sinks: int) -> None:
         """Only the tokens at `kept` (rising, below `computed`) and those not computed yet are left."""
-        marks = self._marks()
         gone = self.computed - len(kept)
-        digest = hashlib.blake2b(f"{self.cut} {self.id} {self.computed} {kept}".encode(), digest_size=8).hexdigest()
+        text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
+        decoded = {token for start, stop in self.decoded for token in range(start, stop)}
+        ranges = ranges_of(new for new, old in enumerate(kept) if old in decoded)
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
-        self.decoded = [(run.start, run.stop) for run in ranges_of(new for new, old in enumerate(kept) if marks[old])]
+        self.decoded = [(run.start, run.stop) for run in ranges]
         self.computed, self.shift, self.sinks = len(kept), self.shift + gone, sinks
-        self.cut = f"+cut-{digest}"
+        self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
-    def turn_sinks(self) -> None:
-        """The sinks' keys have been turned across the whole gap."""
+    def close_gap(self) -> None:
+        """The sinks' keys have been rotated across the whole gap."""
         self.sink_shift = self.shift
-        self.cut += f"+{self.shift}"
-
-    def uncut(self) -> None:
-        """Everything is to be computed anew, as if what is left were all there ever was."""
-        self.forget_from(0)
-        self.cut, self.shift, self.sinks, self.sink_shift = "", 0, 0, 0
+        self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
         """Only `tokens` are left, to be computed as if they were all there ever was."""
         self.tokens = tokens
-        self.uncut()
-
-    def names(self, root: bytes, lineage: str, stop: int, *, private: bool = False) -> list[NamedChunk]:
-        """Chunks of tokens [0, stop) by their names on disk, the last one maybe a part. `lineage` is the policy's:
-        tokens it decoded have rows that depend on where decoding began, so a chunk's lineage says of each token how it
-        was computed. `private` keeps all of it to this session and its forks."""
-        marks, found, parent = self._marks(), [], root
-        first = self.exact if lineage != EXACT else len(self.tokens)
-        for i, tokens in enumerate(pack_tokens(self.tokens, stop)):
-            name = EXACT + self.cut
-            if i * CHUNK + len(tokens) // 8 > first:
-                mask = bytes(marks[i * CHUNK : i * CHUNK + len(tokens) // 8])
-                name = f"{lineage}{self.cut}-{hashlib.blake2b(mask, digest_size=8).hexdigest()}"
-            if private:
-                name += f"-{self.id}"
-            key = chunk_key(parent, name, tokens)
-            found.append(NamedChunk(i, parent, name, tokens, key))
-            parent = key
-        return found
-
-    def _marks(self) -> bytearray:
-        """1 for each token that a decode step computed."""
-        marks = bytearray(len(self.tokens))
-        for start, stop in self.decoded:
-            marks[start:stop] = b"\1" * (stop - start)
-        return marks
+        self.forget_from(0)
+        self.truncation_id, self.shift, self.sinks, self.sink_shift = "", 0, 0, 0
 
 
-def remove_orphans(store: DiskStore) -> None:
+def document_name(name: str) -> str:
+    """Returns the name of the document of the session `name` in a store."""
+    return quote(name, safe="")
+
+
+def remove_orphans(store: DocumentStore) -> None:
     """Deletes the originals of sinks that no history in `store` has any more."""
     documents = store.documents()
     histories = [History.from_bytes(data) for data in documents.values()]

@@ -11,24 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..config import StoreOptions
-from ..engine.runner import Runner
 from ..errors import PoolFullError
-from ..storage.disk_store import DiskStore
 from ..storage.policies import Order, eviction_window, make_live_order, prefetch_window
-from .session_kv import SessionRows, keys_of
+from .context import SessionContext
+from .session_kv import SessionKV
 
 T = TypeVar("T")
 
 
 @dataclass
 class TierStats:
-    """Of all turns of a store so far (one that starts again counts again). Tokens: those before the new ones.
+    """Where the tokens of all turns of a store came from so far (a turn that starts again counts again). Tokens are
+    those before the new ones.
 
     host_tokens, disk_tokens: were in host memory when the turn began / came from disk while it began. computed_tokens:
     had been lost and were computed again. fetched: sessions that look-ahead brought from disk before their turn, and
     fetched_tokens theirs (counted under host_tokens too, if they had all arrived). evicted: sessions that left host
-    memory for others. stall_seconds: waited for rows to come from disk, within prefills.
+    memory for others. stall_seconds: waited for kv to come from disk, within prefills.
     """
 
     turns: int = 0
@@ -49,7 +48,7 @@ class TierStats:
         self.computed_tokens += max(0, computed - known)
 
 
-class Tiers:
+class HostTier:
     """The sessions of one store that are parked in host memory: idle, with their rows, until somebody needs the room.
 
     Who leaves first is `options.policy`'s to say (`storage/policies.py`). With "lookahead" the engine tells before
@@ -59,19 +58,18 @@ class Tiers:
     are computed.
     """
 
-    def __init__(
-        self, runner: Runner, disk: DiskStore, options: StoreOptions, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._runner, self._pool = runner, runner.pool
-        self._disk, self._options, self._clock = disk, options, clock
-        self._order: Order[SessionRows] = make_live_order(options.policy)
-        self._since: dict[SessionRows, float] = {}
-        self._waiting: tuple[SessionRows, ...] = ()
-        self._fetching: SessionRows | None = None
+    def __init__(self, context: SessionContext, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds."""
+        self._runner, self._pool, self._storage = context.runner, context.runner.pool, context.storage
+        self._options, self._clock = context.options, clock
+        self._order: Order[SessionKV] = make_live_order(context.options.policy)
+        self._since: dict[SessionKV, float] = {}
+        self._waiting: tuple[SessionKV, ...] = ()
+        self._fetching: SessionKV | None = None
         self.stats = TierStats()
 
     @property
-    def parked(self) -> list[SessionRows]:
+    def parked(self) -> list[SessionKV]:
         """Sessions that may leave, the next to leave first."""
         return list(self._order.ranked())
 
@@ -80,10 +78,10 @@ class Tiers:
         """Of host memory, that nobody holds: free, or kept by the prefix tree alone."""
         return (self._pool.free_chunks + self._pool.idle_chunks) * self._pool.chunk_bytes
 
-    def windows(self, waiting: Sequence[SessionRows]) -> tuple[int, int]:
+    def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
         """(prefetch window, eviction window) in sessions, by the paper's formulas. S_kv is the mean of those that are
         parked or wait; without a limit on the disk the eviction window has no end."""
-        sizes = [rows.pool_bytes for rows in {*waiting, *self._since} if rows.pool_bytes]
+        sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
         fetching = max(1, prefetch_window(self.free_bytes, mean))  # one always: others leave for it
         if self._options.limit is None:
@@ -93,18 +91,18 @@ class Tiers:
 
     # -------------------------------------------------------------------------------------------- sessions come and go
 
-    def park(self, rows: SessionRows) -> None:
+    def park(self, kv: SessionKV) -> None:
         """A session is idle; if it has rows in host memory they may leave from now on."""
-        if rows.sequence is not None:
-            self._order.enter(rows)
-            self._since[rows] = self._clock()
+        if kv.sequence is not None:
+            self._order.enter(kv)
+            self._since[kv] = self._clock()
             self._order.window(self._waiting)
 
-    def take(self, rows: SessionRows) -> None:
+    def take(self, kv: SessionKV) -> None:
         """A session is about to be used, or ends: its rows may not leave. Nothing happens if it is not parked."""
-        if self._since.pop(rows, None) is not None:
-            self._order.leave(rows)
-        if self._fetching is rows:
+        if self._since.pop(kv, None) is not None:
+            self._order.leave(kv)
+        if self._fetching is kv:
             self._fetching = None
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
@@ -122,13 +120,13 @@ class Tiers:
     def reclaim(self) -> bool:
         """The next parked session whose rows are all on disk, or can be written now, leaves; False where there is none:
         nobody loses rows to a request that is no turn of this store."""
-        for rows in self.parked:
-            if not rows.write_out():
-                self._evict(rows)
+        for kv in self.parked:
+            if not kv.write_out():
+                self._evict(kv)
                 return True
         return False
 
-    def look_ahead(self, waiting: Sequence[SessionRows]) -> None:
+    def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
         """Sessions whose turns wait, soonest first, each once: to be told before every step. Parked sessions beyond
         their time to live leave in any case."""
         self._expire()
@@ -139,23 +137,23 @@ class Tiers:
         if spared != self._waiting:
             self._waiting = spared
             self._order.window(spared)
-            self._disk.expect([key for rows in spared for key in keys_of(rows.history)])
+            self._storage.expect([key for kv in spared for key in kv.history.chunk_keys])
         self._keep_free(waiting[:fetching])
         self._fetch(waiting[:fetching])
 
-    def _evict(self, rows: SessionRows) -> None:
-        self.take(rows)
-        rows.leave_host()
+    def _evict(self, kv: SessionKV) -> None:
+        self.take(kv)
+        kv.leave_host()
         self.stats.evicted += 1
 
     def _expire(self) -> None:
         if self._options.ttl is not None:
             horizon = self._clock() - self._options.ttl
-            for rows in [rows for rows, since in self._since.items() if since < horizon]:
-                if not self._order.wants(rows):
-                    self._evict(rows)
+            for kv in [kv for kv, since in self._since.items() if since < horizon]:
+                if not self._order.wants(kv):
+                    self._evict(kv)
 
-    def _keep_free(self, soon: Sequence[SessionRows]) -> None:
+    def _keep_free(self, soon: Sequence[SessionKV]) -> None:
         """Early eviction: a buffer stays free for fetching, at the expense of everybody but who is needed `soon`."""
         buffer = self._options.free_host * self._pool.chunk_count * self._pool.chunk_bytes
         while self.free_bytes < buffer and self._since:
@@ -163,35 +161,35 @@ class Tiers:
                 return
             self._evict(gone)
 
-    def _fetch(self, soon: Sequence[SessionRows]) -> None:
+    def _fetch(self, soon: Sequence[SessionKV]) -> None:
         """Begins to bring the first of `soon` that is not in host memory, when the one before has arrived."""
         if self._fetching is not None:
-            if self._fetching.preload is not None and not self._fetching.preload.ended:
+            if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return
             self._fetching = None
-        for place, rows in enumerate(soon):
-            if rows.sequence is not None or not rows.history.keys:
+        for place, kv in enumerate(soon):
+            if kv.sequence is not None or not kv.history.keys:
                 continue
-            while rows.pool_bytes > self.free_bytes:
+            while kv.pool_bytes > self.free_bytes:
                 gone = next(self._order.ranked(), None)
                 if gone is None or gone in soon[:place]:
                     return
                 self._evict(gone)
             try:
-                rows.fetch(whole=True)
+                kv.fetch(whole=True)
             except (
                 PoolFullError
             ):  # the last chunk of a block table is not counted, and a prefix may have been taken meanwhile
                 return
-            if rows.preload is not None:
-                self._fetching = rows
+            if kv.loader is not None:
+                self._fetching = kv
                 self.stats.fetched += 1
-                self.stats.fetched_tokens += rows.loaded_tokens
-            self.park(rows)
+                self.stats.fetched_tokens += kv.loaded_tokens
+            self.park(kv)
             return
 
     def check_integrity(self) -> None:
         """Asserts that who is parked has rows to give."""
         parked = set(self._order.ranked())
         assert parked == set(self._since)
-        assert all(rows.sequence is not None for rows in parked)
+        assert all(kv.sequence is not None for kv in parked)

@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..config import SamplingParams
 from ..engine.engine import Engine
@@ -15,13 +15,30 @@ from ..engine.stats import Stats
 from ..errors import InputError, ModelError
 from .chat_template import turn_tokens
 from .history import History
-from .session_kv import SessionRows
-from .truncate import cut, tokens_after
+from .host_tier import HostTier
+from .session_kv import SessionKV
+from .truncate import SINKS, tokens_after, truncate
 from .turn import Turn
-from .window import SINKS
 
-if TYPE_CHECKING:
-    from .store import SessionStore
+
+class Siblings(Protocol):
+    """The sessions of a store by name, as far as one of them has to know of the others."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a session, open or stored."""
+        ...
+
+    def enter(self, history: History) -> Session:
+        """Returns a new session with this history, open from now on."""
+        ...
+
+    def forget(self, history: History) -> None:
+        """Deletes what is stored of a session."""
+        ...
+
+    def left(self, session: Session) -> None:
+        """A session has closed."""
+        ...
 
 
 class Session:
@@ -29,8 +46,9 @@ class Session:
     needs the room: they are on disk too, and come back with the next turn. It is saved at the end of every turn, while
     the caller goes on. Not thread-safe; turns of several sessions are computed together by a `TurnQueue`."""
 
-    def __init__(self, store: SessionStore, history: History) -> None:
-        self.store, self.rows = store, SessionRows(store, history)
+    def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings) -> None:
+        self.context, self.kv, self.host = kv.context, kv, host
+        self._siblings = siblings
         self._ids = itertools.count()
         self._closed = False
         self.busy = False
@@ -38,7 +56,7 @@ class Session:
     @property
     def history(self) -> History:
         """What the session is when nothing of it is in memory."""
-        return self.rows.history
+        return self.kv.history
 
     @property
     def name(self) -> str:
@@ -47,28 +65,28 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens of the conversation that have not been cut."""
+        """All tokens of the conversation that have not been truncated."""
         return list(self.history.tokens)
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of every turn, also of those whose tokens were cut."""
+        """(role, text) of every turn, also of those whose tokens were truncated."""
         return list(self.history.turns)
 
     @property
     def last_stats(self) -> Stats | None:
         """What the last turn cost; None before the first."""
-        return self.rows.last_stats
+        return self.kv.last_stats
 
     @property
     def loaded_tokens(self) -> int:
         """Tokens whose rows came from disk the last time they had to."""
-        return self.rows.loaded_tokens
+        return self.kv.loaded_tokens
 
     @property
     def store_bytes(self) -> int:
         """Bytes of all files of the store, this session's and the others'."""
-        return self.store.disk.bytes_used
+        return self.context.storage.bytes_used
 
     # ----------------------------------------------------------------------------------------------------------- turns
 
@@ -92,13 +110,13 @@ class Session:
         added = self._tokens(prompt)
         new = len(added) + params.max_new_tokens
         self._check_overflow(new)
-        self.rows.runner.check_fits(tokens_after(self.rows, new) + new)
+        self.kv.runner.check_fits(tokens_after(self.kv, new) + new)
         return prompt if isinstance(prompt, str) else "", added
 
     def _check_overflow(self, new: int) -> None:
         """Raises ModelError where `new` more tokens outgrow the model's positions, and nothing may be forgotten."""
-        most, held = self.rows.runner.adapter.geometry.max_positions, len(self.history.tokens)
-        if self.store.disk.options.overflow == "error" and held + new > most:
+        most, held = self.kv.runner.adapter.geometry.max_positions, len(self.history.tokens)
+        if self.context.options.overflow == "error" and held + new > most:
             raise ModelError(
                 f"session {self.name!r} has {held:,} tokens, {new:,} more (the turn and max_new_tokens) are needed, "
                 f"and {self.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
@@ -106,7 +124,7 @@ class Session:
             )
 
     def _tokens(self, prompt: str | Seq[int]) -> list[int]:
-        runner = self.rows.runner
+        runner = self.kv.runner
         if isinstance(prompt, str):
             if runner.model.tokenizer is None:
                 raise InputError(f"{runner.model.name} has no tokenizer: give token ids, or pass tokenizer=")
@@ -118,13 +136,13 @@ class Session:
 
     def _send(self, text: str, added: list[int], params: SamplingParams) -> Iterator[TokenOutput]:
         self.check_idle()
-        engine = Engine(self.rows.runner, max_batch=1)
-        turn = Turn(self.rows, next(self._ids), text, added, params)
+        engine = Engine(self.kv.runner, max_batch=1)
+        turn = Turn(self.kv, self.host, next(self._ids), text, added, params)
         engine.submit(turn)
         self.busy = True
         try:
             while not engine.idle:
-                self.store.tiers.look_ahead(())
+                self.host.look_ahead(())
                 yield from engine.step()
         finally:
             try:
@@ -136,9 +154,9 @@ class Session:
         """Begins to bring the session's rows into host memory, as many layers as the read buffer has, before its next
         turn is known. Raises PoolFullError."""
         self.check_idle()
-        self.store.tiers.take(self.rows)
-        self.store.tiers.retry_after_reclaim(lambda: self.rows.fetch(whole=False))
-        self.store.tiers.park(self.rows)
+        self.host.take(self.kv)
+        self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
+        self.host.park(self.kv)
 
     # ---------------------------------------------------------------------------------------- saving, forks, cuts, end
 
@@ -148,11 +166,11 @@ class Session:
         self._save()
 
     def _save(self) -> None:
-        rows = self.rows
-        missing = rows.write_out() if rows.sequence is not None and rows.preload is None else []
-        rows.save()
+        kv = self.kv
+        missing = kv.write_out() if kv.sequence is not None and kv.loader is None else []
+        kv.save()
         if missing:
-            reason = self.store.disk.last_error or "the store is full"
+            reason = self.context.storage.last_error or "the store is full"
             warnings.warn(
                 f"session {self.name!r} is not saved whole ({reason}): what is missing will be computed again",
                 stacklevel=3,
@@ -162,20 +180,20 @@ class Session:
         """A second session that goes on from here; rows are shared until one of the two writes. Raises InputError where
         the name is taken."""
         self.check_idle()
-        if self.store.exists(name):
+        if self._siblings.exists(name):
             raise InputError(f"there is a session {name!r} already: choose another name")
-        rows, runner, tiers, forked = self.rows, self.rows.runner, self.store.tiers, None
-        if rows.sequence is not None and rows.preload is None:
-            sequence, size = rows.sequence, len(self.history.tokens)
-            tiers.take(rows)
+        kv, runner, host, forked = self.kv, self.kv.runner, self.host, None
+        if kv.sequence is not None and kv.loader is None:
+            sequence, size = kv.sequence, len(self.history.tokens)
+            host.take(kv)
             try:
-                forked = tiers.retry_after_reclaim(lambda: runner.fork(sequence, size))
+                forked = host.retry_after_reclaim(lambda: runner.fork(sequence, size))
             finally:
-                tiers.park(rows)
-        twin = self.store.enter(self.history.fork(name))
-        twin.rows.sequence = forked
-        twin.rows.save()
-        self.store.tiers.park(twin.rows)
+                host.park(kv)
+        twin = self._siblings.enter(self.history.fork(name))
+        twin.kv.sequence = forked
+        twin.kv.save()
+        self.host.park(twin.kv)
         return twin
 
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
@@ -183,13 +201,13 @@ class Session:
         whose places in `tokens` are in `drop`. What is left keeps its positions, and new tokens' go on growing. Returns
         how many were cut. Raises InputError, ModelError for models that cannot, PoolFullError."""
         self.check_idle()
-        self.store.tiers.take(self.rows)
+        self.host.take(self.kv)
         try:
-            gone = cut(self.rows, keep_last=keep_last, sinks=sinks, drop=drop)
+            gone = truncate(self.kv, self.host, keep_last=keep_last, sinks=sinks, drop=drop)
         finally:
-            self.store.tiers.park(self.rows)
+            self.host.park(self.kv)
         if gone:
-            self.rows.save()
+            self.kv.save()
         return gone
 
     def close(self) -> None:
@@ -197,7 +215,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self.store.tiers.take(self.rows)
+        self.host.take(self.kv)
         try:
             self._save()
         finally:
@@ -209,14 +227,14 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self.store.tiers.take(self.rows)
-        self.store.forget(self.history)
+        self.host.take(self.kv)
+        self._siblings.forget(self.history)
         self._leave()
 
     def _leave(self) -> None:
-        self.rows.drop()
-        self.rows.unpin()
-        self.store.left(self)
+        self.kv.drop()
+        self.kv.unpin()
+        self._siblings.left(self)
 
     def check_idle(self) -> None:
         """Raises InputError where the session is closed, or takes a turn."""
@@ -227,5 +245,5 @@ class Session:
 
     def check_integrity(self) -> None:
         """Asserts that history, sequence and tiers agree."""
-        self.rows.check_integrity()
-        self.store.tiers.check_integrity()
+        self.kv.check_integrity()
+        self.host.check_integrity()

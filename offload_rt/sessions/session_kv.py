@@ -4,38 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from ..core import CHUNK
 from ..engine.stats import Stats
 from ..forward.sequence import Sequence
-from ..storage.disk_store import StoredChunk
-from ..storage.loader import DamagedChunkError, Preload
-from ..storage.saver import NamedChunk, layer_bytes
+from ..storage.chunk_store import NamedChunk, StoredChunk, read_through
+from ..storage.loader import ChunkLoader, DamagedChunkError
+from ..storage.saver import layer_bytes
+from .context import SessionContext
 from .history import History
-
-if TYPE_CHECKING:
-    from .store import SessionStore
+from .naming import Lineage, name_chunks
 
 
-class SessionRows:
-    """The rows of a session: its sequence while it is in host memory, its chunks on disk by name, and what brings the
-    one from the other. Everything that is computed is saved behind the computation, so that leaving host memory costs
-    no more than what has not been written yet.
+class SessionKV:
+    """The KV rows of a session: its sequence while it is in host memory, its chunks on disk by name, and what brings
+    the one from the other. Everything that is computed is saved behind the computation, so that leaving host memory
+    costs no more than what has not been written yet.
 
-    sequence: None where host memory has nothing of it but what the prefix tree kept. preload: rows that are on their
-    way into `sequence`. loaded_tokens: how many came from disk the last time. last_stats: what the last turn cost.
+    sequence: None where host memory has nothing of it but what the prefix tree kept. loader: brings rows that are on
+    their way into `sequence`; None where nothing is on its way. loaded_tokens: how many came from disk the last time.
+    last_stats: what the last turn cost.
     """
 
-    def __init__(self, store: SessionStore, history: History) -> None:
-        self.store, self.runner, self.history = store, store.runner, history
+    def __init__(self, context: SessionContext, history: History) -> None:
+        self.context, self.runner, self.history = context, context.runner, history
         self.sequence: Sequence | None = None
-        self.preload: Preload | None = None
+        self.loader: ChunkLoader | None = None
         self.loaded_tokens = 0
         self.last_stats: Stats | None = None
         self._host_tokens = 0
         self._pinned: set[bytes] = set()
-        self._offered: set[bytes] = set()
+        self._enqueued: set[bytes] = set()
         self._broken: set[bytes] = set()
 
     @property
@@ -68,20 +67,20 @@ class SessionRows:
     def wait(self, layer: int) -> None:
         """Returns when the rows of `layer` are in host memory. Raises DamagedChunkError, after which nothing of the
         session is there: what was damaged is computed anew the next time."""
-        if self.preload is None:
+        if self.loader is None:
             return
         try:
-            self.preload.wait(layer)
+            self.loader.wait(layer)
         except DamagedChunkError as damage:
             self._broken.add(damage.key)
             raise
 
     def load_all(self) -> None:
         """Waits for all layers of what is being loaded. Raises DamagedChunkError."""
-        if self.preload is not None and self.sequence is not None:
-            for layer in range(self.store.disk.layers):
+        if self.loader is not None and self.sequence is not None:
+            for layer in range(self.context.storage.layers):
                 self.wait(layer)
-            self.end_preload()
+            self.end_loading()
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
@@ -94,28 +93,28 @@ class SessionRows:
             except DamagedChunkError:
                 self.drop()
                 continue
-            self.store.saver.flush()
+            self.context.saver.flush()
             return self.sequence
 
-    def end_preload(self) -> float:
+    def end_loading(self) -> float:
         """Nothing more is loaded; what loading took tells the store's rate. Returns the seconds that were waited."""
-        if self.preload is None:
+        if self.loader is None:
             return 0.0
-        self.preload.close()
-        loaded = layer_bytes(self.runner.pool, self.loaded_tokens) * self.store.disk.layers
-        self.store.load_rate = self.preload.load_seconds / max(1, loaded)
-        stalled = self.preload.stall_seconds
-        self.preload = None
+        self.loader.close()
+        loaded = layer_bytes(self.runner.pool, self.loaded_tokens) * self.context.storage.layers
+        self.context.load_rate = self.loader.load_seconds / max(1, loaded)
+        stalled = self.loader.stall_seconds
+        self.loader = None
         return stalled
 
     def drop(self) -> None:
         """Gives the sequence back; rows that were still to come are forgotten, not published."""
         if self.sequence is None:
             return
-        self.store.saver.flush()
-        if self.preload is not None:
-            arrived = self.preload.finished
-            self.end_preload()
+        self.context.saver.flush()
+        if self.loader is not None:
+            arrived = self.loader.finished
+            self.end_loading()
             if not arrived:
                 self.runner.pool.truncate(self.sequence.blocks, min(self._host_tokens, self.sequence.blocks.length))
         self.runner.free(self.sequence)
@@ -123,24 +122,24 @@ class SessionRows:
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """What host memory and disk have of the tokens; reading the latter begins."""
-        history, runner, disk = self.history, self.runner, self.store.disk
-        blocks = runner.match(history.tokens, history.cut)
+        history, runner, storage = self.history, self.runner, self.context.storage
+        blocks = runner.match(history.tokens, history.truncation_id)
         self._host_tokens = known = blocks.length
         found = self._find(known)
         if found:
             index, chunk = found[-1]
-            known = index * CHUNK + chunk.header.name.count
+            known = index * CHUNK + chunk.count
         if known < history.computed:
             self._lose_from(known)
         sequence = runner.adopt(
             history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
-            shift=history.shift, truncation_id=history.cut,
+            shift=history.shift, truncation_id=history.truncation_id,
         )  # fmt: skip
         self.loaded_tokens = known - self._host_tokens
         if found:
-            size = sum(chunk.header.layer_bytes for _, chunk in found) * disk.layers
-            ahead = disk.layers if whole else self.store.read_buffer(size, len(history.tokens) - known)
-            self.preload = Preload(runner.pool, disk, blocks, found, ahead)
+            size = sum(chunk.layer_bytes for _, chunk in found) * storage.layers
+            ahead = storage.layers if whole else self.context.read_buffer(size, len(history.tokens) - known)
+            self.loader = ChunkLoader(runner.pool, blocks, found, ahead)
         return sequence
 
     def _lose_from(self, known: int) -> None:
@@ -148,25 +147,25 @@ class SessionRows:
         lies on disk behind it is read through, so that it can be stored anew too."""
         history, stop = self.history, len(self.history.tokens) // CHUNK * CHUNK
         history.forget_from(known)
-        if history.cut and not known:
-            history.uncut()
+        if history.truncation_id and not known:
+            history.restart(history.tokens)
         for name in self.names(stop)[known // CHUNK :]:
-            self.store.disk.verify(name.parent, name.lineage, name.tokens)
+            read_through(self.context.storage, name)
 
     def _find(self, known: int) -> list[tuple[int, StoredChunk]]:
         """Stored chunks from token `known` on without a gap: full ones, and the tail where they end. One token at least
         is left to compute. Where rows are rounded, what a turn that did not end had computed is no part of it: a
         prefill attends to its own rows as they were before rounding."""
-        history, disk = self.history, self.store.disk
-        stop = min(len(history.tokens) - 1, history.computed) if self.store.private else len(history.tokens) - 1
+        history, storage = self.history, self.context.storage
+        stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
         names = self.names(stop // CHUNK * CHUNK)
         tail = self.names(history.computed)[history.computed // CHUNK :]
         found: list[tuple[int, StoredChunk]] = []
         for name in [*names[known // CHUNK :], *tail]:
             if name.index != known // CHUNK or name.key in self._broken or name.index * CHUNK + name.count == known:
                 continue
-            chunk = disk.find(name.parent, name.lineage, name.tokens)
-            if chunk is None or chunk.header.layer_bytes != layer_bytes(self.runner.pool, name.count):
+            chunk = storage.find(name.parent, name.lineage, name.tokens)
+            if chunk is None or chunk.layer_bytes != layer_bytes(self.runner.pool, name.count):
                 continue
             found.append((name.index, chunk))
             known = name.index * CHUNK + name.count
@@ -178,90 +177,88 @@ class SessionRows:
     # --------------------------------------------------------------------------------------------------------- saving
 
     def names(self, stop: int) -> list[NamedChunk]:
-        """Chunks of tokens [0, stop) by their names on disk."""
-        policy, store = self.runner.policy, self.store
-        return self.history.names(store.disk.root, policy.lineage, stop, private=store.private)
+        """Returns the chunks of the history's tokens [0, stop) by their names on disk."""
+        return name_chunks(self._lineage, self.history.tokens, stop, self.history.decoded)
+
+    @property
+    def _lineage(self) -> Lineage:
+        context, history = self.context, self.history
+        owner = history.id if context.private else ""
+        return Lineage(context.storage.root, self.runner.policy.lineage, history.truncation_id, owner)
 
     def fresh(self, names: Iterable[NamedChunk]) -> list[NamedChunk]:
         """Those that are neither on disk nor on their way to it."""
-        return [name for name in names if name.key not in self.store.disk and name.key not in self._offered]
+        return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
-    def offered(self, names: Iterable[NamedChunk]) -> None:
-        """These are on their way to disk."""
-        self._offered.update(name.key for name in names)
+    def mark_enqueued(self, names: Iterable[NamedChunk]) -> None:
+        """Takes note that these are on their way to disk."""
+        self._enqueued.update(name.key for name in names)
 
-    def offer(self, names: Iterable[NamedChunk]) -> bool:
-        """Hands chunks that are not on disk to the saver; whether some had to wait and there is room to try again."""
+    def enqueue(self, names: Iterable[NamedChunk]) -> bool:
+        """Hands chunks that are not on disk to the saver. Returns whether it had no room for some of them, so that they
+        have to be handed to it again."""
         fresh = self.fresh(names)
-        if not fresh or self.sequence is None or self.preload is not None:
+        if not fresh or self.sequence is None or self.loader is not None:
             return False
-        taken = self.store.saver.save(self.sequence.blocks, fresh)
-        self.offered(fresh[:taken])
+        taken = self.context.saver.save(self.sequence.blocks, fresh)
+        self.mark_enqueued(fresh[:taken])
         return taken < len(fresh)
 
-    def offer_decoded(self, tokens: list[int], start: int, stop: int) -> None:
-        """The same for chunks of `tokens` [0, stop), of which decode steps computed those from `start` on, while the
-        history does not know of them yet."""
-        history = self.history
-        before = history.tokens, history.computed
-        history.tokens, history.computed = tokens, stop
-        history.mark_decoded(start, stop)
-        names = self.names(stop)
-        if start < stop:
-            history.decoded.pop()
-        history.tokens, history.computed = before
-        self.offer(names)
+    def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
+        """Hands over chunks of `tokens` [0, stop), of which decode steps computed those from `start` on; the history
+        need not know of them yet."""
+        self.enqueue(name_chunks(self._lineage, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
         """To be called directly after whatever may have exchanged a chunk of the sequence (see `Saver.recheck`)."""
-        self._offered -= self.store.saver.recheck()
+        self._enqueued -= self.context.saver.recheck()
 
     def write_out(self) -> list[NamedChunk]:
         """Returns when all rows that are in host memory are on disk, or cannot be: the names of those that are not."""
         names, missing = self.names(self.history.computed), -1
-        waiting = self.offer(names)
+        waiting = self.enqueue(names)
         while True:
             try:
-                self.store.saver.flush()
+                self.context.saver.flush()
             finally:
-                self._offered.clear()
+                self._enqueued.clear()
             before, missing = missing, len(fresh := self.fresh(names))
             if not fresh or not waiting or missing == before:  # all there, all tried, or nothing gets any further
                 return fresh
-            waiting = self.offer(names)
+            waiting = self.enqueue(names)
 
     def enter_names(self) -> None:
         """The history says which chunks on disk it is made of; its last, partly filled one replaces the one before."""
-        history, disk = self.history, self.store.disk
+        history, storage = self.history, self.context.storage
         names = self.names(history.computed)
         tail = names[-1].key.hex() if history.computed % CHUNK else ""
         if history.tail and history.tail != tail and not history.tail_shared:
-            disk.remove([bytes.fromhex(history.tail)])
+            storage.remove([bytes.fromhex(history.tail)])
         history.tail_shared = history.tail_shared and history.tail == tail
         history.tail, history.keys = tail, [name.key.hex() for name in names]
         self._pin(name.key for name in names)
 
     def save(self) -> None:
-        """Offers everything that is not on disk yet, and writes the history. Raises StoreError."""
-        if self.preload is None:
-            self.offer(self.names(self.history.computed))
+        """Hands everything that is not on disk yet to the saver, and writes the history. Raises StoreError."""
+        if self.loader is None:
+            self.enqueue(self.names(self.history.computed))
         self.enter_names()
-        self.store.put(self.history)
-        self.store.disk.touch(keys_of(self.history))
+        self.context.storage.put(self.history.document, self.history.to_bytes())
+        self.context.storage.touch(self.history.chunk_keys)
 
-    def replaced(self, sequence: Sequence | None) -> None:
-        """Another sequence (or none) has taken the place of the one that was: nothing of it is on disk yet."""
+    def replace(self, sequence: Sequence | None) -> None:
+        """Puts another sequence (or none) in the place of the one that was: nothing of it is on disk yet."""
         self.sequence = sequence
-        self._offered.clear()
+        self._enqueued.clear()
 
     def unpin(self) -> None:
         """The store may evict the session's chunks again."""
-        self.store.disk.unpin(self._pinned)
+        self.context.storage.unpin(self._pinned)
         self._pinned.clear()
 
     def _pin(self, keys: Iterable[bytes]) -> None:
         fresh = set(keys) - self._pinned
-        self.store.disk.pin(fresh)
+        self.context.storage.pin(fresh)
         self._pinned |= fresh
 
     def leave_host(self) -> None:
@@ -274,10 +271,5 @@ class SessionRows:
     def check_integrity(self) -> None:
         """Asserts that history and sequence agree."""
         if self.sequence is not None:
-            assert self.sequence.position == self.history.computed or self.preload is not None
+            assert self.sequence.position == self.history.computed or self.loader is not None
             assert self.sequence.tokens == self.history.tokens
-
-
-def keys_of(history: History) -> Seq[bytes]:
-    """Keys of a session's chunks on disk, the first one first."""
-    return [bytes.fromhex(key) for key in history.keys]

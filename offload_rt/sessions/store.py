@@ -1,64 +1,69 @@
-"""The sessions of one model in one folder: names, the disk tier they share, and the thread that saves to it."""
+"""The sessions of one model in one store: their names, and what they share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote
+from typing import Self
 
 from ..config import StoreOptions
 from ..engine.reclaim import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError
 from ..storage.chunk_file import LAYOUT_VERSION
+from ..storage.chunk_store import StorageTier
 from ..storage.disk_store import DiskStore
-from ..storage.loader import read_buffer_layers
 from ..storage.saver import Saver
-from .history import History, remove_orphans
-from .host_tier import Tiers
+from .context import SessionContext
+from .history import History, document_name, remove_orphans
+from .host_tier import HostTier
 from .session import Session
+from .session_kv import SessionKV
+
+OpenTier = Callable[[str, int], StorageTier]
+"""Opens a tier for the chunks of one namespace (the model, its number format and the layout), L layers each."""
 
 
 class SessionStore:
-    """The sessions of one model in one folder: names, and what they share, a disk tier and the thread that saves to it.
-    Host memory is the tier above (`tiers.py`): open sessions stay there while there is room, and so do, in the prefix
+    """The sessions of one model by name, and what they share (`context`): a storage tier and the thread that saves to
+    it. Host memory is the tier above (`host`): open sessions stay there while there is room, and so do, in the prefix
     tree, chunks of closed ones.
 
     Raises ConfigError where sessions cannot be restored exactly under the runner's policy, StoreError.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        folder: Path,
-        options: StoreOptions | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, open_tier: OpenTier, options: StoreOptions | None = None) -> None:
+        """open_tier: is called once; the store closes what it returns."""
         _check_restorable(runner)
-        self.runner = runner
-        self.private = not runner.pool.format.exact
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
-        self.disk = DiskStore(folder, namespace, runner.adapter.geometry.layers, options)
-        self.saver = Saver(self.disk, runner.pool, runner.link)
-        self.tiers = Tiers(runner, self.disk, self.disk.options)
-        self.load_rate = 0.0
-        self.compute_rate = 0.0
+        storage = open_tier(namespace, runner.adapter.geometry.layers)
+        saver = Saver(storage, runner.pool, runner.link)
+        self.context = SessionContext(runner, storage, saver, options or StoreOptions())
+        self.host = HostTier(self.context)
         self.closed = False
         self._open: dict[str, Session] = {}
         self._holders: set[object] = set()
         runner.reclaimables.append(self)
 
+    @classmethod
+    def on_disk(cls, runner: Runner, folder: Path, options: StoreOptions | None = None) -> Self:
+        """Returns the sessions in `folder`, of which this process is the only one that writes until `close`. Raises as
+        the class."""
+        return cls(runner, lambda namespace, layers: DiskStore(folder, namespace, layers, options), options)
+
     def open(self, name: str) -> Session:
         """The session `name`: as it was left, or new. Raises InputError where it is open already."""
-        if not name or len(quote(name, safe="")) > 200:
+        if not name or len(document_name(name)) > 200:
             raise InputError(f"session name {name!r} must have 1 to 200 characters (as a file name)")
         if name in self._open:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
-        data = self.disk.get(quote(name, safe=""))
+        data = self.context.storage.get(document_name(name))
         history = History.from_bytes(data) if data is not None else None
-        return self.enter(history or History(name, self.runner.model.name))
+        return self.enter(history or History(name, self.context.runner.model.name))
 
     def enter(self, history: History) -> Session:
-        """A session with this history."""
-        session = Session(self, history)
+        """Returns a session with this history, open from now on."""
+        session = Session(SessionKV(self.context, history), self.host, self)
         self._open[history.name] = session
         return session
 
@@ -68,18 +73,14 @@ class SessionStore:
 
     def exists(self, name: str) -> bool:
         """Whether there is such a session, open or stored."""
-        return name in self._open or self.disk.get(quote(name, safe="")) is not None
-
-    def put(self, history: History) -> None:
-        """Writes a history. Raises StoreError."""
-        self.disk.put(quote(history.name, safe=""), history.to_bytes())
+        return name in self._open or self.context.storage.get(document_name(name)) is not None
 
     def forget(self, history: History) -> None:
         """Deletes a history and its tail, and the originals of its sinks where no fork has them too."""
-        self.disk.delete(quote(history.name, safe=""))
+        self.context.storage.delete(history.document)
         if history.tail and not history.tail_shared:
-            self.disk.remove([bytes.fromhex(history.tail)])
-        remove_orphans(self.disk)
+            self.context.storage.remove([bytes.fromhex(history.tail)])
+        remove_orphans(self.context.storage)
 
     def left(self, session: Session) -> None:
         """A session has closed; with the last one the store closes."""
@@ -97,15 +98,15 @@ class SessionStore:
 
     def reclaim(self) -> bool:
         """Takes one parked session out of host memory; False where none can leave (`engine.reclaim.Reclaimable`)."""
-        return self.tiers.reclaim()
+        return self.host.reclaim()
 
     def holdings(self) -> list[Holding]:
         """What the open sessions hold of host memory, and why it stays."""
-        pool, parked, found = self.runner.pool, set(self.tiers.parked), []
+        pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
-            if (sequence := session.rows.sequence) is not None:
-                full = f"its store cannot take it: {self.disk.last_error or 'the limit of its files is reached'}"
-                reason = full if session.rows in parked else "answering"
+            if (sequence := session.kv.sequence) is not None:
+                refused = self.context.storage.last_error or "the limit of its files is reached"
+                reason = f"its store cannot take it: {refused}" if session.kv in parked else "answering"
                 found.append(Holding(session.name, len(sequence.blocks.chunks) * pool.chunk_bytes, reason))
         return found
 
@@ -121,16 +122,9 @@ class SessionStore:
         self.closed = True
         for session in list(self._open.values()):
             session.close()
-        self.runner.reclaimables.remove(self)
-        self.saver.close()
-        self.disk.close()
-
-    def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
-        """k, from the load and compute times measured last; all layers before there are any."""
-        layers = self.disk.layers
-        if not (self.load_rate and self.compute_rate):
-            return layers
-        return read_buffer_layers(loaded_bytes * self.load_rate, new_tokens * self.compute_rate, layers)
+        self.context.runner.reclaimables.remove(self)
+        self.context.saver.close()
+        self.context.storage.close()
 
 
 def _check_restorable(runner: Runner) -> None:

@@ -1,5 +1,10 @@
-"""Cutting tokens out of a session, because somebody asks or because it would outgrow the model, and closing the gap
-when it would grow too wide (DESIGN section 4)."""
+"""Truncating a session, because somebody asks or because it would outgrow the model: rows are copied as they are,
+nothing is computed again.
+
+Keys keep their positions, which go on growing: RoPE sees only differences, and those between kept neighbours and the
+tokens to come stay as they were. Only if the distance to the first tokens would leave the trained window are their keys
+rotated, once, from their originals, across the whole gap.
+"""
 
 from __future__ import annotations
 
@@ -7,110 +12,200 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ..core import CHUNK, BlockTable
+from ..core import CHUNK, BlockTable, ModelGeometry, ranges_of
 from ..errors import InputError, ModelError
 from ..forward.sequence import Sequence
-from .session_kv import SessionRows
-from .window import SINKS, check_truncatable, copy_rows, kept_tokens, last_kept, read_sinks, turn_sinks
+from ..models.adapter import ModelAdapter
+from ..pool.pool import HostPool
+from .host_tier import HostTier
+from .session_kv import SessionKV
+
+SINKS = 4
+"""First tokens that a truncation keeps unless told otherwise."""
+
+# ------------------------------------------------------------------------------------------------- which tokens stay
 
 
-def cut(rows: SessionRows, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Cuts tokens out: see `Session.truncate`."""
-    check_truncatable(rows.runner.adapter.geometry, rows.runner.model.name)
-    if not 0 <= sinks < CHUNK:
-        raise InputError(f"sinks={sinks} must be from 0 to {CHUNK - 1}")
-    history = rows.history
-    kept = kept_tokens(history.computed, sinks, keep_last, drop)
-    if len(kept) == history.computed:
-        return 0
-    if drop is not None or (history.cut and history.sinks > sinks):
-        sinks = 0
-    computed = history.computed
-    sequence = rows.store.tiers.retry_after_reclaim(rows.materialise)
-    if history.computed < computed:  # a damaged chunk was lost: less than was asked for is left to choose from
-        raise InputError("a part of the session was damaged and is computed again with the next turn: truncate then")
-    size = len(history.tokens) - history.computed + len(kept)
-    _keep_sinks(rows, sequence, sinks)
-    blocks = rows.store.tiers.retry_after_reclaim(lambda: rows.runner.pool.new_block_table(size))
-    gone = history.computed - len(kept)
-    history.keep(kept, sinks)
-    _rebuild(rows, sequence, kept, blocks)
-    return gone
+def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int] | None) -> list[int]:
+    """Returns which of `computed` tokens stay, rising. Raises InputError where that is not said, or not possible."""
+    if (keep_last is None) == (drop is None):
+        raise InputError("truncate needs either keep_last or drop: how many tokens to keep, or which to drop")
+    if keep_last is not None:
+        if keep_last < 1:
+            raise InputError(f"keep_last={keep_last} must be at least 1")
+        return [*range(min(sinks, max(0, computed - keep_last))), *range(max(0, computed - keep_last), computed)]
+    assert drop is not None
+    gone = set(drop)
+    wrong = next((i for i in gone if not 0 <= i < computed), None)
+    if wrong is not None:
+        raise InputError(f"drop has token {wrong}, but the session has tokens 0 to {computed - 1}")
+    if len(gone) == computed:
+        raise InputError("drop has every token of the session: at least one must stay")
+    return [i for i in range(computed) if i not in gone]
 
 
-def tokens_after(rows: SessionRows, new: int) -> int:
-    """How many tokens the session has when a turn of `new` tokens begins: all, or those that `truncate_for` leaves."""
-    geometry, held = rows.runner.adapter.geometry, len(rows.history.tokens)
+def last_kept(held: int, new: int, positions: int) -> int:
+    """Returns how many of the last of `held` tokens stay, besides the first SINKS, where `new` more would outgrow
+    `positions`: half the positions, as in CachedAttention §4.1 (truncation ratio 0.5), or fewer where `new` needs the
+    room; all of them where everything fits, or where truncating would not shorten anything."""
+    if held + new <= positions:
+        return held
+    room = positions - new - SINKS
+    kept = min(positions // 2, room) if room > 0 else positions // 2
+    return kept if kept + SINKS < held else held
+
+
+def check_truncatable(geometry: ModelGeometry, name: str) -> None:
+    """Raises ModelError where kept rows would not mean the same afterwards. (RoPE that depends on the length is
+    refused when a model is loaded.)"""
+    if geometry.absolute_positions:
+        raise ModelError(
+            f"{name} has absolute positions: its stored keys hold them, so tokens cannot be cut out; start a new "
+            "session with the part of the text that matters"
+        )
+    if any(window is not None for window in geometry.windows):
+        raise ModelError(
+            f"{name} has sliding windows, which count positions: after a cut they would show tokens the model has "
+            "never seen from so far; tokens outside the window are never attended anyway, so there is nothing to gain"
+        )
+
+
+def tokens_after(kv: SessionKV, new: int) -> int:
+    """Returns how many tokens the session has when a turn of `new` tokens begins: all, or those that `truncate_for`
+    leaves."""
+    geometry, held = kv.runner.adapter.geometry, len(kv.history.tokens)
     kept = last_kept(held, new, geometry.max_positions)
     if kept == held:
         return held
     try:
-        check_truncatable(geometry, rows.runner.model.name)
+        check_truncatable(geometry, kv.runner.model.name)
     except ModelError:
         return held
     return kept + SINKS
 
 
-def truncate_for(rows: SessionRows, new: int) -> int:
-    """Before a turn of `new` tokens that would outgrow the model's positions: the oldest tokens are forgotten, all but
-    the first SINKS and `last_kept`. Rows are kept as they are; where some are lost (damaged, evicted from the store),
-    what is left will be computed anew, as a text of its own. Returns how many tokens are gone: none where everything
-    fits, or the model cannot be cut. Raises PoolFullError, StoreError."""
-    history, held = rows.history, len(rows.history.tokens)
-    left = tokens_after(rows, new)
+# ------------------------------------------------------------------------------------------------------ of a session
+
+
+def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
+    """Cuts tokens out of a session that is not parked, as `Session.truncate` says. Returns how many are gone."""
+    check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
+    if not 0 <= sinks < CHUNK:
+        raise InputError(f"sinks={sinks} must be from 0 to {CHUNK - 1}")
+    history = kv.history
+    kept = kept_tokens(history.computed, sinks, keep_last, drop)
+    if len(kept) == history.computed:
+        return 0
+    if drop is not None or (history.truncation_id and history.sinks > sinks):
+        sinks = 0
+    computed = history.computed
+    sequence = host.retry_after_reclaim(kv.materialise)
+    if history.computed < computed:  # a damaged chunk was lost: less than was asked for is left to choose from
+        raise InputError("a part of the session was damaged and is computed again with the next turn: truncate then")
+    size = len(history.tokens) - history.computed + len(kept)
+    _keep_sinks(kv, sequence, sinks)
+    blocks = host.retry_after_reclaim(lambda: kv.runner.pool.new_block_table(size))
+    gone = history.computed - len(kept)
+    history.truncate(kept, sinks)
+    _rebuild(kv, sequence, kept, blocks)
+    return gone
+
+
+def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
+    """Before a turn of `new` tokens that would outgrow the model's positions, forgets the oldest tokens, all but the
+    first SINKS and `last_kept`. Rows are kept as they are; where some are lost (damaged, evicted from the store), what
+    is left will be computed anew, as a text of its own. Returns how many tokens are gone: none where everything fits,
+    or the model cannot be truncated. Raises PoolFullError, StoreError."""
+    history, held = kv.history, len(kv.history.tokens)
+    left = tokens_after(kv, new)
     if left == held:
         return 0
     computed = history.computed
     if computed:
-        rows.store.tiers.retry_after_reclaim(rows.materialise)
+        host.retry_after_reclaim(kv.materialise)
     keep_last = left - SINKS - (held - computed)
     if history.computed == computed and keep_last >= 1:
-        cut(rows, keep_last=keep_last, sinks=SINKS, drop=None)
+        truncate(kv, host, keep_last=keep_last, sinks=SINKS, drop=None)
     else:
-        rows.drop()
+        kv.drop()
         history.restart([*history.tokens[:SINKS], *history.tokens[SINKS - left :]])
     return held - len(history.tokens)
 
 
-def close_gap(rows: SessionRows, length: int) -> None:
-    """Turns the sinks' keys across the gap if a context of `length` tokens would see them from farther away than the
+def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
+    """Rotates the sinks' keys across the gap if a context of `length` tokens would see them from farther away than the
     model was trained for. Raises PoolFullError."""
-    history, geometry, pool = rows.history, rows.runner.adapter.geometry, rows.runner.pool
+    history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift
     if not history.sinks or history.sink_shift == history.shift or distance <= geometry.max_positions:
         return
-    data = rows.store.disk.get(history.sinks_document)
-    sequence = rows.store.tiers.retry_after_reclaim(rows.materialise)
+    data = kv.context.storage.get(history.sinks_document)
+    sequence = host.retry_after_reclaim(kv.materialise)
     if data is None or history.sinks == 0:
         return
     shape = (geometry.layers, geometry.kv_heads, -1, pool.format.width)
     originals = torch.frombuffer(bytearray(data), dtype=pool.format.storage).view(shape)[:, :, : history.sinks]
-    blocks = rows.store.tiers.retry_after_reclaim(lambda: pool.new_block_table(len(history.tokens)))
-    history.turn_sinks()
-    turned = _rebuild(rows, sequence, range(history.computed), blocks)
-    turn_sinks(pool, rows.runner.adapter, turned.blocks, originals, history.sink_shift)
-    rows.runner.reload(turned)
+    blocks = host.retry_after_reclaim(lambda: pool.new_block_table(len(history.tokens)))
+    history.close_gap()
+    rebuilt = _rebuild(kv, sequence, range(history.computed), blocks)
+    write_rotated_sinks(pool, kv.runner.adapter, rebuilt.blocks, originals, history.sink_shift)
+    kv.runner.reload(rebuilt)
 
 
-def _keep_sinks(rows: SessionRows, sequence: Sequence, sinks: int) -> None:
-    """Keeps the originals of the first tokens' keys, before the first cut."""
-    history = rows.history
-    if sinks and not history.cut:
-        originals = read_sinks(rows.runner.pool, sequence.blocks, sinks)
+def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
+    """Stores the originals of the first tokens' keys, before the first truncation."""
+    history = kv.history
+    if sinks and not history.truncation_id:
+        originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
         history.sinks = sinks
-        rows.store.disk.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
+        kv.context.storage.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
 
 
-def _rebuild(rows: SessionRows, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
-    """A sequence with copies of the rows `kept`, in `blocks`, takes the place of the session's."""
-    history, runner = rows.history, rows.runner
+def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
+    """Returns a sequence with copies of the rows `kept`, in `blocks`, which takes the place of the session's."""
+    history, runner = kv.history, kv.runner
     runner.link.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
-    rows.replaced(None)
+    kv.replace(None)
     runner.free(sequence)
     adopted = runner.adopt(
         history.tokens, blocks, capacity=len(history.tokens), known=len(kept),
-        exact=min(history.exact, len(kept)), shift=history.shift, truncation_id=history.cut,
+        exact=min(history.exact, len(kept)), shift=history.shift, truncation_id=history.truncation_id,
     )  # fmt: skip
-    rows.replaced(adopted)
+    kv.replace(adopted)
     return adopted
+
+
+# ---------------------------------------------------------------------------------------------------- rows in the pool
+
+
+def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
+    """Copies rows of the tokens `kept` of `source`, as they are stored, to the first slots of `target`, all layers."""
+    at = 0
+    for run in ranges_of(kept):
+        for layer in range(pool.layout.layers):
+            done = at
+            for part in pool.stored(source, layer, run):
+                stop = done + part.k.shape[1]
+                for place in pool.stored(target, layer, range(done, stop)):
+                    offset, size = done - (stop - part.k.shape[1]), place.k.shape[1]
+                    place.k.copy_(part.k[:, offset : offset + size])
+                    place.v.copy_(part.v[:, offset : offset + size])
+                    done += size
+        at += len(run)
+
+
+def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
+    """Returns the keys of the first `sinks` tokens (fewer than 64) as they are stored, `[L, Hkv, sinks, width]`, a
+    copy."""
+    return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in range(pool.layout.layers)])
+
+
+def write_rotated_sinks(
+    pool: HostPool, adapter: ModelAdapter, blocks: BlockTable, originals: torch.Tensor, offset: int
+) -> None:
+    """Writes the sinks' keys `originals` `[L, Hkv, sinks, width]` rotated by `offset` positions. The block table's
+    first chunk must be its own."""
+    for layer, stored in enumerate(originals):
+        keys = adapter.rotate_keys(pool.format.decode(stored), offset)
+        pool.stored(blocks, layer, range(stored.shape[1]))[0].k.copy_(pool.format.encode(keys))

@@ -16,7 +16,8 @@ from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..storage.loader import DamagedChunkError
 from ..storage.saver import Saving
-from .session_kv import SessionRows
+from .host_tier import HostTier
+from .session_kv import SessionKV
 from .truncate import close_gap, truncate_for
 
 
@@ -29,15 +30,17 @@ class Turn(SampledRequest):
     An interrupted prefill changes nothing; an interrupted answer is kept as far as it came.
     """
 
-    def __init__(self, rows: SessionRows, number: int, text: str, added: Seq[int], params: SamplingParams) -> None:
+    def __init__(
+        self, kv: SessionKV, host: HostTier, number: int, text: str, added: Seq[int], params: SamplingParams
+    ) -> None:
         """number: of the request; text: what was said, for people; added: its tokens."""
-        model = rows.runner.model
-        self._before = list(rows.history.tokens)
+        model = kv.runner.model
+        self._before = list(kv.history.tokens)
         prompt = Prompt(number, (*self._before, *added))
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids)
-        self.rows = rows
+        self.kv, self._host = kv, host
         self._text, self._added = text, tuple(added)
-        self._computed = rows.history.computed
+        self._computed = kv.history.computed
         self._prefill: Prefill | None = None
         self._saving: Saving | None = None
         self._seconds = 0.0
@@ -46,24 +49,24 @@ class Turn(SampledRequest):
     def start(self, runner: Runner) -> Prefill:
         """See `Request.start`. Of a turn that was dropped, new tokens are prefilled too if that gives the same rows;
         else they are decoded again, as the first time."""
-        rows = self.rows
-        rows.store.tiers.take(rows)
-        arrived = rows.sequence is not None and (rows.preload is None or rows.preload.finished)
+        kv = self.kv
+        self._host.take(kv)
+        arrived = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
         try:
             self._fit(runner)
             taken = self.prompt.token_ids if runner.approximates else tuple(self.tokens)
-            rows.history.tokens = list(taken)
+            kv.history.tokens = list(taken)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
         except BaseException:
             self._set_back()
             raise
         sequence.tokens = self.tokens
-        self._known = sequence.position, 0 if arrived else min(sequence.position, rows.loaded_tokens)
+        self._known = sequence.position, 0 if arrived else min(sequence.position, kv.loaded_tokens)
         if self._trace is not None:
             self._trace.reused_tokens += sequence.trace.reused_tokens
             sequence.trace = self._trace
         self._seconds = sequence.trace.prefill_seconds
-        self._saving = rows.store.saver.begin(sequence.blocks, rows.fresh(rows.names(len(taken) // CHUNK * CHUNK)))
+        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.names(len(taken) // CHUNK * CHUNK)))
         self._prefill = runner.begin_prefill(
             sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
         )
@@ -72,26 +75,26 @@ class Turn(SampledRequest):
     def _fit(self, runner: Runner) -> None:
         """Makes the conversation fit the model's positions with this turn; what changes by that goes to disk, so that a
         turn that is dropped finds it again."""
-        rows, history = self.rows, self.rows.history
-        before = history.cut
+        kv, history = self.kv, self.kv.history
+        before = history.truncation_id
         self._evict()
         runner.check_fits(self.expected_tokens)
-        close_gap(rows, self.expected_tokens)
-        if history.cut != before:
-            rows.offer(rows.names(history.computed))
+        close_gap(kv, self._host, self.expected_tokens)
+        if history.truncation_id != before:
+            kv.enqueue(kv.names(history.computed))
 
     def _evict(self) -> None:
         """The oldest tokens go where this turn would outgrow the model's positions."""
-        history = self.rows.history
+        history = self.kv.history
         try:
-            gone = truncate_for(self.rows, len(self._added) + self.params.max_new_tokens)
+            gone = truncate_for(self.kv, self._host, len(self._added) + self.params.max_new_tokens)
         finally:
             self._before = list(history.tokens)
         if not gone:
             return
         self._computed = history.computed
         self.prompt = Prompt(self.prompt.id, (*self._before, *self._added))
-        most = self.rows.runner.adapter.geometry.max_positions
+        most = self.kv.runner.adapter.geometry.max_positions
         warnings.warn(
             f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
             "tokens but the first were forgotten (overflow='error' refuses instead)",
@@ -100,58 +103,58 @@ class Turn(SampledRequest):
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
         """The session's sequence with room for `capacity` tokens."""
-        rows = self.rows
+        kv = self.kv
         while True:
-            sequence = rows.store.tiers.retry_after_reclaim(lambda: rows.ready(capacity))
+            sequence = self._host.retry_after_reclaim(lambda: kv.ready(capacity))
             try:
-                if rows.store.private:
-                    rows.load_all()
+                if kv.context.private:
+                    kv.load_all()
                     runner.relearn(sequence)  # with or without a restart: what the pool's rounded rows say
             except DamagedChunkError:
-                rows.drop()
+                kv.drop()
             else:
                 sequence.trace.prompt_tokens = len(self.prompt.token_ids)
                 return sequence
 
     def _wait(self, layer: int) -> None:
         try:
-            self.rows.wait(layer)
+            self.kv.wait(layer)
         except DamagedChunkError as damage:
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
         """A layer is computed: it may be written. After the last one all rows are in the pool."""
-        rows, store = self.rows, self.rows.store
+        kv, host, context = self.kv, self._host, self.kv.context
         if self._saving is not None:
-            store.saver.layer_done(self._saving, layer)
-        if layer < store.disk.layers - 1:
+            context.saver.layer_done(self._saving, layer)
+        if layer < context.storage.layers - 1:
             return
         assert self.sequence is not None and self._prefill is not None
-        rows.offered(self._saving.chunks if self._saving is not None else ())
-        rows.recheck()
-        store.tiers.stats.count(self._computed, *self._known)
+        kv.mark_enqueued(self._saving.chunks if self._saving is not None else ())
+        kv.recheck()
+        host.stats.count(self._computed, *self._known)
         seconds = self.sequence.trace.prefill_seconds - self._seconds
-        if rows.preload is not None:
-            stalled = rows.end_preload()
-            rows.runner.reload(self.sequence)
-            store.tiers.stats.stall_seconds += stalled
+        if kv.loader is not None:
+            stalled = kv.end_loading()
+            kv.runner.reload(self.sequence)
+            host.stats.stall_seconds += stalled
             seconds -= stalled
-        store.compute_rate = seconds / self._prefill.tokens
+        context.compute_rate = seconds / self._prefill.tokens
         self._saving = self._prefill = None
 
     def reserve(self, runner: Runner) -> None:
         """See `Request.reserve`; parked sessions give way before anybody is preempted."""
         sequence = self.sequence
         assert sequence is not None
-        self.rows.store.tiers.retry_after_reclaim(lambda: runner.reserve(sequence))
-        self.rows.recheck()
+        self._host.retry_after_reclaim(lambda: runner.reserve(sequence))
+        self.kv.recheck()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """See `Request.accept`; chunks that decode steps have filled are saved."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % CHUNK == 0 and position > prompt:
-            self.rows.offer_decoded(self.sequence.tokens, prompt, position)
+            self.kv.enqueue_decoded(self.sequence.tokens, prompt, position)
         return super().accept(runner, logits)
 
     def drop(self, runner: Runner) -> None:
@@ -160,28 +163,28 @@ class Turn(SampledRequest):
         if self.sequence is None:
             return
         self._trace, self.sequence = self.sequence.trace, None
-        damaged = self.rows.preload is not None and self.rows.preload.damaged
+        damaged = self.kv.loader is not None and self.kv.loader.damaged
         untouched = self._prefill is not None and self._prefill.layer == 0 and not damaged
         self._give_up_prefill()
         if not untouched:
-            self.rows.history.tokens = list(self._before)
-            self.rows.drop()
+            self.kv.history.tokens = list(self._before)
+            self.kv.drop()
         self._set_back()
 
     def _set_back(self) -> None:
         """The session is as it was before the turn, and may leave host memory."""
-        rows = self.rows
-        rows.history.tokens = list(self._before)
-        if rows.sequence is not None:
-            rows.sequence.tokens = list(self._before)
-            rows.runner.pool.truncate(rows.sequence.blocks, rows.sequence.blocks.length)
-        rows.store.tiers.park(rows)
+        kv = self.kv
+        kv.history.tokens = list(self._before)
+        if kv.sequence is not None:
+            kv.sequence.tokens = list(self._before)
+            kv.runner.pool.truncate(kv.sequence.blocks, kv.sequence.blocks.length)
+        self._host.park(kv)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
         """See `Request.finish`. Raises StoreError where the history cannot be written; the session is whole then
         too."""
         self.finish_reason = self.finish_reason or reason
-        rows, history = self.rows, self.rows.history
+        kv, history = self.kv, self.kv.history
         sequence, self.sequence = self.sequence, None
         if sequence is not None:
             self._final = runner.stats(sequence)
@@ -189,34 +192,34 @@ class Turn(SampledRequest):
         if taken_in:
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
-            history.mark_decoded(len(self.prompt.token_ids), sequence.position)
+            history.decoded = history.decoded_with(len(self.prompt.token_ids), sequence.position)
             if sequence.interrupted:
                 runner.relearn(sequence)
         else:
             self._undo(runner)
-        rows.last_stats = self._final
+        kv.last_stats = self._final
         try:
             if taken_in or self.new_tokens:
                 history.turns += [("user", self._text), ("assistant", self.text)]
-                rows.save()
+                kv.save()
         finally:
-            rows.store.tiers.park(rows)
+            self._host.park(kv)
 
     def _undo(self, runner: Runner) -> None:
         """The turn did not get through its prefill: the session is as before, but for what was already answered (before
         a preemption)."""
-        rows = self.rows
+        kv = self.kv
         interrupted = self._prefill is not None
         self._give_up_prefill()
-        rows.history.tokens = self.tokens if self.new_tokens else list(self._before)
-        if rows.preload is not None and interrupted:
-            rows.drop()
-        elif rows.sequence is not None:
-            rows.sequence.tokens = list(rows.history.tokens)
+        kv.history.tokens = self.tokens if self.new_tokens else list(self._before)
+        if kv.loader is not None and interrupted:
+            kv.drop()
+        elif kv.sequence is not None:
+            kv.sequence.tokens = list(kv.history.tokens)
             if interrupted:
-                runner.relearn(rows.sequence)
+                runner.relearn(kv.sequence)
 
     def _give_up_prefill(self) -> None:
         if self._saving is not None:
-            self.rows.store.saver.abort(self._saving)
+            self.kv.context.saver.abort(self._saving)
         self._saving = self._prefill = None

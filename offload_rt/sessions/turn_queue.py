@@ -12,7 +12,7 @@ from ..engine.stats import Stats
 from ..errors import InputError, OffloadError
 from .host_tier import TierStats
 from .session import Session
-from .session_kv import SessionRows
+from .session_kv import SessionKV
 from .store import SessionStore
 from .turn import Turn
 
@@ -54,7 +54,7 @@ class TurnQueue:
 
     def __init__(self, store: SessionStore, max_batch: int) -> None:
         self.store = store
-        self._engine = Engine(store.runner, max_batch=max_batch)
+        self._engine = Engine(store.context.runner, max_batch=max_batch)
         self._backlog: list[QueuedTurn] = []
         self._running: list[QueuedTurn] = []
         self._opened: dict[str, Session] = {}
@@ -69,7 +69,7 @@ class TurnQueue:
     @property
     def stats(self) -> TierStats:
         """What the tiers did for the store's turns so far."""
-        return self.store.tiers.stats
+        return self.store.host.stats
 
     @property
     def last_stats(self) -> dict[str, Stats | None]:
@@ -92,12 +92,12 @@ class TurnQueue:
         on with the next step."""
         try:
             self._feed()
-            self.store.tiers.look_ahead(self._waiting())
+            self.store.host.look_ahead(self._waiting())
             return self._engine.step()
         except OffloadError:
             self._end_lost()
             raise
-        except BaseException:  # interrupted within a step: what was being computed is torn, and ends
+        except BaseException:  # interrupted within a step: what was being computed is interrupted, and ends
             self.cancel()
             raise
         finally:
@@ -138,7 +138,7 @@ class TurnQueue:
             except OffloadError:
                 queued.cancel()
                 raise
-            queued.turn = Turn(session.rows, queued.number, text, added, queued.params)
+            queued.turn = Turn(session.kv, session.host, queued.number, text, added, queued.params)
             session.busy = True
             self._running.append(queued)
             self._engine.submit(queued.turn)
@@ -158,17 +158,17 @@ class TurnQueue:
                 queued.session.busy = False
                 self._running.remove(queued)
 
-    def _waiting(self) -> list[SessionRows]:
+    def _waiting(self) -> list[SessionKV]:
         """Sessions whose turns wait, soonest first, each once."""
-        turns = {id(queued.turn): queued.session.rows for queued in self._running}
+        turns = {id(queued.turn): queued.session.kv for queued in self._running}
         begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
-        behind = (queued.session.rows for queued in self._backlog if not queued.session.busy)
+        behind = (queued.session.kv for queued in self._backlog if not queued.session.busy)
         return list(dict.fromkeys([*begun, *behind]))
 
     def check_integrity(self) -> None:
         """Asserts that queue, engine, sessions and tiers agree."""
         self._engine.check_integrity()
-        self.store.tiers.check_integrity()
+        self.store.host.check_integrity()
         for session in self._opened.values():
             if not session.busy:
                 session.check_integrity()

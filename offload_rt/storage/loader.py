@@ -11,11 +11,11 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..pool.pool import HostPool, Span
-from .disk_store import DiskStore, StoredChunk
+from .chunk_store import StoredChunk
 
 
 class DamagedChunkError(Exception):
-    """A stored chunk could not be read after all: its `key`."""
+    """A stored chunk, with the key `key`, could not be read after all."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key.hex())
@@ -33,7 +33,7 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
     return max(1, min(layers, math.ceil(layers * (1 - compute_seconds / load_seconds))))
 
 
-class Preload:
+class ChunkLoader:
     """A thread that brings stored chunks into a block table, layer by layer, at most `ahead` layers ahead of the layer
     that is being computed: it begins at once with the first `ahead`, before any computation. With 0 a layer is loaded
     when it is asked for, and the computation waits for all of it.
@@ -42,15 +42,11 @@ class Preload:
     written only by this thread and read only after `wait` of their layer: an event orders the two.
     """
 
-    def __init__(
-        self, pool: HostPool, store: DiskStore, blocks: BlockTable, chunks: Seq[tuple[int, StoredChunk]], ahead: int
-    ):
-        """chunks: with their places in the block table."""
-        self._pool, self._store, self._chunks, self._ahead = pool, store, chunks, ahead
-        self._spans = [
-            pool.spans(blocks, range(i * CHUNK, i * CHUNK + chunk.header.name.count))[0] for i, chunk in chunks
-        ]
-        largest = max((chunk.header.layer_bytes for _, chunk in chunks), default=0)
+    def __init__(self, pool: HostPool, blocks: BlockTable, chunks: Seq[tuple[int, StoredChunk]], ahead: int):
+        """chunks: with their places in the block table; each has a block for every layer of the pool."""
+        self._pool, self._chunks, self._ahead = pool, chunks, ahead
+        self._spans = [pool.spans(blocks, range(i * CHUNK, i * CHUNK + chunk.count))[0] for i, chunk in chunks]
+        largest = max((chunk.layer_bytes for _, chunk in chunks), default=0)
         self._block = bytearray(largest)  # one for all: touching fresh memory takes longer than reading a cached file
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
@@ -58,14 +54,14 @@ class Preload:
         self.load_seconds = 0.0
         self.stall_seconds = 0.0
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._load, name="offload-rt preload", daemon=True)
+        self._thread = threading.Thread(target=self._load, name="offload-rt loader", daemon=True)
         self._thread.start()
 
     @property
     def finished(self) -> bool:
         """Whether all layers have arrived, whole."""
         with self._changed:
-            return self._done == self._store.layers and self._damaged is None
+            return self._done == self._pool.layout.layers and self._damaged is None
 
     @property
     def damaged(self) -> bool:
@@ -97,7 +93,7 @@ class Preload:
         self._thread.join()
 
     def _load(self) -> None:
-        for layer in range(self._store.layers):
+        for layer in range(self._pool.layout.layers):
             if not self._may_load(layer):
                 return
             began = time.perf_counter()
@@ -121,7 +117,7 @@ class Preload:
         """One layer of one chunk, checked before it is copied to its rows."""
         part = self._pool.view(layer, span)
         size = 2 * part.k.nbytes
-        if not self._store.read_layer(chunk, layer, memoryview(self._block)[:size]):
+        if not chunk.read_layer(layer, memoryview(self._block)[:size]):
             return False
         heads, count, width = part.k.shape
         rows = torch.frombuffer(self._block, dtype=part.k.dtype, count=2 * part.k.numel()).view(heads, 2, count, width)

@@ -9,30 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core import BlockTable
+from ..core import CHUNK, BlockTable
 from ..pool.pool import HostPool, Span
 from ..transfer.link import Link
-from .disk_store import DiskStore
-from .writer import ChunkWriter
+from .chunk_store import ChunkStore, ChunkWriter, NamedChunk
 
 WRITE_BUFFER = 1 << 28
 """Bytes that may wait to be written: a quarter of a GiB."""
-
-
-@dataclass(frozen=True)
-class NamedChunk:
-    """A chunk of a sequence under its name on disk. `index`: its place in the block table."""
-
-    index: int
-    parent: bytes
-    lineage: str
-    tokens: bytes
-    key: bytes
-
-    @property
-    def count(self) -> int:
-        """Tokens in it."""
-        return len(self.tokens) // 8
 
 
 @dataclass(eq=False)
@@ -63,7 +46,7 @@ class Saver:
     after `Link.settle`, and writes the store.
     """
 
-    def __init__(self, store: DiskStore, pool: HostPool, link: Link, buffer_bytes: int = WRITE_BUFFER) -> None:
+    def __init__(self, store: ChunkStore, pool: HostPool, link: Link, buffer_bytes: int = WRITE_BUFFER) -> None:
         self._store, self._pool, self._link = store, pool, link
         self._buffer_bytes = buffer_bytes
         self._waiting = 0
@@ -74,12 +57,6 @@ class Saver:
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of chunks that were taken and are not on disk yet."""
-        with self._mutex:
-            return self._waiting
-
     def begin(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> Saving | None:
         """Takes as many of `chunks`, from the first on, as the buffer has room for; None where that is none."""
         with self._mutex:
@@ -88,7 +65,7 @@ class Saver:
             self._waiting += len(taken) * self._pool.chunk_bytes
         if not taken:
             return None
-        spans = [self._pool.spans(blocks, range(c.index * 64, c.index * 64 + c.count))[0] for c in taken]
+        spans = [self._pool.spans(blocks, range(c.index * CHUNK, c.index * CHUNK + c.count))[0] for c in taken]
         saving = Saving(blocks, taken, [blocks.chunks[c.index] for c in taken], spans)
         self._active.append(saving)
         return saving

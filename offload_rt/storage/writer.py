@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
 
 from .chunk_file import ChunkHeader, ChunkName, checksum, data_offset
+from .folder import StoreFolder
 
 
-class Room(Protocol):
-    """Who gave the writer its room, and hears what became of it."""
-
-    def finish(self, temporary: Path, path: Path, size: int) -> None:
-        """The file is whole and durable: gives it its name. Raises OSError."""
-        ...
-
-    def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Nothing came of it: removes what was written; `error` says what the disk refused, if it did."""
-        ...
-
-
-class ChunkWriter:
-    """One chunk on its way to disk: every layer once, in any order and from any one thread, then `commit`. Until then
-    nobody can find it. What the disk refuses ends the writing; `commit` then says False. Raises OSError where not even
-    the temporary file can be made."""
+class FileChunkWriter:
+    """Writes one chunk to a temporary file in room that `folder` has reserved (`chunk_store.ChunkWriter`): every layer
+    once, in any order and from any one thread, then `commit`. Until then nobody can find it. What the disk refuses ends
+    the writing; `commit` then returns False. Raises OSError where not even the temporary file can be made."""
 
     def __init__(
-        self, room: Room, name: ChunkName, layers: int, layer_bytes: int, temporary: Path, path: Path, size: int
+        self,
+        folder: StoreFolder,
+        name: ChunkName,
+        layers: int,
+        layer_bytes: int,
+        temporary: Path,
+        path: Path,
+        size: int,
     ) -> None:
-        self._room, self._name, self._layers, self._layer_bytes = room, name, layers, layer_bytes
+        self._folder, self._name, self._layers, self._layer_bytes = folder, name, layers, layer_bytes
         self._temporary, self._path, self._size = temporary, path, size
         self._offset = data_offset(name, layers)
         self._checksums: dict[int, int] = {}
@@ -37,21 +32,21 @@ class ChunkWriter:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
 
     def write(self, layer: int, block: memoryview) -> None:
-        """One layer's bytes."""
+        """Writes one layer's block."""
         assert layer not in self._checksums and len(block) == self._layer_bytes
         self._checksums[layer] = checksum(block)
         if self._open:
             self._attempt(block, self._offset + layer * self._layer_bytes, sync=False)
 
     def commit(self) -> bool:
-        """Makes the chunk durable and visible, in this order."""
+        """Makes the chunk durable and visible, in this order. Returns False where the disk refused any of it."""
         assert len(self._checksums) == self._layers
         checksums = tuple(self._checksums[layer] for layer in range(self._layers))
         if self._open:
             self._attempt(ChunkHeader(self._name, self._layer_bytes, checksums).encode(), 0, sync=True)
         if self._open:
             try:
-                self._room.finish(self._temporary, self._path, self._size)
+                self._folder.finish(self._temporary, self._path, self._size)
             except OSError as error:
                 self._end(error)
         done, self._open = self._open, False
@@ -79,4 +74,4 @@ class ChunkWriter:
 
     def _end(self, error: OSError | None) -> None:
         self._open = False
-        self._room.give_up(self._temporary, self._size, error)
+        self._folder.give_up(self._temporary, self._size, error)

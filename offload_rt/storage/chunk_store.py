@@ -1,0 +1,164 @@
+"""What the runtime asks of a storage tier below host memory. A further tier is one file that implements `StorageTier`
+(or `ChunkStore` alone, where it never holds sessions)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class NamedChunk:
+    """A chunk of a sequence under its name in a store. index: its place in the block table; parent: the key of the
+    chunk before it; lineage: how its rows were computed; tokens: little-endian int64, 8 bytes each; key: the digest of
+    the three (`pool.prefix_tree.chunk_key`)."""
+
+    index: int
+    parent: bytes
+    lineage: str
+    tokens: bytes
+    key: bytes
+
+    @property
+    def count(self) -> int:
+        """Returns n, the tokens of the chunk (at most 64)."""
+        return len(self.tokens) // 8
+
+
+class StoredChunk(Protocol):
+    """A chunk that a store has found. Reading a layer of it may still fail."""
+
+    @property
+    def key(self) -> bytes:
+        """The chunk's key."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """n, the tokens of the chunk (at most 64)."""
+        ...
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's block."""
+        ...
+
+    def read_layer(self, layer: int, into: memoryview) -> bool:
+        """Fills `into`, which has exactly `layer_bytes` bytes, with the block `[Hkv, 2 (K, V), n, width]` of `layer`.
+        Returns whether they are the bytes that were written; False is a miss. Any thread may call."""
+        ...
+
+
+class ChunkWriter(Protocol):
+    """A chunk on its way into a store: one `write` for each layer, in any order and from any one thread, then `commit`
+    or `abort`. Nobody finds the chunk before `commit`."""
+
+    def write(self, layer: int, block: memoryview) -> None:
+        """Takes the block `[Hkv, 2 (K, V), n, width]` of `layer`, as bytes."""
+        ...
+
+    def commit(self) -> bool:
+        """Makes the chunk durable, as far as the tier can, and then visible. Returns False where the tier refused."""
+        ...
+
+    def abort(self) -> None:
+        """Gives the chunk up. Nothing happens after `commit`."""
+        ...
+
+
+class ChunkStore(Protocol):
+    """Chunks of KV rows by key, each with one block of bytes for every layer. What is found is always what was written:
+    damage, eviction and other content under the same key are misses. Any thread may call any method.
+    """
+
+    @property
+    def layers(self) -> int:
+        """L, the blocks of every chunk."""
+        ...
+
+    @property
+    def root(self) -> bytes:
+        """The parent key of first chunks: it stands for the model, the number format and the layout."""
+        ...
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of everything stored, what is being written at its full size."""
+        ...
+
+    @property
+    def last_error(self) -> str:
+        """Why the tier last refused to write, for people; empty where it never did."""
+        ...
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the chunk with this key is stored, as far as is known without reading it."""
+        ...
+
+    def find(self, parent: bytes, lineage: str, tokens: bytes) -> StoredChunk | None:
+        """Returns the chunk with exactly these tokens (little-endian int64) behind `parent`; None is a miss."""
+        ...
+
+    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
+        """Takes room for a chunk of `layer_bytes` bytes in each layer. Returns None where it is stored already, or
+        where it cannot be (`last_error`)."""
+        ...
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Removes chunks; unknown ones are ignored."""
+        ...
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Takes note that `keys`, a path from the first chunk on, was used now: its end leaves before its beginning."""
+        ...
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Takes note that waiting turns will use `keys`, stored or not, soonest first, and nothing else."""
+        ...
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Keeps `keys`, stored or not, from being evicted until as many `unpin`."""
+        ...
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Takes a pin back."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use of the store. Nothing may be called after it but itself."""
+        ...
+
+
+class DocumentStore(Protocol):
+    """Small documents by name, which are never evicted: the histories of sessions."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a document, whole or not at all. Raises StoreError."""
+        ...
+
+    def get(self, name: str) -> bytes | None:
+        """Returns a document; None where there is none that is whole."""
+        ...
+
+    def documents(self) -> dict[str, bytes]:
+        """Returns all whole documents of every model: "namespace/name" -> content."""
+        ...
+
+    def delete(self, name: str) -> bool:
+        """Deletes the document `name`, or "namespace/name" as `documents` says it. Returns False where there is
+        none."""
+        ...
+
+
+class StorageTier(ChunkStore, DocumentStore, Protocol):
+    """What sessions need of the tier below host memory: their chunks and their histories."""
+
+
+def read_through(store: ChunkStore, name: NamedChunk) -> bool:
+    """Reads every layer of the chunk `name`, so that the store notices damage. Returns whether it is there, whole."""
+    chunk = store.find(name.parent, name.lineage, name.tokens)
+    if chunk is None:
+        return False
+    block = memoryview(bytearray(chunk.layer_bytes))
+    return all(chunk.read_layer(layer, block) for layer in range(store.layers))

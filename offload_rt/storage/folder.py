@@ -1,0 +1,230 @@
+"""The folder of a disk store: one writer at a time, its files within a limit, and what leaves when there is no room."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ..config import StoreOptions
+from ..errors import StoreError
+from .index import DiskIndex
+
+CHUNKS, DAMAGED = ".kv", ".damaged"
+"""Suffixes of chunks, and of documents that were put aside."""
+
+_TEMPORARY, _LOCK = ".tmp", "lock"
+_OURS = re.compile(
+    r"[0-9a-f]{32}/([0-9a-f]{2}/[0-9a-f]{32}(\.kv|\.\d+\.\d+\.tmp)|[^/]+(\.doc|\.damaged|\.\d+\.\d+\.tmp))"
+)
+"""Paths below the folder that are the store's: whatever else a user keeps there is neither counted nor touched."""
+
+
+class StoreFolder:
+    """The files of one store in the folder `path`, never more than `options.limit` bytes, temporaries included.
+
+    One process writes, under an advisory lock (`fcntl.flock`, which ends with the process however it ends); any number
+    read. The index is a scan of names, sizes and times at start: the order of eviction is that of `options.policy` over
+    modification times, which `touch` moves, and over what `expect` said. Eviction spares what is pinned. Any thread may
+    call; one lock (`mutex`) guards the index, and callers hold it where two calls belong together.
+
+    Raises StoreError where the folder cannot be used or another process writes to it.
+    """
+
+    def __init__(self, path: Path, options: StoreOptions, *, read_only: bool, clock: Callable[[], int]) -> None:
+        """clock: nanoseconds since 1970."""
+        self.path, self.read_only = path, read_only
+        self.last_error = ""
+        self.mutex = threading.RLock()
+        self._index = DiskIndex(options.limit, options.policy, options.ttl, clock)
+        self._temporaries = 0
+        self._lock = -1
+        with self.usable():
+            if not read_only:
+                path.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+            self._scan()
+        if not read_only:
+            self.make_room(0)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of all files, those being written at their full size."""
+        return self._index.bytes_used
+
+    @property
+    def files(self) -> list[Path]:
+        """All files that count."""
+        return list(self._index.files)
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._index
+
+    @contextlib.contextmanager
+    def usable(self) -> Iterator[None]:
+        """Turns an OSError of what is done within into a StoreError that names the folder."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"cannot use the store {str(self.path)!r}: {error.strerror or error}; give a folder on a disk with "
+                "room where you may write"
+            ) from error
+
+    # ------------------------------------------------------------------------------------------------ order of leaving
+
+    def touch(self, paths: Sequence[Path]) -> None:
+        """Takes note that `paths` were used now, the last one first: it leaves before those ahead of it. With policy
+        fifo nothing changes."""
+        if self.read_only:
+            return
+        with self.mutex:
+            for path in reversed(paths):
+                self._index.use(path)
+
+    def expect(self, paths: Sequence[Path]) -> None:
+        """Takes note that `paths`, known or not, will be used, soonest first, and nothing else."""
+        with self.mutex:
+            self._index.window(paths)
+
+    def pin(self, paths: Iterable[Path]) -> None:
+        """Keeps `paths`, known or not, from being evicted until as many `unpin`."""
+        with self.mutex:
+            self._index.pin(paths)
+
+    def unpin(self, paths: Iterable[Path]) -> None:
+        """Takes a pin back."""
+        with self.mutex:
+            self._index.unpin(paths)
+
+    # ----------------------------------------------------------------------------------------------------------- room
+
+    def make_room(self, size: int, *, pinned: bool = False) -> bool:
+        """Evicts until `size` more bytes fit within the limit, with `pinned` also what is pinned. Returns False where
+        that cannot be, and then nothing is evicted."""
+        with self.mutex:
+            victims = self._index.victims(size, pinned=pinned)
+            for path in victims or ():
+                self.discard(path)
+            return victims is not None
+
+    def make_disk_room(self, size: int) -> bool:
+        """Removes chunks, the next to leave first, until a full disk has `size` bytes more. Returns False, and removes
+        nothing, where all of them are not enough."""
+        with self.mutex:
+            chunks = self._index.chunks()
+            if sum(have for _, have in chunks) < size:
+                return False
+            for path, have in chunks:
+                self.discard(path)
+                if (size := size - have) <= 0:
+                    break
+            return True
+
+    def reserve(self, path: Path, size: int) -> Path | None:
+        """Takes `size` bytes for the file `path`. Returns the temporary file to write; None where `path` is there
+        already, or where there is no room."""
+        with self.mutex:
+            if path in self._index or not self.make_room(size):
+                return None
+            self._index.reserved += size
+            return self.temporary(path)
+
+    def temporary(self, path: Path) -> Path:
+        """Returns the name of a new temporary file beside `path`."""
+        with self.mutex:
+            self._temporaries += 1
+            return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
+
+    def finish(self, temporary: Path, path: Path, size: int) -> None:
+        """Gives a reserved file, which is whole and durable, its name. Raises OSError."""
+        with self.mutex:
+            os.replace(temporary, path)
+            self._index.reserved -= size
+            self._index.enter(path, size)
+
+    def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
+        """Removes what was written of a reserved file; `error` says what the disk refused, if it did."""
+        with self.mutex:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            self._index.reserved -= size
+            if error is not None:
+                self.last_error = f"cannot write {str(temporary)!r}: {error.strerror or error}"
+
+    def enter(self, path: Path, size: int) -> None:
+        """Takes note of a file that was written, or replaced."""
+        with self.mutex:
+            self._index.enter(path, size)
+
+    def put_aside(self, path: Path) -> None:
+        """Renames a damaged document, so that nobody finds it and a person still can."""
+        with self.mutex, contextlib.suppress(OSError):
+            aside = path.with_suffix(DAMAGED)
+            size = path.stat().st_size
+            os.replace(path, aside)
+            self._index.forget(path)
+            self._index.enter(aside, size)
+
+    def discard(self, path: Path) -> None:
+        """Removes a file that is damaged or not wanted any more; readers leave that to the writer."""
+        if self.read_only:
+            return
+        with self.mutex:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._index.forget(path)
+
+    # --------------------------------------------------------------------------------------------------- lock and scan
+
+    def close(self) -> None:
+        """Lets the next writer in. A second call does nothing."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            self.close()
+            raise StoreError(
+                f"the store {str(self.path)!r} is being written by another process ({holder or 'unknown'}): one "
+                "process writes at a time; end that one, or use another folder"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"process {os.getpid()}\n".encode(), 0)
+
+    def _scan(self) -> None:
+        """Enters what is there. Temporaries of a writer that died are removed."""
+        found = []
+        for path in self._ours():
+            with contextlib.suppress(OSError):
+                if path.suffix == _TEMPORARY and not self.read_only:
+                    path.unlink()
+                elif path.suffix != _TEMPORARY:
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, path, status.st_size))
+        self._index.load(found)
+
+    def _ours(self) -> Iterator[Path]:
+        for pattern in ("*/*.*", "*/*/*.*"):
+            for path in self.path.glob(pattern):
+                if _OURS.fullmatch(path.relative_to(self.path).as_posix()) and path.is_file():
+                    yield path
+
+    def check_integrity(self) -> None:
+        """Asserts that index, files and limit agree (nobody may be writing)."""
+        with self.mutex:
+            self._index.check_integrity()
+            files, there = self._index.files, set(self._ours())
+            assert there == set(files), there ^ set(files)
+            assert all(path.stat().st_size == file.size for path, file in files.items())
