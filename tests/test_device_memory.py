@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.allocations import count, device_selection, older_objects_apart
+from support.device_link import staged
 from support.tiny_models import NAMES, tiny_model, tiny_prompt
 from torch import nn
 
@@ -25,7 +26,6 @@ from offload_rt.planning.device_plan import plan_device
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.select.options import InfiniGenOptions
 from offload_rt.select.registry import memory_demand
-from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights import WeightStream
 
@@ -144,14 +144,6 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ under the limit
-
-
-def staged(llm: LLM) -> LLM:
-    """With the link of a device that has memory of its own, the CPU being that device."""
-    runner = llm._runner
-    streams = (InlineStream(), InlineStream())
-    runner.link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=streams)
-    return llm
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,15 @@ needs_data = pytest.mark.skipif(not (DATA / "tasks").is_dir(), reason=f"no task 
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("OFFLOAD_RT_DATA", str(DATA))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_our_tasks() -> Iterator[None]:
+    """The harness reads its own thousands of task files for each manager, which takes five seconds."""
+    whole = TaskManager.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskManager, "__init__", functools.partialmethod(whole, include_defaults=False))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -97,11 +98,9 @@ def measure(model: Any, task: str, config: TasksConfig) -> Row:
     """One task: `metrics` {name: [value, standard error]}, and of each document its metrics, its requests'
     log-likelihoods and its text; what the model spent on it."""
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
     from .lm_eval_adapter import TASKS
 
-    paths = [str(TASKS), *([config.include_path] if config.include_path else [])]
     for spent in (getattr(model, name, []) for name in ("attended_fractions", "link_fractions")):
         spent.clear()
     done = simple_evaluate(
@@ -109,7 +108,7 @@ def measure(model: Any, task: str, config: TasksConfig) -> Row:
         tasks=[task],
         num_fewshot=config.num_fewshot,
         limit=config.limit,
-        task_manager=TaskManager(include_path=paths),
+        task_manager=_task_manager(str(TASKS), *([config.include_path] if config.include_path else [])),
         log_samples=True,
         bootstrap_iters=1000,
         random_seed=config.seed,
@@ -131,6 +130,14 @@ def measure(model: Any, task: str, config: TasksConfig) -> Row:
             for sample in samples
         ],
     }
+
+
+@functools.cache
+def _task_manager(*folders: str) -> Any:
+    """Returns the harness' tasks with those of `folders`; the harness takes seconds to read its thousands of files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=list(folders))
 
 
 def _number(value: Any) -> float | None:
