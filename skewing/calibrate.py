@@ -15,13 +15,14 @@ from typing import Final
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..config import SkewMethod, Source
+from ..config import SkewMethod
+from ..core import KVPart
 from ..errors import ArtifactError, InputError, ModelError
-from ..kernels.causal import attend_causal
 from ..models.adapter import ModelAdapter
+from ..models.exact_layer import guessed_input, keys_and_values, residual_after_attention, slices_of
 from ..models.registry import LoadedModel
 from .artifact import VERSION, SkewArtifact
-from .guess import Correction, GuessSums
+from .guess import SOURCES, Correction, GuessSums
 from .rotation import BASES, Moments
 
 TEXT: Final = "black_arrow.txt"
@@ -138,7 +139,7 @@ def _segment_sums(
     """For each layer: sum of q q^T `[Hkv, d, d]`, of k k^T `[Hkv, d, d]` and of k `[Hkv, d]` over `tokens` `[T]`,
     spread over the positions below `limit`. Adds what the layer before guessed to `guesses`."""
     geometry = adapter.geometry
-    slices = [slice(start, min(start + SLICE, len(tokens))) for start in range(0, len(tokens), SLICE)]
+    slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
     natural, spread = ([p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device)))
     hidden = [adapter.embed(tokens[s], at) for s, at in zip(slices, natural, strict=True)]
@@ -148,17 +149,13 @@ def _segment_sums(
         if layer + 1 == geometry.layers:
             return
         after = layer + 1
-        pairs = [adapter.key_value(layer, x, at) for x, at in zip(inputs, natural, strict=True)]
-        k, v = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
+        parts = list(keys_and_values(adapter, layer, inputs, natural))
+        kv = KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
         for i, s in enumerate(slices):
             q = adapter.query(layer, inputs[i], natural[i])
-            seen = k[:, : s.stop], v[:, : s.stop]
-            out = attend_causal(q, *seen, geometry.scales[layer], geometry.windows[layer])
-            residual = adapter.after_attention(layer, hidden[i], out.transpose(0, 1).flatten(1))
-            guessed: dict[Source, torch.Tensor] = {
-                "attention_input": inputs[i],
-                "normed_input": adapter.attention_input(after, hidden[i]),
-                "residual": adapter.attention_input(after, residual),
+            residual = residual_after_attention(adapter, layer, hidden[i], q, kv, s.stop)
+            guessed = {
+                source: guessed_input(adapter, after, source, hidden[i], inputs[i], residual) for source in SOURCES
             }
             hidden[i] = adapter.mlp(layer, residual)
             guesses.add(after, guessed, adapter.attention_input(after, hidden[i]))

@@ -19,8 +19,8 @@ from ...core import KVPart, Visible
 from ...engine.stats import Fractions, layer_means
 from ...forward.attention import attend, group_weights
 from ...forward.trace import Trace
-from ...kernels.causal import attend_causal
 from ...models.adapter import ModelAdapter
+from ...models.exact_layer import guessed_input, residual_after_attention
 from ...pool.kv_format import kv_format
 from ...select.base import KeyReader, Policy, PolicyState
 from ...transfer.plan import attended_tokens
@@ -105,8 +105,7 @@ def prefill_layers(adapter: ModelAdapter, tokens: Sequence[int]) -> Prefix:
         for part, tensor in ((found.q, q), (found.k, k), (found.v, v)):
             part.append(tensor)
         if layer < geometry.layers - 1:
-            out = attend_causal(q, k, v, geometry.scales[layer], geometry.windows[layer])
-            x = adapter.mlp(layer, adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1)))
+            x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), len(tokens)))
     return found
 
 
@@ -193,12 +192,8 @@ class _Pass:
         if layer == self.geometry.layers or layer in self.policy.dense_layers or self.policy.query_source == "query":
             return None
         adapter, at = self.adapter, self.positions[self.start :]
-        source = {
-            "attention_input": lambda: attention_input,
-            "normed_input": lambda: adapter.attention_input(layer, x),
-            "residual": lambda: adapter.attention_input(layer, residual),
-        }[self.policy.query_source]()
-        return adapter.query(layer, self.policy.correct_guess(layer, source), at)
+        guess = guessed_input(adapter, layer, self.policy.query_source, x, attention_input, residual)
+        return adapter.query(layer, self.policy.correct_guess(layer, guess), at)
 
     def _decoded(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor | None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..core import KVPart
-from ..kernels.causal import attend_causal
 from ..models.adapter import ModelAdapter
+from ..models.exact_layer import keys_and_values, residual_after_attention, slices_of
 from ..transfer.link import Link
 from .sequence import Sequence
 
@@ -44,8 +44,9 @@ class Prefill:
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         self._adapter, self._link = adapter, link
-        self._slice_tokens, self._want_logits, self._before_layer = slice_tokens, want_logits, before_layer
+        self._want_logits, self._before_layer = want_logits, before_layer
         self._start = sequence.blocks.length
+        self._slices = slices_of(stop - self._start, slice_tokens)
         self._learn_from = 0 if sequence.unlearned else self._start
         self._positions = torch.arange(self._start, stop, device=adapter.device) + sequence.shift
         tokens = torch.tensor(sequence.tokens[self._start : stop], device=adapter.device)
@@ -61,10 +62,6 @@ class Prefill:
         """Whether every layer has run."""
         return self.layer == self._adapter.geometry.layers
 
-    def _slices(self) -> Iterator[slice]:
-        tokens = self.tokens
-        return (slice(a, min(a + self._slice_tokens, tokens)) for a in range(0, tokens, self._slice_tokens))
-
     def run_layer(self) -> None:
         """Computes one layer for all tokens."""
         last = self._adapter.geometry.layers - 1
@@ -79,14 +76,13 @@ class Prefill:
         self.layer += 1
 
     def _keys_and_values(self) -> Iterator[KVPart]:
-        for s in self._slices():
-            attention_input = self._adapter.attention_input(self.layer, self._hidden[s])
-            yield KVPart(*self._adapter.key_value(self.layer, attention_input, self._positions[s]))
+        inputs = (self._adapter.attention_input(self.layer, self._hidden[s]) for s in self._slices)
+        return keys_and_values(self._adapter, self.layer, inputs, (self._positions[s] for s in self._slices))
 
     def _attention_and_mlp(self, kv: KVPart, *, last: bool) -> None:
         """The layer's second half. Of the last layer only the last token's output is ever read."""
-        adapter, geometry, layer = self._adapter, self._adapter.geometry, self.layer
-        for s in self._slices():
+        adapter, layer = self._adapter, self.layer
+        for s in self._slices:
             attention_input = adapter.attention_input(layer, self._hidden[s])
             q = adapter.query(layer, attention_input, self._positions[s])
             self.sequence.state.on_queries(layer, q, kv.k, self._start + s.start)
@@ -94,9 +90,6 @@ class Prefill:
                 if not self._want_logits or s.stop < self.tokens:
                     continue
                 q, s = q[:, -1:], slice(s.stop - 1, s.stop)
-            seen = self._start + s.stop
-            attended = attend_causal(q, kv.k[:, :seen], kv.v[:, :seen], geometry.scales[layer], geometry.windows[layer])
-            attended = attended.transpose(0, 1).reshape(s.stop - s.start, -1)
-            residual = adapter.after_attention(layer, self._hidden[s], attended)
+            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, self._start + s.stop)
             self._hidden[s] = adapter.mlp(layer, residual)
         self.sequence.state.on_keys(layer, kv.k[:, self._learn_from :], self._learn_from)
