@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from . import lists, segments
+from . import lists, low_bit_lists, segments
 from .lists import Scores
+from .low_bit import Layout
 from .pointer_table import PointerTable
 from .segments import Run
 
@@ -161,3 +162,35 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
         from . import triton_segments as module
     whole: tuple[torch.Tensor, torch.Tensor] = module.attend_runs(q, runs, scale)
     return whole
+
+
+def append_low_bit_keys(
+    k: torch.Tensor,
+    basis: torch.Tensor,
+    mean: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    slots: torch.Tensor,
+) -> None:
+    """See `low_bit_lists.append_keys`."""
+    low_bit_lists.append_keys(k, basis, mean, layout, storages, slots)
+
+
+def append_low_bit_values(
+    v: torch.Tensor, mixing: torch.Tensor, layout: Layout, storages: PointerTable, slots: torch.Tensor
+) -> None:
+    """See `low_bit_lists.append_values`."""
+    low_bit_lists.append_values(v, mixing, layout, storages, slots)
+
+
+def low_bit_scores(
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    tokens: int,
+) -> Scores:
+    """See `low_bit_lists.scores`."""
+    return low_bit_lists.scores(q, mean, layout, storages, starts, stops, tokens)

@@ -65,7 +65,7 @@ def partial_scores(
     for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
         n = min(tokens, own.shape[2])
         there[:, :, :n] = torch.bmm(query, own[:, :, :n].to(q.dtype))
-    return _within(scores, starts, stops)
+    return within(scores, starts, stops)
 
 
 def quantised_scores(
@@ -84,10 +84,11 @@ def quantised_scores(
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
         n = min(tokens, own.shape[1] * (8 // bits))
         there[:, :, :n] = packed_scores(query, own, mean, step, bits)[:, :, :n]
-    return _within(scores, starts, stops)
+    return within(scores, starts, stops)
 
 
-def _within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> Scores:
+    """Scores `[P, G, N]` with -inf outside [start, stop) of each list."""
     token = torch.arange(scores.shape[2], device=scores.device)
     outside = (token < starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)

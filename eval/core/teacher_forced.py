@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import KVPart, Visible
+from ...core import KVPart, Selection, Visible
 from ...engine.stats import Fractions, layer_means
-from ...forward.attention import attend, group_weights
+from ...forward.attention import attend, group_weights, join_tail
 from ...forward.trace import Trace
 from ...models.adapter import ModelAdapter
 from ...models.exact_layer import guessed_input, residual_after_attention
@@ -179,6 +179,7 @@ class _Pass:
             if layer not in self.policy.dense_layers:
                 self.state.on_queries(layer, prefix.q[layer], prefix.k[layer], 0)
                 self.state.on_keys(layer, prefix.k[layer], 0)
+                self.state.on_values(layer, prefix.v[layer], 0)
             k, v = torch.cat((prefix.k[layer], k), 1), torch.cat((prefix.v[layer], v), 1)
         out = self._decoded(layer, q, k, v, guess)
         residual = adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1))
@@ -232,7 +233,9 @@ class _Pass:
                 if moved is not None:
                     self.state.on_moved(layer, *moved)
                 self.state.on_keys(layer, rows.exact.k[:, token : token + 1], slots.newest)
+                self.state.on_values(layer, rows.exact.v[:, token : token + 1], slots.newest)
                 selected = self._select(layer, q[:, t], chosen[:, t], visible, slots)
+                rows.tails.append(self.state.tail(layer, q[:, t], visible, Selection(selected)))
                 count = selected.shape[1]
                 rows.attended[:, t, resident] = True
                 rows.attended[:, t].scatter_(1, slots.tokens(selected), True)
@@ -283,7 +286,7 @@ class _Pass:
             scores = _scores(grouped, rows.exact.k).masked_fill_(~rows.causal[block], -math.inf)
             chosen = self._chosen_scores(grouped, scores, rows, block)
             chosen.masked_fill_(~rows.attended[:, block].unsqueeze(1), -math.inf)
-            mine = self._mix(chosen.softmax(-1), rows, block)
+            mine = rows.join_tails(self._mix(chosen.softmax(-1), rows, block), chosen, block)
             out[:, block] = mine.reshape(heads, -1, d)
             if dense:
                 continue
@@ -321,9 +324,21 @@ def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 class _Rows:
     """One layer's K and V `[Hkv, N, d]` as they are and as they are stored; bool: causal `[T, N]`, what the model
-    itself sees; attended `[Hkv, T, N]` and resident `[T, N]`, filled position by position."""
+    itself sees; attended `[Hkv, T, N]` and resident `[T, N]`, filled position by position, and so are the policy's
+    estimates of what it leaves out, if it makes any."""
 
     def __init__(self, exact: KVPart, stored: KVPart, causal: torch.Tensor) -> None:
         self.exact, self.stored, self.causal = exact, stored, causal
         self.attended = torch.zeros(len(exact.k), *causal.shape, dtype=torch.bool, device=causal.device)
         self.resident = torch.zeros_like(causal)
+        self.tails: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+
+    def join_tails(self, out: torch.Tensor, scores: torch.Tensor, block: slice) -> torch.Tensor:
+        """Attention over attended rows and tails `[Hkv, G, T, d]` of the positions in `block`, from the attention `out`
+        over the attended rows alone and their scores `[Hkv, G, T, N]`, -inf elsewhere."""
+        tails = [tail for tail in self.tails[block] if tail is not None]
+        if not tails:
+            return out
+        estimate, lse = (torch.stack(part, 1) for part in zip(*tails, strict=True))
+        exact_lse = scores.logsumexp(-1)
+        return join_tail(out, exact_lse, estimate.view_as(out), lse.view_as(exact_lse))

@@ -195,12 +195,15 @@ class Swap:
 
     @torch.inference_mode()
     def _learn(self, sequence: Sequence) -> None:
-        """The policy's state as it was: it is made from keys alone."""
+        """The policy's state as it was: it is made from rows alone."""
         runner = self._runner
         for layer in range(runner.adapter.geometry.layers):
             if layer not in runner.policy.dense_layers:
-                keys = sequence.keys(layer, range(sequence.position))
-                sequence.state.on_keys(layer, keys.to(runner.adapter.device), 0)
+                start = 0
+                for rows in runner.pool.runs(sequence.blocks, layer, range(sequence.position)):
+                    sequence.state.on_keys(layer, rows.k.to(runner.adapter.device), start)
+                    sequence.state.on_values(layer, rows.v.to(runner.adapter.device), start)
+                    start += rows.k.shape[1]
         sequence.unlearned = 0
 
 

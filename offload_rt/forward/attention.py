@@ -30,6 +30,13 @@ def _attend_part(q: torch.Tensor, part: KVPart, scale: float) -> tuple[torch.Ten
     return part.mix(weights).to(lse.dtype), lse
 
 
+def join_tail(out: torch.Tensor, lse: torch.Tensor, tail: torch.Tensor, tail_lse: torch.Tensor) -> torch.Tensor:
+    """Attention over exact rows and tail together, one softmax over both: `[..., d]` in the dtype of `out`, from the
+    attention over each, outs `[..., d]` and log-sum-exps `[...]` (of an empty tail 0 and -inf)."""
+    whole, _ = merge_lse([out.to(lse.dtype), tail.to(lse.dtype)], [lse, tail_lse.to(lse.dtype)])
+    return whole.to(out.dtype)
+
+
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """Natural log of the sum of exp(scale * q·k) over all keys: `[H]` from q `[H, d]` and k `[Hkv, n, d]`, computed
     where the keys lie. With the lse of the attended rows it gives the attention mass that a selection misses."""

@@ -12,7 +12,7 @@ from ..core import KVPart, Selection, Visible
 from ..kernels.h2d_copy import to_device
 from ..transfer.link import Ticket
 from ..transfer.plan import attended_tokens
-from .attention import attend, group_weights, scores_lse
+from .attention import attend, group_weights, join_tail, scores_lse
 from .batch import Step
 from .sequence import Sequence
 
@@ -56,6 +56,7 @@ class PerSequenceStrategy:
             sequence.trace.bytes_to_host += self._step.link.append(sequence.blocks, layer, slot, key, value)
             if self._step.selects(layer):
                 sequence.state.on_keys(layer, key, slot)
+                sequence.state.on_values(layer, value, slot)
 
     def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
         """See `Strategy.fetch`."""
@@ -104,21 +105,22 @@ class PerSequenceFetch:
         if fetch.selection is None:
             return attend(q, parts, scale)[0]
         sequence.trace.spare(layer, fetch.visible, fetch.selection.count, fetch.ticket)
-        selected = fetch.selection.tokens
+        selection = fetch.selection
         extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
         if extra is not None:
             parts = parts + self._fetch_repair(sequence, fetch.visible, extra)
-            selected = torch.cat((selected, extra.tokens), dim=1)
+            selection = Selection(torch.cat((selection.tokens, extra.tokens), dim=1))
         if step.recorder is not None:
-            step.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selected))
+            step.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
         out, lse = attend(q, parts, scale)
         if step.policy.wants_weights:
-            tokens = attended_tokens(fetch.visible, selected)
+            tokens = attended_tokens(fetch.visible, selection.tokens)
             sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
         if sequence.trace.probing:
             step.link.settle(sequence.blocks)  # the newest row may still be on its way to the pool
             sequence.trace.miss(layer, lse, scores_lse(q, sequence.keys(layer, fetch.visible.all), scale))
-        return out
+        tail = sequence.state.tail(layer, q, fetch.visible, selection)
+        return out if tail is None else join_tail(out, lse, *tail)
 
     def _fetch_repair(self, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
         ticket = self.step.link.fetch_more(sequence.blocks, self.layer, extra)

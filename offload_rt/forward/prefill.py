@@ -19,7 +19,7 @@ from .sequence import Sequence
 
 class Prefill:
     """The prefill of tokens [block table.length, stop) of one sequence, one layer a call, so that running decodes need
-    not wait for all of it. What the block table has already (a reused prefix) is loaded layer by layer, and its keys
+    not wait for all of it. What the block table has already (a reused prefix) is loaded layer by layer, and its rows
     are made known to the policy if they are not yet. The pool must have room reserved. When the last layer is done,
     `logits` holds what follows token stop - 1, if it was asked for, and the caller commits the block table."""
 
@@ -93,3 +93,4 @@ class Prefill:
             residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, self._start + s.stop)
             self._hidden[s] = adapter.mlp(layer, residual)
         self.sequence.state.on_keys(layer, kv.k[:, self._learn_from :], self._learn_from)
+        self.sequence.state.on_values(layer, kv.v[:, self._learn_from :], self._learn_from)

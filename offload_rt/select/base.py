@@ -3,10 +3,13 @@
 A `Policy` is immutable and shared; a `PolicyState` belongs to one sequence, holds whatever the policy remembers of it
 (scoring keys, accumulated attention, chunk bounds), and forks with it. The loop calls, for each sequence:
 
-    prefill, layer l      state.on_queries(l, q, k, start) for each slice of queries, then state.on_keys(l, k, 0)
+    prefill, layer l      state.on_queries(l, q, k, start) for each slice of queries, then state.on_keys(l, k, 0) and
+                          state.on_values(l, v, 0)
     decode, layer l       state.on_keys(l, k, N - 1)            one key, before layer l attends
+                          state.on_values(l, v, N - 1)          its value
                           state.select(l, q, visible)           once, at the moment `Policy.source` names
                           state.repair(l, q, visible, sel)      with layer l's true query, before it attends
+                          state.tail(l, q, visible, sel)        what was not selected, from what the state holds
                           state.on_attended(l, ...)             only if `wants_weights`
 
 A layer in `dense_layers` is never asked.
@@ -61,6 +64,10 @@ class PolicyState(Protocol):
         the last call for this layer ended, or a slot whose token has been moved or evicted."""
         ...
 
+    def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
+        """The values `[Hkv, m, d]` of the keys that `on_keys` was given last for the layer."""
+        ...
+
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """The token in slot `source` now lies in slot `target`, whose own token is gone; `on_keys` for `source`
         follows. Only called if the policy is `evictable`."""
@@ -73,6 +80,14 @@ class PolicyState(Protocol):
 
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
         """Candidates to fetch in addition, now that the true query `[H, d]` is known; disjoint from `selection`."""
+        ...
+
+    def tail(
+        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """An estimate of the attention of the true query q `[H, d]` over the candidates that are not in `selection`,
+        repairs included: out `[H, d]` and lse `[H]` (natural log; 0 and -inf where there are none), to be joined with
+        the exact rows by log-sum-exp. None where a policy leaves them out."""
         ...
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ import torch
 _ROUND = 64
 
 
-def _capacity(slots: int) -> int:
-    return -(-(slots + slots // 16) // _ROUND) * _ROUND
+def _capacity(slots: int, multiple: int) -> int:
+    return -(-(slots + slots // 16) // multiple) * multiple
 
 
 def most_slots(tokens: int, per_slot: int = 1) -> int:
@@ -25,9 +25,11 @@ class GrowingTensor:
     copies it.
     """
 
-    def __init__(self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """No slots yet: `shape` with 0 in dimension `dim`."""
-        self.dim = dim
+    def __init__(
+        self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device, multiple: int = _ROUND
+    ) -> None:
+        """No slots yet: `shape` with 0 in dimension `dim`. Capacity is a multiple of `multiple`."""
+        self.dim, self._multiple = dim, multiple
         self.data = torch.empty(*shape[:dim], 0, *shape[dim + 1 :], dtype=dtype, device=device)
         self._shared = False
 
@@ -41,7 +43,7 @@ class GrowingTensor:
         capacity = self.data.shape[self.dim]
         if slots > capacity:
             shape = list(self.data.shape)
-            shape[self.dim] = _capacity(slots)
+            shape[self.dim] = _capacity(slots, self._multiple)
             data = self.data.new_empty(shape)
             data.narrow(self.dim, 0, capacity).copy_(self.data)
             self.data, self._shared = data, False
@@ -52,6 +54,6 @@ class GrowingTensor:
     def fork(self) -> GrowingTensor:
         """A second owner of the same contents."""
         twin = object.__new__(GrowingTensor)
-        twin.dim, twin.data = self.dim, self.data
+        twin.dim, twin._multiple, twin.data = self.dim, self._multiple, self.data
         self._shared = twin._shared = True
         return twin

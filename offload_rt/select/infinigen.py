@@ -13,6 +13,7 @@ import torch
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
 from ..kernels.h2d_copy import copy_into, to_device
+from ..kernels.low_bit import Layout
 from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
 from ..skewing.artifact import SkewArtifact, artifact_bytes
 from ..skewing.guess import SOURCES
@@ -21,6 +22,7 @@ from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .budget import budget_tokens, check_dense_layers
 from .demand import MemoryDemand
 from .key_lists import KeyLists, Rule, Spans
+from .low_bit_rows import VALUE_BITS, LowBitRows, RowBasis, basis_bytes, row_bytes
 from .options import InfiniGenOptions
 from .passive import PassiveState
 from .registry import PolicyContext
@@ -30,9 +32,9 @@ from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, ScoringKeys, k
 class InfiniGenState(PassiveState):
     """One sequence's scoring keys and the rule that reads them."""
 
-    def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
-        self._policy = policy
-        self._keys = keys
+    def __init__(self, policy: InfiniGen, keys: ScoringKeys, tail: LowBitRows | None = None) -> None:
+        """With a `tail`, it holds the scoring keys too."""
+        self._policy, self._keys, self._tail = policy, keys, tail
 
     @property
     def scoring_keys(self) -> ScoringKeys:
@@ -59,6 +61,11 @@ class InfiniGenState(PassiveState):
         if layer not in self._policy.dense_layers:
             assert start <= self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
             self._keys.write(layer, k.to(self._policy.keys_device), start)
+
+    def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
+        """Values v `[Hkv, m, d]` enter the tail, where there is one."""
+        if self._tail is not None and layer not in self._policy.dense_layers:
+            self._tail.write_values(layer, v.to(self._policy.keys_device), start)
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """The scoring key of a token moves with its rows."""
@@ -111,9 +118,23 @@ class InfiniGenState(PassiveState):
         extra = extend_selection(scores, attended, options.max_missed_mass, most)
         return Selection((extra + first).to(q.device)) if extra.shape[1] else None
 
+    def tail(
+        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `PolicyState.tail`: from low-bit rows, with option `tail`."""
+        if self._tail is None or not visible.candidates:
+            return None
+        out, lse = self._tail.attend(
+            layer, q.to(self._policy.keys_device), visible.candidates, _meant(selection).to(self._policy.keys_device)
+        )
+        return out.to(q.device), lse.to(q.device)
+
     def fork(self, keys: KeyReader) -> InfiniGenState:
-        """Shares the scoring keys until either side writes."""
-        return InfiniGenState(self._policy, self._keys.fork())
+        """Shares scoring keys and tail until either side writes."""
+        if self._tail is None:
+            return InfiniGenState(self._policy, self._keys.fork())
+        tail = self._tail.fork()
+        return InfiniGenState(self._policy, tail, tail)
 
     def check_integrity(self) -> None:
         """Asserts that the scoring keys are consistent and belong to sparse layers."""
@@ -149,7 +170,7 @@ class InfiniGen:
         self.options = replace(options, alpha=self.alpha)
         self.geometry = geometry
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
-        asks = keys_on_host or options.budget is not None or options.max_missed_mass is not None
+        asks = keys_on_host or not (options.budget is options.max_missed_mass is None) or options.tail != "off"
         self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
         """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
         self.query_source: QuerySource = options.source
@@ -158,7 +179,9 @@ class InfiniGen:
         self.wants_queries = options.scorer == "partial" and options.columns == "prompt"
         self.lineage = self._lineage(artifact)
         self._correction = self._corrections(artifact, device, dtype)
-        self._new_keys = self._keys_factory(artifact.to(self.keys_device), self.keys_device, dtype)
+        own = artifact.to(self.keys_device)
+        self._new_tail = None if options.tail == "off" else self._tail_factory(own, dtype)
+        self._new_keys = self._keys_factory(own, self.keys_device, dtype) if self._new_tail is None else self._new_tail
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
@@ -170,14 +193,19 @@ class InfiniGen:
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         """Scoring keys of the layers that select, their bases and corrections, and the artifact these are made of."""
         dense = tuple(sorted(set(options.dense_layers)))
-        selecting, compute = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32).itemsize
-        # The artifact comes whole and is cut; queries and keys have a basis each.
-        bases = 2 * geometry.kv_heads * geometry.head_dim**2 * selecting * compute
+        selecting, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
+        # The artifact comes whole and is cut; queries and keys have a basis each, values one for all heads.
+        square = geometry.head_dim**2 * selecting * wide.itemsize
+        bases = 2 * geometry.kv_heads * square if options.tail == "off" else selecting * basis_bytes(geometry, wide)
         return MemoryDemand(
             dense,
             options.sinks + options.recent,
             share=max(options.max_fraction, options.budget or 0.0),
-            key_bytes=float(key_bytes(options.scorer, options.partial_ratio, geometry, dtype)),
+            key_bytes=(
+                row_bytes(options.tail, geometry)
+                if options.tail != "off"
+                else float(key_bytes(options.scorer, options.partial_ratio, geometry, dtype))
+            ),
             basis_bytes=bases + artifact_bytes(geometry),
             guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
         )
@@ -203,7 +231,10 @@ class InfiniGen:
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
         """An empty state; the full keys are never read."""
-        return InfiniGenState(self, self._new_keys())
+        if self._new_tail is None:
+            return InfiniGenState(self, self._new_keys())
+        tail = self._new_tail()
+        return InfiniGenState(self, tail, tail)
 
     def _lineage(self, artifact: SkewArtifact) -> str:
         """The options and the artifact decide what a sparse layer saw, hence its tokens' deeper KV."""
@@ -212,6 +243,17 @@ class InfiniGen:
         for tensor in [*tensors, artifact.slope, artifact.offset]:
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return f"infinigen-{digest.hexdigest()[:16]}"
+
+    def _tail_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:
+        """What makes a sequence's low-bit rows, with the bases they share made once."""
+        geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
+        bases = {
+            layer: RowBasis.of(artifact, layer, geometry.scales[layer], compute)
+            for layer in range(geometry.layers)
+            if layer not in self.dense_layers
+        }
+        layout = Layout(geometry.head_dim, VALUE_BITS[self.options.tail])
+        return lambda: LowBitRows(bases, layout, self.keys_device)
 
     def _keys_factory(
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
@@ -239,6 +281,14 @@ class InfiniGen:
         mean, std = artifact.key_mean[..., cut].to(compute), artifact.key_std[..., cut].to(compute)
         quantisers = {layer: Quantiser.fit(basis, mean[layer], std[layer], bits) for layer, basis in bases.items()}
         return lambda: QuantisedKeys(quantisers, bits, device)
+
+
+def _meant(selection: Selection) -> torch.Tensor:
+    """int64 `[Hkv, n]`: the tokens of a selection that are meant, -1 in place of the others."""
+    if selection.counts is None:
+        return selection.tokens
+    place = torch.arange(selection.count, device=selection.tokens.device)
+    return selection.tokens.masked_fill(place >= selection.counts.unsqueeze(1), -1)
 
 
 def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:

@@ -12,6 +12,7 @@ from .registry import PolicyOptions, register_policy
 
 Scorer = Literal["partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
+TailBits = Literal["off", "int4", "int2"]
 
 
 def _check_window(sinks: int, recent: int, dense_layers: tuple[int, ...]) -> None:
@@ -39,6 +40,9 @@ class InfiniGenOptions(PolicyOptions):
         input, or of layer i-1's residual after its attention.
     corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
     scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
+        With a tail its 4-bit keys score, and this is left at its default.
+    tail: with "int4" or "int2", low-bit copies of all rows stay on the device, keys in 4 bits and values in so many,
+        and what is not selected is estimated from them: one softmax over exact rows and estimate. "off" leaves it out.
     columns: kept columns fixed at calibration, or chosen from each prompt (paper).
     skew: rotation fitted to queries alone (paper) or to queries and keys.
     max_missed_mass: with a number, layer i's true query scores again and rows are fetched until the estimated
@@ -82,6 +86,7 @@ class InfiniGenOptions(PolicyOptions):
         None, help="fetch more until the estimated mass left out is at most M", metavar="M"
     )
     budget: float | None = option(None, help="share of the context attended, (0, 1]", metavar="F")
+    tail: TailBits = option("off", help="estimate what is not selected from values of so many bits", neutral="off")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -96,6 +101,12 @@ class InfiniGenOptions(PolicyOptions):
             f"scorer='int8' scales its columns by calibration; columns={self.columns!r} needs scorer='partial'",
         )
         check_choice("skew", self.skew, get_args(SkewMethod))
+        check_choice("tail", self.tail, get_args(TailBits))
+        check(
+            self.tail == "off" or (self.scorer == "int8" and self.columns == "calibration"),
+            f"tail={self.tail!r} scores with its own 4-bit keys: leave scorer={self.scorer!r} and "
+            f"columns={self.columns!r} at their defaults, or set tail='off'",
+        )
         _check_window(self.sinks, self.recent, self.dense_layers)
         check(
             self.max_missed_mass is None or 0 < self.max_missed_mass < 1,

@@ -32,11 +32,20 @@ class PassiveState:
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Nothing to learn from keys `[Hkv, m, d]`."""
 
+    def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
+        """Nothing to learn from values `[Hkv, m, d]`."""
+
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Nothing is remembered by slot."""
 
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
         """Nothing is added."""
+        return None
+
+    def tail(
+        self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What was not selected is left out."""
         return None
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:

@@ -1,0 +1,164 @@
+"""Low-bit copies of keys and values, and attention over them, in torch: the definitions that faster paths are tested
+against.
+
+A row `[d]` is stored as codes of `bits` bits, `d * bits / 8` bytes, and one step of 8 bits: level c of a row is
+`(c - (2^bits - 1) / 2) * step`, and the step is the row's largest magnitude over 2^(bits - 1), so that nothing is
+clipped. (Steps of least squared error, which clip, are worse here: what the tail of a softmax sums up averages rounding
+but not clipping.) One step for a row is enough because rows arrive mixed: multiplied with an orthogonal matrix that
+spreads what single channels carry over all of them (`mixing`).
+
+Rows lie in blocks of 64 tokens, `Layout`: one tensor of bytes holds all that a layer of a sequence has, at one address.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .selection import quantise_query
+
+BLOCK = 64
+"""Tokens of a block."""
+
+KEY_BITS = 4
+"""Of a number of a key. Two bits ruin scores; values bear them."""
+
+_SMALLEST = (127 - 20) << 3
+"""The step of code 0, 2^-20, as the upper eleven bits of a float32: exponent and three bits of the fraction."""
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def mixing(d: int) -> torch.Tensor:
+    """An orthogonal matrix float64 `[d, d]` all of whose entries are small: the Kronecker product of a Hadamard matrix
+    of the largest power of two in d and a discrete cosine transform of what is left."""
+    odd = d // (d & -d)
+    column = torch.arange(odd, dtype=torch.float64)
+    mixed = torch.cos(math.pi / odd * (column[:, None] + 0.5) * column[None]) * math.sqrt(2 / odd)
+    mixed[:, 0] /= math.sqrt(2)
+    while mixed.shape[0] < d:
+        mixed = torch.cat((torch.cat((mixed, mixed), 1), torch.cat((mixed, -mixed), 1)), 0) / math.sqrt(2)
+    return mixed
+
+
+def encode_steps(steps: torch.Tensor) -> torch.Tensor:
+    """Positive steps of any shape as uint8: rounded up to a float with three bits of fraction, 2^-20 to 2^12."""
+    upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
+    return (upper - _SMALLEST).clamp_(0, 255).to(torch.uint8)
+
+
+def decode_steps(codes: torch.Tensor) -> torch.Tensor:
+    """float32 steps of `encode_steps`."""
+    return ((codes.to(torch.int32) + _SMALLEST) << 20).view(torch.float32)
+
+
+def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows x `[..., d]`, float32 or float64, as packed codes uint8 `[..., d * bits / 8]` and steps uint8 `[...]`. Byte
+    i of a row holds channels i, i + w, ..., w = d * bits / 8 apart, the first in its lowest bits."""
+    steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
+    codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))
+    codes = codes.clamp_(0, (1 << bits) - 1).to(torch.uint8)
+    fields = codes.unflatten(-1, (8 // bits, -1))
+    packed = fields[..., 0, :].clone()
+    for field in range(1, 8 // bits):
+        packed |= fields[..., field, :] << (bits * field)
+    return packed, steps
+
+
+def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes uint8 `[..., d]` of `quantise_rows`."""
+    return torch.cat([(packed >> (bits * field)) & ((1 << bits) - 1) for field in range(8 // bits)], -1)
+
+
+def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """The levels `[..., d]` that packed codes and steps stand for."""
+    levels = unpack_rows(packed, bits).to(dtype) - ((1 << bits) - 1) / 2
+    return levels * decode_steps(steps).to(dtype).unsqueeze(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a block lie: packed keys, packed values, steps of keys, steps of values, of 64 tokens each.
+
+    Storage is uint8 `[Hkv, blocks, block_bytes]`; the parts are views of it, `[Hkv, blocks, 64, ...]`.
+    """
+
+    head_dim: int
+    value_bits: int
+
+    def __post_init__(self) -> None:
+        assert self.head_dim % 4 == 0 and self.value_bits in (2, 4)
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a row's packed key."""
+        return self.head_dim * KEY_BITS // 8
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a row's packed value."""
+        return self.head_dim * self.value_bits // 8
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block."""
+        return BLOCK * (self.key_bytes + self.value_bytes + 2)
+
+    def keys(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed keys `[Hkv, blocks, 64, key_bytes]` and their steps `[Hkv, blocks, 64]`."""
+        steps = BLOCK * (self.key_bytes + self.value_bytes)
+        packed = storage[:, :, : BLOCK * self.key_bytes].unflatten(2, (BLOCK, -1))
+        return packed, storage[:, :, steps : steps + BLOCK]
+
+    def values(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed values `[Hkv, blocks, 64, value_bytes]` and their steps `[Hkv, blocks, 64]`."""
+        first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
+        return storage[:, :, first:steps].unflatten(2, (BLOCK, -1)), storage[:, :, steps + BLOCK :]
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+
+
+def low_bit_scores(q: torch.Tensor, shift: torch.Tensor, packed: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]`, scaled and in the basis of the keys, with packed keys
+    `[Hkv, n, d / 2]` and their steps `[Hkv, n]`; shift `[Hkv, G]` is what a query scores with the mean that was taken
+    from every key.
+
+    The query is rounded to int8 with one scale per head (`selection.quantise_query`): the sum over channels is then an
+    exact integer, the same on every device.
+    """
+    weights, scale = quantise_query(q)
+    sums = torch.bmm(weights.to(q.dtype), unpack_rows(packed, KEY_BITS).to(q.dtype).transpose(1, 2))
+    middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
+    return (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1) * scale + shift.unsqueeze(-1)
+
+
+def tail_attention(
+    q: torch.Tensor,
+    shift: torch.Tensor,
+    storage: torch.Tensor,
+    layout: Layout,
+    tokens: range,
+    skip: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the low-bit rows of `tokens` that are not among `skip` int64 `[Hkv, n]`, which lie in `tokens` or
+    are negative.
+
+    q and shift as in `low_bit_scores`. Returns out `[Hkv, G, d]`, mixed as the values are, and lse `[Hkv, G]` (natural
+    log), float32 (float64 for float64): 0 and -inf where no token is left.
+    """
+    packed, steps = (part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in layout.keys(storage))
+    scores = low_bit_scores(q, shift, packed, steps)
+    hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
+    hidden.scatter_(1, torch.where(skip < 0, len(tokens), skip - tokens.start), True)
+    scores = scores.masked_fill_(hidden[:, :-1].unsqueeze(1), -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+    packed, steps = (part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in layout.values(storage))
+    return torch.bmm(weights, dequantise_rows(packed, steps, layout.value_bits, q.dtype)), lse

@@ -1,0 +1,202 @@
+"""Low-bit copies of a sequence's rows on the compute device: keys of 4 bits to score with, values of 4 or 2 bits beside
+them, so that attention over everything that was not selected can be estimated (the tail).
+
+Keys are stored in a basis in which their rounding costs scores least for its bytes: the calibrated one, its mean taken
+away, every column scaled by the square root of its deviation, and mixed. Values are mixed too; what is mixed is turned
+back once, in the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core import ModelGeometry
+from ..kernels import dispatch
+from ..kernels.lists import Scores
+from ..kernels.low_bit import (
+    BLOCK,
+    KEY_BITS,
+    Layout,
+    low_bit_scores,
+    mixing,
+    quantise_rows,
+    tail_attention,
+)
+from ..kernels.pointer_table import PointerTable
+from ..kernels.selection import select_tokens, skew
+from ..skewing.artifact import SkewArtifact
+from .bases import Basis
+from .growing import GrowingTensor
+from .scoring import LEARNED_AT_ONCE
+
+VALUE_BITS = {"int4": 4, "int2": 2}
+"""Bits of a number of a value, by the name of the option."""
+
+
+def row_bytes(tail: str, geometry: ModelGeometry) -> float:
+    """Bytes of the low-bit rows of one token of one layer."""
+    return geometry.kv_heads * Layout(geometry.head_dim, VALUE_BITS[tail]).block_bytes / BLOCK
+
+
+def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
+    """Bytes of one layer's `RowBasis` in `compute`."""
+    d = geometry.head_dim
+    return (geometry.kv_heads * (2 * d + 1) * d + d * d) * compute.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class RowBasis:
+    """What one layer's keys, queries and values are multiplied with before they are rounded, all columns: `basis` of
+    queries and keys, `mean` `[Hkv, d]` of the keys in it, and the values' `mixing` `[d, d]`."""
+
+    basis: Basis
+    mean: torch.Tensor
+    mixing: torch.Tensor
+
+    @classmethod
+    def of(cls, artifact: SkewArtifact, layer: int, scale: float, dtype: torch.dtype) -> RowBasis:
+        """Of a layer whose q·k is multiplied with `scale`, in `dtype`, where the artifact lies."""
+        mixed = mixing(artifact.query.shape[-1]).to(artifact.query.device)
+        std = artifact.key_std[layer].double()
+        stretch = std.clamp_min(1e-3 * std.amax().clamp_min(1e-30)).sqrt().unsqueeze(1)
+        query = (artifact.query[layer].double() / stretch) @ mixed
+        key = (artifact.key[layer].double() * stretch) @ mixed
+        mean = (artifact.key_mean[layer].double() * stretch.squeeze(1)) @ mixed
+        basis = Basis(query.to(dtype).contiguous(), key.to(dtype).contiguous(), scale)
+        return cls(basis, mean.to(dtype), mixed.to(dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
+        return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes
+
+    def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q `[H, d]` as `[Hkv, G, d]` in the keys' basis and scaled, and what each scores with the mean `[Hkv, G]`."""
+        turned = self.basis.skew_query(q)
+        return turned, torch.bmm(turned, self.mean.unsqueeze(2)).squeeze(2)
+
+
+class LowBitRows:
+    """The rows of one sequence, layer by layer: `[Hkv, blocks, block_bytes]` of each (`kernels.low_bit.Layout`)."""
+
+    def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
+        """bases: of every sparse layer."""
+        self._bases, self._layout, self._device = bases, layout, device
+        self._blocks: dict[int, GrowingTensor] = {}
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated for this sequence."""
+        return sum(blocks.nbytes for blocks in self._blocks.values())
+
+    def length(self, layer: int) -> int:
+        """Tokens whose keys the layer has."""
+        return self._lengths.get(layer, 0)
+
+    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
+        """Keys k `[Hkv, m, d]` enter the slots from `start` on."""
+        own = self._bases[layer]
+        parts = self._layout.keys(self.storage(layer, start + k.shape[1]))
+        for at, rows in _pieces(k, start):
+            turned = skew(rows, own.basis.key).sub_(own.mean.unsqueeze(1))
+            _store(parts, quantise_rows(turned, KEY_BITS), at)
+
+    def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
+        """Values v `[Hkv, m, d]` enter the slots from `start` on, whose keys came before."""
+        assert start + v.shape[1] <= self.length(layer), "keys come before values"
+        own = self._bases[layer]
+        parts = self._layout.values(self.storage(layer, start + v.shape[1]))
+        for at, rows in _pieces(v, start):
+            turned = rows.to(own.mixing.dtype) @ own.mixing
+            _store(parts, quantise_rows(turned, self._layout.value_bits), at)
+
+    def observe(self, layer: int, q: torch.Tensor) -> None:
+        """Queries `[H, m, d]` of the prompt change nothing: the basis is calibrated."""
+
+    def move(self, layer: int, source: int, target: int) -> None:
+        """The row in slot `source` also takes slot `target`."""
+        storage = self.storage(layer, self.length(layer))
+        (block, row), (into, place) = divmod(source, BLOCK), divmod(target, BLOCK)
+        for part in (*self._layout.keys(storage), *self._layout.values(storage)):
+            part[:, into, place] = part[:, block, row]
+
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`."""
+        packed, steps = (
+            part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in self._layout.keys(self._blocks[layer].data)
+        )
+        return low_bit_scores(*self._bases[layer].queries(q), packed, steps)
+
+    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
+        """As `ScoringKeys.select`."""
+        return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
+
+    def basis(self, layer: int) -> Basis:
+        """As `ScoringKeys.basis`."""
+        return self._bases[layer].basis
+
+    def attend(
+        self, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`: out `[H, d]`, lse `[H]`."""
+        own, heads = self._bases[layer], q.shape[0]
+        out, lse = tail_attention(*own.queries(q), self._blocks[layer].data, self._layout, tokens, skip)
+        return out.reshape(heads, -1) @ own.mixing.T, lse.reshape(heads)
+
+    def storage(self, layer: int, slots: int) -> torch.Tensor:
+        """Where the layer's rows lie, private and with room for `slots` slots, which count as written from now on."""
+        if layer not in self._blocks:
+            heads = self._bases[layer].mean.shape[0]
+            shape = (heads, 0, self._layout.block_bytes)
+            self._blocks[layer] = GrowingTensor(shape, 1, torch.uint8, self._device, multiple=1)
+        self._lengths[layer] = max(self.length(layer), slots)
+        return self._blocks[layer].reserve(-(-self._lengths[layer] // BLOCK))
+
+    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
+        """As `ScoringKeys.enter`."""
+        dispatch.append_low_bit_keys(k, basis.key, self._bases[layer].mean, self._layout, storages, slots)
+
+    def enter_values(self, layer: int, v: torch.Tensor, storages: PointerTable, slots: torch.Tensor) -> None:
+        """The values v `[P, d]` of the keys that came with `enter` last."""
+        dispatch.append_low_bit_values(v, self._bases[layer].mixing, self._layout, storages, slots)
+
+    def found(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        storages: PointerTable,
+        starts: torch.Tensor,
+        stops: torch.Tensor,
+        tokens: int,
+    ) -> Scores:
+        """As `ScoringKeys.found`."""
+        return dispatch.low_bit_scores(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
+
+    def fork(self) -> LowBitRows:
+        """Copies on the first write of either side."""
+        twin = LowBitRows(self._bases, self._layout, self._device)
+        twin._blocks = {layer: blocks.fork() for layer, blocks in self._blocks.items()}
+        twin._lengths = dict(self._lengths)
+        return twin
+
+    def check_integrity(self) -> None:
+        """Asserts that every layer's storage holds its tokens."""
+        assert self._blocks.keys() == self._lengths.keys() <= self._bases.keys()
+        for layer, blocks in self._blocks.items():
+            assert 0 < self._lengths[layer] <= blocks.data.shape[1] * BLOCK
+
+
+def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
+    """`rows` `[Hkv, m, d]` in pieces of so many as are rounded together, each with the slot of its first."""
+    firsts = range(0, rows.shape[1], LEARNED_AT_ONCE)
+    return [(start + first, rows[:, first : first + LEARNED_AT_ONCE]) for first in firsts]
+
+
+def _store(parts: tuple[torch.Tensor, torch.Tensor], rows: tuple[torch.Tensor, torch.Tensor], start: int) -> None:
+    """Codes and steps take the slots from `start` on."""
+    slots = torch.arange(start, start + rows[1].shape[1], device=rows[1].device)
+    for part, data in zip(parts, rows, strict=True):
+        part[:, slots // BLOCK, slots % BLOCK] = data

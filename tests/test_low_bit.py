@@ -1,0 +1,142 @@
+"""Low-bit rows and the attention over them, against plain implementations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_rt.kernels import low_bit_lists
+from offload_rt.kernels.low_bit import (
+    BLOCK,
+    KEY_BITS,
+    Layout,
+    decode_steps,
+    dequantise_rows,
+    encode_steps,
+    low_bit_scores,
+    mixing,
+    quantise_rows,
+    tail_attention,
+    unpack_rows,
+)
+from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.selection import quantise_query
+
+
+@pytest.mark.parametrize("d", [12, 16, 20, 64, 80, 128])
+def test_mixing_is_orthogonal_and_spreads(d: int) -> None:
+    mixed = mixing(d)
+    torch.testing.assert_close(mixed @ mixed.T, torch.eye(d, dtype=torch.float64), rtol=0, atol=1e-14)
+    odd = d // (d & -d)
+    assert mixed.abs().max() <= (2 / d) ** 0.5 + 1e-12 if odd > 1 else mixed.abs().max() <= d**-0.5 + 1e-12
+
+
+def test_steps_round_up_by_at_most_an_eighth() -> None:
+    steps = torch.cat((torch.logspace(-5, 3, 999), torch.tensor([1.0, 2.0, 1.875, 2.0**-20])))
+    decoded = decode_steps(encode_steps(steps))
+    assert (decoded >= steps).all() and (decoded <= steps * 1.125).all()
+    assert decode_steps(encode_steps(decoded)).equal(decoded), "a step that has a code keeps it"
+    assert decode_steps(encode_steps(torch.tensor([0.0, 1e-30]))).eq(2.0**-20).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_rows_come_back_within_half_a_step(bits: int) -> None:
+    rows = torch.randn(3, 50, 16) * torch.logspace(-3, 2, 50)[:, None]
+    packed, steps = quantise_rows(rows, bits)
+    assert packed.shape == (3, 50, 16 * bits // 8) and packed.dtype == steps.dtype == torch.uint8
+    error = (dequantise_rows(packed, steps, bits, torch.float32) - rows).abs()
+    assert (error <= decode_steps(steps).unsqueeze(-1) * (0.5 + 1e-5)).all()
+    assert unpack_rows(packed, bits).amax() == 2**bits - 1 and unpack_rows(packed, bits).amin() == 0
+
+
+def stored(layout: Layout, heads: int, tokens: int) -> torch.Tensor:
+    """Storage of random rows, everything behind them garbage."""
+    storage = torch.randint(0, 256, (heads, -(-tokens // BLOCK) + 1, layout.block_bytes), dtype=torch.uint8)
+    slots = torch.arange(tokens)
+    halves = ((layout.keys(storage), KEY_BITS), (layout.values(storage), layout.value_bits))
+    for parts, bits in halves:
+        rows = quantise_rows(torch.randn(heads, tokens, layout.head_dim), bits)
+        for part, data in zip(parts, rows, strict=True):
+            part[:, slots // BLOCK, slots % BLOCK] = data
+    return storage
+
+
+def plain_tail(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Everything dequantised in float64, one softmax; the query rounded as it is there."""
+    weights, scale = quantise_query(q)
+    keys, values = (
+        dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
+        for parts, bits in ((layout.keys(storage), KEY_BITS), (layout.values(storage), layout.value_bits))
+    )
+    scores = torch.einsum("hgd,hnd->hgn", weights.double() * scale, keys) + shift.double().unsqueeze(-1)
+    hidden = torch.ones(keys.shape[:2], dtype=torch.bool)
+    hidden[:, tokens.start : tokens.stop] = False
+    for head, row in enumerate(skip.tolist()):
+        hidden[head, [token for token in row if token >= 0]] = True
+    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ values), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("value_bits", [2, 4])
+@pytest.mark.parametrize("tokens", [range(0, 64), range(5, 177), range(64, 65), range(130, 131)])
+def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, tokens: range) -> None:
+    layout = Layout(32, value_bits)
+    storage, q, shift = stored(layout, 2, 180), torch.randn(2, 3, 32) / 6, torch.randn(2, 3)
+    skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
+    skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
+    out, lse = tail_attention(q, shift, storage, layout, tokens, skip)
+    expected, expected_lse = plain_tail(q, shift, storage, layout, tokens, skip)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
+
+
+def test_without_a_token_the_tail_is_nothing() -> None:
+    layout = Layout(16, 2)
+    storage, q = stored(layout, 2, 70), torch.randn(2, 2, 16)
+    out, lse = tail_attention(q, torch.zeros(2, 2), storage, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
+    assert out.eq(0).all() and lse.isneginf().all()
+
+
+def test_lists_are_the_sequences_by_themselves() -> None:
+    layout = Layout(16, 2)
+    storages = [stored(layout, 2, 100), stored(layout, 2, 190)]
+    q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
+    table = PointerTable.of(storages)
+    starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 180, 180])
+    chosen, counts = torch.randint(2, 90, (4, 7)), torch.tensor([3, 3, 7, 7], dtype=torch.int32)
+    out, lse = low_bit_lists.attend_tail(q, mean, layout, table, starts, stops, chosen, counts)
+    found = low_bit_lists.scores(q, mean, layout, table, starts, stops, 190)
+    for b, (stop, count) in enumerate(((90, 3), (180, 7))):
+        own = slice(2 * b, 2 * b + 2)
+        shift = torch.einsum("hgd,hd->hg", q[own], mean)
+        expected = tail_attention(q[own], shift, storages[b], layout, range(2, stop), chosen[own, :count])
+        torch.testing.assert_close(out[own], expected[0], rtol=0, atol=0)
+        torch.testing.assert_close(lse[own], expected[1], rtol=0, atol=0)
+        packed, steps = (part.flatten(1, 2) for part in layout.keys(storages[b]))
+        scores = low_bit_scores(q[own], shift, packed, steps)[:, :, 2:stop]
+        torch.testing.assert_close(found.scores[own, :, 2:stop], scores, rtol=0, atol=1e-5)
+        assert found.scores[own, :, stop:].isneginf().all() and found.scores[own, :, :2].isneginf().all()
+
+
+def test_a_batch_appends_as_each_sequence_does() -> None:
+    layout = Layout(16, 4)
+    storages = [stored(layout, 2, 63), stored(layout, 2, 128)]
+    before = [storage.clone() for storage in storages]
+    table = PointerTable.of(storages)
+    slots = torch.tensor([63, 63, 5, 5])
+    basis, mean, mixed = torch.randn(2, 16, 16), torch.randn(2, 16), mixing(16).float()
+    k, v = torch.randn(4, 16), torch.randn(4, 16)
+    low_bit_lists.append_keys(k, basis, mean, layout, table, slots)
+    low_bit_lists.append_values(v, mixed, layout, table, slots)
+    for b, (own, old) in enumerate(zip(storages, before, strict=True)):
+        for head in range(2):
+            p = 2 * b + head
+            block, row = divmod(int(slots[p]), BLOCK)
+            keys = quantise_rows((k[p] @ basis[head] - mean[head]).unsqueeze(0), KEY_BITS)
+            values = quantise_rows((v[p] @ mixed).unsqueeze(0), 4)
+            written = [*layout.keys(old), *layout.values(old)]
+            for part, data in zip(written, [*keys, *values], strict=True):
+                part[head, block, row] = data[0]
+        assert own.equal(old), "only the new rows have changed"
