@@ -6,8 +6,9 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar, get_args
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 from .errors import ConfigError
 
@@ -16,6 +17,8 @@ SkewMethod = Literal["svd", "balanced"]
 EarlyStopping = bool | Literal["never"]
 KVFormatName = Literal["auto", "int8", "int4", "int2"]
 Overflow = Literal["truncate", "error"]
+EvictionName = Literal["fifo", "lru", "counter"]
+Protected = Literal["window", "none"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 _UNITS = {"": 1, "B": 1} | {
@@ -23,6 +26,12 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
 }
+
+Size = Annotated[int, "bytes"]
+"""Bytes; a configuration also takes text such as "200GiB"."""
+
+Duration = Annotated[float, "seconds"]
+"""Seconds; a configuration also takes text such as "7d"."""
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -98,18 +107,22 @@ class Option:
     help: one line, with the unit.
     metavar: what stands for the value in a usage text, such as "SIZE"; None: the choices of the field's type.
     flag: its name on the command line where that is not the field's own.
+    group: the heading under which commands that run a model have it as a flag; None: only Python has it.
+    plans: whether `info` asks for it, because what will be needed depends on it.
     neutral: of an option added after stores had been written: the value with which everything is as before it.
     """
 
     help: str
     metavar: str | None = None
     flag: str | None = None
+    group: str | None = None
+    plans: bool = False
     neutral: Any = NEVER
 
 
-def option(default: Any, *, help: str, metavar: str | None = None, flag: str | None = None, **more: Any) -> Any:
-    """A dataclass field with a default, described by an `Option` of these values."""
-    return field(default=default, metadata={"option": Option(help, metavar, flag, **more)})
+def option(default: Any, *, help: str, **more: Any) -> Any:
+    """A dataclass field with a default, described by an `Option` of the other arguments."""
+    return field(default=default, metadata={"option": Option(help, **more)})
 
 
 def option_of(described: Field[Any]) -> Option:
@@ -123,11 +136,25 @@ def check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """An instance of the configuration dataclass `cls`; a key it does not have raises ConfigError."""
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
+    """`config`, or the defaults of `cls` where it is None, with the fields `options` on top. Raises ConfigError for a
+    key that is no field."""
+    if config is None:
+        return from_mapping(cls, options)
+    check_keys(type(config), options)
+    return replace(config, **options)  # type: ignore[type-var]
+
+
+def check_keys(cls: type, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError, with the nearest name, where a key of `options` is no field of the dataclass `cls`."""
+    known = [f.name for f in fields(cls)]
     for key in options:
         check_choice(f"option of {cls.__name__}", key, known)
+
+
+def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
+    """An instance of the configuration dataclass `cls`; a key it does not have raises ConfigError."""
+    check_keys(cls, options)
     return cls(**options)
 
 
@@ -204,73 +231,123 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """What gives way when a sequence outgrows the pool (paper §4.4, DESIGN section 7).
+    """What leaves when a sequence outgrows the pool (InfiniGen §4.4).
 
     policy: "fifo", "lru", or "counter" (saturating counts of selections, per step that a token could be selected).
     protect: "window" spares sinks and recent tokens; "none" spares only the recent ones, as the paper's FIFO.
     """
 
-    policy: Literal["fifo", "lru", "counter"] = "counter"
-    protect: Literal["window", "none"] = "window"
+    policy: EvictionName = option("counter", help="what leaves when the pool is full", flag="--eviction")
+    protect: Protected = option("window", help="what eviction spares (window: sinks and recent)")
 
     def __post_init__(self) -> None:
-        check_choice("eviction", self.policy, ("fifo", "lru", "counter"))
-        check_choice("protect", self.protect, ("window", "none"))
-
-
-def eviction_options(eviction: str | Mapping[str, Any] | None) -> EvictionOptions | None:
-    """`LLM(eviction=...)`: a policy's name, or all options. Raises ConfigError for what does not exist."""
-    if eviction is None:
-        return None
-    return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
+        check_choice("eviction", self.policy, get_args(EvictionName))
+        check_choice("protect", self.protect, get_args(Protected))
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What a runtime is built from, besides the model and the policy's own options.
+    """All that a runtime is made of besides the model: `LLM(model, config)`, or any of these fields by keyword.
 
-    host_memory: bytes of KV the host pool may hold (a hard limit); None takes half of the memory that is free.
-    eviction: None makes a full pool an error.
-    prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
-    prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
+    Text is parsed when a configuration is made: sizes may be written "200GiB", `eviction` as a policy's name or as a
+    mapping of `EvictionOptions`, `dtype` and `device` as torch's objects, folders as strings that begin with "~".
+
+    policy, policy_options: "full", "infinigen", ... and its options; for infinigen `preset="paper"` is one of them.
+    device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there (float32 on a CPU).
+    device_memory: hard limit on bytes of the device: weights, scoring keys, resident and fetched rows, activations.
+        Decoder layers that do not fit stay in host memory and cross the link for every step; scoring keys that still do
+        not fit are scored on the host. The tokens are the same. None takes what there is and keeps everything there.
+    max_context: tokens of one sequence that `device_memory` is planned for; None takes all positions of the model, as
+        far as the host pool holds them.
+    host_memory: hard limit on bytes of KV in host memory; None takes half of what is free.
+    eviction: what leaves when a sequence outgrows the pool; None makes that an error.
+    skew: path of a skew artifact, or of a folder that `offload-rt skew` or `tune` wrote: what `tune` chose are then the
+        policy's default options. None calibrates once on the packaged text and caches by model fingerprint.
+    kv_format: "auto" keeps rows of K and V in host memory as they are, "int8", "int4" and "int2" round them there:
+        fewer bytes in the pool and on the link. Prefill is exact in any case; rounded prefixes are not shared.
+    prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls. Shared rows are
+        exact: a result does not depend on what ran before.
+    swap: folder on a fast disk where `LLM.generate` keeps the rows of requests that are preempted in a full pool, if
+        that is estimated cheaper than computing them again; nothing of it outlives the object.
     missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
     working_set: rows of each KV head, in each layer that selects and for each sequence, that stay on the device after
-        they were fetched, those used most and latest: only other rows cross the link. 0 is none.
-    prefix_sharing: keep the KV of prompts in a prefix tree and reuse it where another prompt begins alike. Reused rows
-        are exact: a result does not depend on what ran before.
-    progress: show a progress bar for prefills that take more than two seconds.
-    device_memory: bytes the compute device may hold (a hard limit: weights, scoring keys, resident and fetched rows,
-        activations); None takes what there is and keeps everything there.
-    max_context: tokens of one sequence that the limit is planned for; None takes all positions of the model that the
-        host pool can hold.
-    cuda_graphs: capture decode steps as CUDA graphs where all that they launch can be repeated
-        (`forward/cuda_graphs.py`). It has not yet run on a device.
+        they were fetched, those used most and latest: only other rows cross the link; 0 is none. The tokens are the
+        same. On a CPU, where rows are otherwise attended to where they lie, this copies them as a device would: it
+        shows what a device saves and makes the run slower.
+    cuda_graphs: capture decode steps as CUDA graphs and replay them where all that they launch can be repeated
+        (`forward/cuda_graphs.py`).
+    prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
+    prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
+    max_batch: sequences decoded together by `LLM.generate`, `score` and `turns`.
+    progress: show progress bars on stderr for long work.
     """
 
-    host_memory: int | None = None
-    eviction: EvictionOptions | None = None
-    prefill_slice: int = 512
-    prefill_tokens: int = 512
-    missed_mass_every: int = 16
-    working_set: int = 0
-    prefix_sharing: bool = True
-    progress: bool = False
-    device_memory: int | None = None
-    max_context: int | None = None
-    cuda_graphs: bool = False
+    policy: str = option("infinigen", help="what selects the tokens that are attended", group="policy", plans=True)
+    policy_options: Mapping[str, Any] = option(None, help="options of the policy, by name", plans=True)
+    device: str = option("auto", help="what computes", metavar="auto|cpu|cuda", group="device", plans=True)
+    dtype: str = option("auto", help="what is computed in", plans=True)
+    device_memory: Size | None = option(
+        None, help="limit of all that is on the device: weights beyond it stream", group="device", plans=True
+    )
+    max_context: int | None = option(
+        None, help="tokens that --device-memory is planned for (default: all)", metavar="N", group="device"
+    )
+    host_memory: Size | None = option(None, help="limit of KV in host memory, such as 200GiB", group="pool", plans=True)
+    eviction: EvictionOptions | None = option(None, help="what leaves a full pool", group="pool")
+    skew: Path | None = option(
+        None, help="skew artifact (default: calibrated once and cached)", metavar="FILE|DIR", group="policy"
+    )
+    kv_format: KVFormatName = option("auto", help="rows in host memory", group="pool")
+    prefix_sharing: bool = option(True, help="compute and keep once what prompts have in common", group="pool")
+    swap: Path | None = option(None, help="folder for the rows of preempted requests", metavar="DIR")
+    missed_mass_every: int = option(
+        16, help="decode steps between two measurements of the missed attention mass; 0: none", metavar="N",
+        group="device",
+    )  # fmt: skip
+    working_set: int = option(
+        0, help="fetched rows per layer and KV head that stay on the device", metavar="ROWS", group="device", plans=True
+    )
+    cuda_graphs: bool = option(False, help="replay decode steps as CUDA graphs", group="device")
+    prefill_slice: int = option(
+        512, help="prompt tokens whose attention is computed together", metavar="N", group="device", plans=True
+    )
+    prefill_tokens: int = option(512, help="prompt tokens prefilled per step while others decode", metavar="N")
+    max_batch: int = option(32, help="sequences decoded together", metavar="N")
+    progress: bool = option(False, help="progress bars on stderr")
 
     def __post_init__(self) -> None:
-        for name in ("device_memory", "max_context"):
-            value = getattr(self, name)
-            check(value is None or value > 0, f"{name}={value} must be positive")
-        check(self.host_memory is None or self.host_memory > 0, f"host_memory={self.host_memory} must be positive")
-        check(self.prefill_slice >= 1, f"prefill_slice={self.prefill_slice} must be at least 1")
-        check(self.prefill_tokens >= 1, f"prefill_tokens={self.prefill_tokens} must be at least 1")
+        parsed = {
+            "policy_options": dict(self.policy_options or {}),
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device_memory": _parsed_size(self.device_memory, "device_memory"),
+            "host_memory": _parsed_size(self.host_memory, "host_memory"),
+            "eviction": _parsed_eviction(self.eviction),
+            "skew": None if self.skew is None else Path(self.skew),
+            "swap": None if self.swap is None else Path(self.swap).expanduser(),
+        }
+        for name, value in parsed.items():
+            object.__setattr__(self, name, value)
+        check_choice("kv_format", self.kv_format, get_args(KVFormatName))
+        check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
+        for name in ("prefill_slice", "prefill_tokens", "max_batch"):
+            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
         check(
             self.working_set >= 0,
             f"working_set={self.working_set} must not be negative: rows per layer and KV head, 0 is none",
         )
+
+
+def _parsed_size(size: int | str | None, name: str) -> int | None:
+    return None if size is None else parse_size(size, name)
+
+
+def _parsed_eviction(eviction: EvictionOptions | str | Mapping[str, Any] | None) -> EvictionOptions | None:
+    """`EvictionOptions` from a policy's name or from a mapping. Raises ConfigError for what does not exist."""
+    if eviction is None or isinstance(eviction, EvictionOptions):
+        return eviction
+    return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
 
 
 LIVE_POLICIES = ("lookahead", "lru", "fifo")
@@ -279,7 +356,7 @@ LIVE_POLICIES = ("lookahead", "lru", "fifo")
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """The tiers behind sessions (CachedAttention §3.3, DESIGN section 9).
+    """The tiers behind sessions (CachedAttention §3.3). `limit` may be written "50GiB", `ttl` as "7d".
 
     limit: most bytes of all files of the store's folder; None is no limit.
     policy: "lookahead" spares what waiting turns will use (least recently used first otherwise, so without a queue it
@@ -292,15 +369,24 @@ class StoreOptions:
         keys do not allow it (absolute positions, sliding windows) are never truncated.
     """
 
-    limit: int | None = None
-    policy: Literal["lookahead", "lru", "fifo"] = "lookahead"
-    ttl: float | None = None
-    free_host: float = 0.1
-    overflow: Overflow = "truncate"
+    limit: Size | None = option(
+        None, help="most bytes of its files, such as 50GiB (default: none)", flag="--store-limit", group="store"
+    )
+    policy: Literal["lookahead", "lru", "fifo"] = option(
+        "lookahead", help="what leaves it first (default: lookahead, here lru)", flag="--store-policy", group="store"
+    )
+    ttl: Duration | None = option(
+        None, help="give up rows not used for so long, such as 7d or 12h", flag="--store-ttl", group="store"
+    )
+    free_host: float = option(0.1, help="share of the host pool left free for fetching, [0, 1)", metavar="F")
+    overflow: Overflow = option(
+        "truncate", help="before a turn that outgrows the model: forget the oldest half (default), or refuse it",
+        group="store",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", _parsed_size(self.limit, "limit"))
+        object.__setattr__(self, "ttl", None if self.ttl is None else parse_duration(self.ttl, "ttl"))
         check_choice("store policy", self.policy, LIVE_POLICIES)
-        check(self.limit is None or self.limit > 0, f"limit={self.limit} must be positive")
-        check(self.ttl is None or self.ttl > 0, f"ttl={self.ttl} must be positive (seconds), or None")
         check_choice("overflow", self.overflow, get_args(Overflow))
         check(0 <= self.free_host < 1, f"free_host={self.free_host} must be a share in [0, 1)")

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import (
-    DType,
-    EngineConfig,
-    KVFormatName,
-    SamplingParams,
-    SkewMethod,
-    StoreOptions,
-    eviction_options,
-    from_mapping,
-    parse_duration,
-    parse_size,
-)
+from .config import EngineConfig, SamplingParams, StoreOptions, configured
 from .core import CHUNK, ModelGeometry
+from .engine.build import build
 from .engine.engine import Engine
 from .engine.recording import RunInfo, RunWriter
 from .engine.request import Completion, Request, TokenOutput
@@ -32,60 +20,22 @@ from .engine.stats import Stats
 from .engine.swap import Swap
 from .errors import InputError
 from .forward.batch import Recorder
-from .models.registry import LoadedModel, load_model, load_shape
-from .planning.device_plan import DevicePlan, plan_for
-from .pool.pool import HostPool
 from .progress import Progress
-from .select.base import Policy
-from .select.registry import make_policy
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
-from .skewing.artifact import SkewArtifact
-from .skewing.calibrate import cached_artifact
-from .skewing.tuned import default_options, load_artifact
-from .transfer.cpu import CpuLink
-from .transfer.cuda import CudaLink
-from .transfer.link import Link
-from .transfer.streams import CudaStream, InlineStream
-from .transfer.weights import StreamedAdapter, WeightStream
 
 PromptLike = str | Sequence[int]
-
-MAX_BATCH = 32
-"""Sequences decoded together."""
 
 
 class LLM:
     """An offloading runtime for one model on one device.
 
     model: "reference" (ships with the package), a local folder, a hub id, or a loaded transformers model.
-    policy, policy_options: "full", "infinigen", ... and its options; for infinigen `preset="paper"` is one of them.
-    device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there (float32 on a CPU).
-    device_memory: hard limit on bytes of the device, an int or "22GiB": weights, scoring keys, resident and fetched
-        rows, activations. Decoder layers that do not fit stay in host memory and cross the link for every step; scoring
-        keys that still do not fit are scored on the host. The tokens are the same.
-    max_context: tokens of one sequence that `device_memory` is planned for; None takes all positions of the model, as
-        far as the host pool holds them.
-    host_memory: hard limit on KV bytes in host memory, an int or "200GiB"; None takes half of what is free.
-    eviction: "fifo", "lru" or "counter", or `EvictionOptions` as a mapping: what gives way when a sequence outgrows the
-        pool. None makes it an error.
-    skew: path of a skew artifact, or of a folder that `offload-rt skew` or `tune` wrote: what `tune` chose are then the
-        policy's default options. None calibrates once on the packaged text and caches by model fingerprint.
+    config: an `EngineConfig`; without one its defaults.
+    fields: any of `EngineConfig`'s fields by name (`policy="infinigen"`, `host_memory="200GiB"`, ...), which go on top
+        of `config`.
     tokenizer: for a loaded model, or to replace a checkpoint's own. Without one, prompts are lists of token ids.
-    kv_format: "auto" keeps rows of K and V in host memory as they are, "int8", "int4" and "int2" round them there:
-        fewer bytes in the pool and on the link. Prefill is exact in any case; rounded prefixes are not shared.
-    prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls.
-    swap: folder on a fast disk where `generate` keeps the rows of requests that give way in a full pool, if that is
-        estimated cheaper than computing them again; nothing of it outlives the object. None always computes again.
-    missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
-    working_set: rows of each KV head, in each layer that selects and for each sequence, that stay on the device after
-        they were fetched, so that they need not cross the link again; 0 is none. The tokens are the same. On a CPU,
-        where rows are otherwise attended to where they lie, this copies them as a device would: it shows what a device
-        saves and makes the run slower.
-    cuda_graphs: capture decode steps as CUDA graphs and replay them (`forward/cuda_graphs.py` says which). It has not
-        yet run on a device.
-    progress: show progress bars on stderr for long work.
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Not thread-safe.
     """
@@ -93,55 +43,28 @@ class LLM:
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
+        config: EngineConfig | None = None,
         *,
-        policy: str = "infinigen",
-        policy_options: Mapping[str, Any] | None = None,
-        device: str = "auto",
-        dtype: DType | torch.dtype = "auto",
-        device_memory: int | str | None = None,
-        max_context: int | None = None,
-        host_memory: int | str | None = None,
-        eviction: str | Mapping[str, Any] | None = None,
-        skew: str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        kv_format: KVFormatName = "auto",
-        prefix_sharing: bool = True,
-        swap: str | Path | None = None,
-        missed_mass_every: int = 16,
-        working_set: int = 0,
-        cuda_graphs: bool = False,
-        progress: bool = False,
+        **fields: Any,
     ) -> None:
-        limit = None if host_memory is None else parse_size(host_memory, "host_memory")
-        config = EngineConfig(
-            host_memory=limit,
-            eviction=eviction_options(eviction),
-            prefix_sharing=prefix_sharing,
-            missed_mass_every=missed_mass_every,
-            working_set=working_set,
-            cuda_graphs=cuda_graphs,
-            device_memory=None if device_memory is None else parse_size(device_memory, "device_memory"),
-            max_context=max_context,
-        )
-        place, given = None if skew is None else Path(skew), policy_options or {}
-        plan = None
-        if config.device_memory is not None:
-            shape = load_shape(model, device=device, dtype=dtype)
-            options = default_options(place, policy, given, fingerprint=None)
-            plan = plan_for(config, shape, policy, options, rounded=kv_format != "auto")
-        loaded = load_model(
-            model, tokenizer=tokenizer, device=device, dtype=dtype, on_host=() if plan is None else plan.streamed
-        )
-        self._progress = Progress(enabled=progress)
-        self._options = default_options(place, policy, given, loaded.fingerprint)
-        streamed, stream = _stream_weights(loaded, plan)
-        chosen = _policy(streamed, policy, self._options, place, keys_on_host=plan is not None and plan.keys_on_host)
-        pin = loaded.adapter.device.type == "cuda"
-        pool = HostPool(loaded.adapter.geometry, loaded.adapter.dtype, limit, kv_format=kv_format, pin=pin)
-        self._runner = Runner(streamed, chosen, pool, _link(loaded, pool, working_set), config, plan, stream)
-        self._swap = None if swap is None else Swap(self._runner, Path(swap).expanduser())
+        chosen = configured(EngineConfig, config, fields)
+        self._progress = Progress(enabled=chosen.progress)
+        self._runner = build(model, chosen, tokenizer)
+        self._swap = None if chosen.swap is None else Swap(self._runner, chosen.swap)
         self._last: Request | None = None
         self._stores: dict[Path, SessionStore] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        """What this runtime was made of, with the policy's options that are in force."""
+        return self._runner.config
+
+    @property
+    def runner(self) -> Runner:
+        """The loaded model with its policy, pool and link: what engines are made of, for measuring and for front ends.
+        Every sequence that it makes must be freed."""
+        return self._runner
 
     @property
     def name(self) -> str:
@@ -199,7 +122,7 @@ class LLM:
             model=self.name,
             fingerprint=runner.model.fingerprint,
             policy=runner.policy.name,
-            options=dict(self._options),
+            options=dict(self.config.policy_options),
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
             row_bytes=runner.pool.chunk_bytes // (CHUNK * geometry.layers * geometry.kv_heads),
@@ -238,7 +161,7 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
-        engine = Engine(self._runner, max_batch=MAX_BATCH, swap=self._swap)
+        engine = Engine(self._runner, max_batch=self.config.max_batch, swap=self._swap)
         requests = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
             with self._progress.items("generate", sum(one.n for one in each)) as on_done:
@@ -257,7 +180,7 @@ class LLM:
         continuations: Sequence[PromptLike],
         decode_from: int | None = None,
         *,
-        batch: int = MAX_BATCH,
+        batch: int | None = None,
     ) -> list[Score]:
         """Teacher-forced log-probabilities of `continuations[i]` after `prompts[i]`.
 
@@ -274,18 +197,24 @@ class LLM:
         encoded = [self.encode(prompt) for prompt in prompts]
         targets = [self.encode(text, special_tokens=False) for text in continuations]
         with self._progress.items("score", len(encoded)) as on_done:
-            return score(self._runner, encoded, targets, decode_from=decode_from, batch=batch, on_done=on_done)
+            return score(
+                self._runner,
+                encoded,
+                targets,
+                decode_from=decode_from,
+                batch=batch or self.config.max_batch,
+                on_done=on_done,
+            )
 
-    def session(self, name: str, store: str | Path, *, limit: int | str | None = None, **options: Any) -> Session:
+    def session(self, name: str, store: str | Path, options: StoreOptions | None = None, **fields: Any) -> Session:
         """The conversation `name`: new, or with all its history where the folder `store` has it. Its KV cache comes
-        back from host memory or disk. One process at a time may have sessions of a folder open; `limit` is the most
-        bytes of all of the folder's files; it and the other `StoreOptions` (policy; ttl, in seconds or as "7d";
-        free_host; overflow) are in force until the last session closes. Between turns a session's rows stay in host
-        memory until something else, a turn or a prompt, needs the room.
+        back from host memory or disk. One process at a time may have sessions of a folder open. `options`, or fields of
+        `StoreOptions` by name (`limit="50GiB"`, `ttl="7d"`, ...), are in force until the last session closes. Between
+        turns a session's rows stay in host memory until something else, a turn or a prompt, needs the room.
 
         Raises InputError, ConfigError (a policy that cannot be restored, eviction, a wrong option), StoreError.
         """
-        known = self._store(store, limit, options)
+        known = self._store(store, options, fields)
         try:
             return known.open(name)
         except InputError:
@@ -293,20 +222,23 @@ class LLM:
             raise
 
     def turns(
-        self, store: str | Path, *, max_batch: int = MAX_BATCH, limit: int | str | None = None, **options: Any
+        self,
+        store: str | Path,
+        options: StoreOptions | None = None,
+        *,
+        max_batch: int | None = None,
+        **fields: Any,
     ) -> TurnQueue:
-        """A queue of turns of many sessions in one folder, computed together; what waiting turns need comes from disk
-        to host memory before they begin, and is not evicted. Options and errors as `session`."""
-        return TurnQueue(self._store(store, limit, options), max_batch)
+        """A queue of turns of many sessions in one folder, at most `max_batch` computed together (None: as many as the
+        configuration says); what waiting turns need comes from disk to host memory before they begin, and is not
+        evicted. Options and errors as `session`."""
+        return TurnQueue(self._store(store, options, fields), max_batch or self.config.max_batch)
 
-    def _store(self, store: str | Path, limit: int | str | None, options: Mapping[str, Any]) -> SessionStore:
+    def _store(self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any]) -> SessionStore:
         folder = Path(store).expanduser().resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:
-            size = None if limit is None else parse_size(limit, "limit")
-            if options.get("ttl") is not None:
-                options = {**options, "ttl": parse_duration(options["ttl"], "ttl")}
-            chosen = from_mapping(StoreOptions, {"limit": size, **options})
+            chosen = configured(StoreOptions, options, fields)
             known = self._stores[folder] = SessionStore.on_disk(self._runner, folder, chosen)
         return known
 
@@ -328,44 +260,3 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[LoadedModel, WeightStream | None]:
-    """The model as it runs with the layers of `plan` streaming, and what streams them; as it is, where none do."""
-    if plan is None or not plan.streamed:
-        return loaded, None
-    device = loaded.adapter.device
-    copies = CudaStream(device) if device.type == "cuda" else InlineStream()
-    weights = WeightStream(loaded.layers, plan.streamed, device, copies)
-    return replace(loaded, adapter=StreamedAdapter(loaded.adapter, weights)), weights
-
-
-def _policy(
-    loaded: LoadedModel, name: str, options: Mapping[str, Any], skew: Path | None, *, keys_on_host: bool
-) -> Policy:
-    def artifact(method: SkewMethod) -> SkewArtifact:
-        if skew is not None:
-            return load_artifact(skew, loaded.fingerprint)
-        return cached_artifact(loaded, method)
-
-    adapter = loaded.adapter
-    return make_policy(
-        name,
-        options,
-        geometry=adapter.geometry,
-        device=adapter.device,
-        dtype=adapter.dtype,
-        artifact=artifact,
-        keys_on_host=keys_on_host,
-    )
-
-
-def _link(loaded: LoadedModel, pool: HostPool, working_set: int) -> Link:
-    """In place where host memory is the device's, rows are stored as numbers and none are to be kept; else rows are
-    staged."""
-    device, geometry = loaded.adapter.device, loaded.adapter.geometry
-    if device.type == "cuda":
-        return CudaLink(pool, geometry, device, working_set=working_set)
-    if pool.format.exact and not working_set:
-        return CpuLink(pool)
-    return CudaLink(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)

@@ -187,9 +187,9 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
 def test_a_window_within_the_resident_rows_goes_one_by_one(options: dict[str, Any]) -> None:
     """mistral's sliding window is 48 tokens."""
     llm = staged(LLM(tiny_model("mistral"), policy_options=OPTIONS | options, host_memory="4MiB"))
-    policy: Any = llm._runner.policy
+    policy: Any = llm.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
-    runner = llm._runner
+    runner = llm.runner
     sequence = begun(runner, 100)
     sharing = runner.prefixes.of([sequence.blocks])
     sequence.slots.begin_step(sequence.blocks, sequence.position)

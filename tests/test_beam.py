@@ -44,8 +44,8 @@ def test_beams_are_those_of_transformers(name: str, early_stopping: Any, length_
         assert got == [row[: len(tokens)] for row, tokens in zip(expected, got, strict=True)]
         padding = {token for row, tokens in zip(expected, got, strict=True) for token in row[len(tokens) :]}
         assert padding <= {150}
-    assert llm._runner.pool.bytes_held == 0
-    llm._runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+    llm.runner.check_integrity()
 
 
 def test_beams_with_a_repetition_penalty() -> None:
@@ -67,8 +67,8 @@ def test_beams_with_a_repetition_penalty() -> None:
 def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
     """Four beams on a prompt of ten chunks hold those once, and a last chunk or two each."""
     _, llm = make(eos=[])
-    pool = llm._runner.pool
-    engine = Engine(llm._runner, max_batch=8)
+    pool = llm.runner.pool
+    engine = Engine(llm.runner, max_batch=8)
     request = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_new_tokens=30))
     while len(request.sequences) < 4:
         engine.step()
@@ -101,7 +101,7 @@ def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
     assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in done]
     assert [c.stats.reused_tokens for c in done] == [0, 130, 130, 130, 0, 70, 70, 70]
     assert [(c.stats.prompt_tokens, c.stats.new_tokens) for c in done] == [(130, 12)] * 4 + [(70, 12)] * 4
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_stream_is_of_one_completion() -> None:
         llm.stream([1, 2], SamplingParams(n=2))
     with pytest.raises(PoolFullError, match=r"299 chunks .* are needed"):
         llm.generate([[1, 2]], beams(300))
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 def test_stop_strings_end_beams() -> None:

@@ -12,6 +12,7 @@ import pytest
 import offload_rt
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
+from offload_rt.config import EngineConfig, EvictionOptions
 from offload_rt.select.registry import policy_names
 
 BOOK = str(Path(offload_rt.__file__).parent / "data" / "black_arrow.txt")
@@ -53,8 +54,8 @@ def test_every_policy_gets_its_options(generate: Generate, tmp_path: Path, polic
 def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Generate) -> None:
     seen: dict[str, Any] = {}
 
-    def stop(self: LLM, *model: Any, **settings: Any) -> None:
-        seen.update(settings)
+    def stop(self: LLM, model: str, config: EngineConfig) -> None:
+        seen.update(vars(config))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "__init__", stop)
@@ -66,9 +67,9 @@ def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Generat
         "preset": "paper", "max_missed_mass": 0.02, "skew": "svd", "columns": "calibration", "scorer": "int2",
         "corrected": False,
     }  # fmt: skip
-    assert seen["skew"] == "DIR"
-    assert (seen["kv_format"], seen["host_memory"], seen["prefix_sharing"]) == ("int4", "1GiB", False)
-    assert seen["eviction"] == {"policy": "lru", "protect": "none"}
+    assert seen["skew"] == Path("DIR")
+    assert (seen["kv_format"], seen["host_memory"], seen["prefix_sharing"]) == ("int4", 2**30, False)
+    assert seen["eviction"] == EvictionOptions("lru", "none")
 
 
 def test_the_flags_are_those_that_there_were(generate: Generate) -> None:
@@ -85,7 +86,7 @@ def test_the_flags_are_those_that_there_were(generate: Generate) -> None:
 def test_a_bounded_pool_goes_on_with_eviction(generate: Generate, tmp_path: Path, eviction: str) -> None:
     stats = tmp_path / "stats.json"
     llm = LLM("reference", policy="full")
-    limit = 5 * llm._runner.pool.chunk_bytes + 1
+    limit = 5 * llm.runner.pool.chunk_bytes + 1
     flags = ("--host-memory", str(limit), "--max-new-tokens", "60", "--ignore-eos", "--stats-json", str(stats))
     code, _, err = generate("--policy", "full", *flags)
     assert (code, err.count("\n")) == (2, 1)

@@ -30,7 +30,7 @@ def test_sessions_go_on_with_nothing_computed_again(place: str, kv_format: Any, 
     stored = sorted(path.name for path in (tmp_path / place).rglob("*.kv"))
     for name, expected in EXPECTED[place].items():
         llm = LLM(tiny, skew=BEFORE / "skew_tiny", host_memory="64MiB", kv_format=kv_format, device="cpu")
-        assert llm._runner.model.fingerprint == EXPECTED["fingerprint"], "the tiny model is another one than then"
+        assert llm.runner.model.fingerprint == EXPECTED["fingerprint"], "the tiny model is another one than then"
         session = llm.session(name, tmp_path / place)
         assert len(session.tokens) == expected["held"] and len(session.turns) == expected["turns"]
         params = SamplingParams(max_new_tokens=len(expected["tokens"]), temperature=0)

@@ -103,7 +103,7 @@ def converse(cell: Cell, folder: Path) -> list[list[int]]:
         session = llm.session(session.name, folder)
     answers.append([event.token_id for event in session.send(TURNS[1], SHORT)])
     session.check_integrity()
-    llm._runner.check_integrity()
+    llm.runner.check_integrity()
     session.close()
     return answers
 

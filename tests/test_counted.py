@@ -28,7 +28,7 @@ def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set
         model, policy_options=OPTIONS | options, host_memory="16MiB", dtype=name, working_set=working_set, **settings
     )
     llm = llm if working_set or settings else staged(llm)
-    policy = llm._runner.policy
+    policy = llm.runner.policy
     assert isinstance(policy, InfiniGen)
     policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
     return llm
@@ -102,7 +102,7 @@ def test_a_sparse_step_never_waits_for_the_device() -> None:
 
     options = OPTIONS | {"dense_layers": ()}
     llm = LLM(tiny_model("llama"), policy_options=options, device="cuda", working_set=9, missed_mass_every=0)
-    runner = llm._runner
+    runner = llm.runner
     sequence = runner.new_sequence(tiny_prompt(220), 256)
     runner.prefill(sequence, 200)
     for _ in range(5):  # compiles the kernels

@@ -133,13 +133,13 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
     decode(make(preset="paper"), 3)
     decode(make(False), 3)
     llm = LLM(tiny_model("llama", num_hidden_layers=2), policy_options=OPTIONS, host_memory="4MiB", working_set=9)
-    policy: Any = llm._runner.policy
+    policy: Any = llm.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
-    decode(llm._runner, 3)
+    decode(llm.runner, 3)
     measuring = staged(LLM(tiny_model("llama"), policy_options=OPTIONS, host_memory="4MiB", missed_mass_every=1))
-    policy = measuring._runner.policy
+    policy = measuring.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
-    decode(measuring._runner, 3)
+    decode(measuring.runner, 3)
     with pytest.raises(AssertionError, match="captured"):
         decode(make(), 2)
 
@@ -160,6 +160,6 @@ def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> No
         settings: dict[str, Any] = {"missed_mass_every": 0, "prefix_sharing": False, "cuda_graphs": graphs}
         llm = LLM(tiny_model("llama"), policy_options=OPTIONS | options, device="cuda", host_memory="8MiB", **settings)
         tokens.append([c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=80, temperature=0))])
-        steps = llm._runner.steps
+        steps = llm.runner.steps
         assert isinstance(steps, Graphs) is graphs and (not isinstance(steps, Graphs) or any(steps._captured.values()))
     assert tokens[0] == tokens[1]

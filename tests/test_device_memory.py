@@ -120,10 +120,10 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
     llm = limited(folder(name), policy, options, limit)
     [completion] = llm.generate([prompt], GREEDY)
     assert completion.token_ids == expected.token_ids
-    stream, stats = llm._runner.weights, completion.stats
+    stream, stats = llm.runner.weights, completion.stats
     assert stream is not None and len(stream.layers) == LAYERS - 4
     stream.check_integrity()
-    one_pass = sum(layer_bytes(llm._runner.model.layers[layer]) for layer in stream.layers)
+    one_pass = sum(layer_bytes(llm.runner.model.layers[layer]) for layer in stream.layers)
     # A prefill and NEW - 1 steps, and what was brought for the step that did not come.
     assert NEW * one_pass <= stats.link_bytes_weights <= NEW * one_pass + 2 * one_pass // len(stream.layers)
     assert stats.weight_bytes == expected.stats.weight_bytes == whole.weight_bytes
@@ -136,7 +136,7 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
     prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
     llm = limited(folder("llama"), "infinigen", {}, streaming_limit(costs, [CONTEXT] * 3))
     together = llm.generate(prompts, GREEDY)
-    stream = llm._runner.weights
+    stream = llm.runner.weights
     assert stream is not None
     alone = LLM(folder("llama"), device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -169,7 +169,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
         return staged(llm) if link == "staged" else llm
 
     def pool_of(llm: LLM) -> set[int]:
-        return {llm._runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)}
+        return {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)}
 
     with device_selection():
         tokens, counted = count(make, pool_of, lambda llm: [c.token_ids for c in llm.generate(PAIR, GREEDY)])
@@ -180,7 +180,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
 
 def blocks_of(llm: LLM) -> list[int]:
     """Where the streamed weights lie in host memory."""
-    stream = llm._runner.weights
+    stream = llm.runner.weights
     return [] if stream is None else [block.host.untyped_storage().data_ptr() for block in stream._blocks.values()]
 
 
@@ -190,10 +190,10 @@ def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any)
     limit = streaming_limit(costs, [CONTEXT])
     llm, counted = count(
         lambda: limited(folder("qwen2"), "full", {}, limit),
-        lambda llm: {llm._runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)},
+        lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)},
         lambda llm: (torch.zeros(1), llm)[1],
     )
-    plan = llm._runner.plan
+    plan = llm.runner.plan
     assert plan is not None and len(plan.resident_layers) == 4
     assert counted.before == plan.weights
 
@@ -228,7 +228,7 @@ def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str
     plan = plan_device(on_device, costs, CONTEXT)
     assert plan.streamed == tuple(range(LAYERS)) and not plan.keys_on_host
     llm = limited(folder("llama"), "infinigen", options, on_device - 1)
-    assert llm._runner.plan is not None and llm._runner.plan.keys_on_host
+    assert llm.runner.plan is not None and llm.runner.plan.keys_on_host
     prompt = tiny_prompt(PROMPT)
     [here] = llm.generate([prompt], GREEDY)
     [there] = LLM(folder("llama"), policy_options=options, device="cpu", host_memory="64MiB").generate([prompt], GREEDY)
@@ -289,7 +289,7 @@ def test_a_longer_prompt_than_planned_is_refused_and_what_fits_still_runs(folder
     with pytest.raises(DeviceFullError, match=r"this plan is for 128 tokens"):
         llm.generate([tiny_prompt(400)], GREEDY)
     llm.generate([tiny_prompt(PROMPT)], GREEDY)
-    llm._runner.check_integrity()
+    llm.runner.check_integrity()
 
 
 def test_sequences_that_do_not_fit_together_wait(folder: Any) -> None:
@@ -298,7 +298,7 @@ def test_sequences_that_do_not_fit_together_wait(folder: Any) -> None:
     prompts = [tiny_prompt(length, seed=length) for length in (100, 90, 119)]
     together = [c.token_ids for c in llm.generate(prompts, GREEDY)]
     assert together == [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 def test_weights_of_a_loaded_model_stay_where_they_are() -> None:

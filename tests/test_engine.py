@@ -36,7 +36,7 @@ def test_requests_join_and_leave_mid_decode() -> None:
     llm, rng = make_llm(), random.Random(0)
     asked = [(tiny_prompt(rng.randint(1, 90), seed=i), greedy(rng.randint(1, 25))) for i in range(12)]
     alone = [llm.generate([prompt], params)[0].token_ids for prompt, params in asked]
-    engine = Engine(llm._runner, max_batch=4)
+    engine = Engine(llm.runner, max_batch=4)
     got: dict[int, list[int]] = {i: [] for i in range(12)}
     pending, steps, widest = list(asked), 0, 0
     while pending or not engine.idle:
@@ -49,13 +49,13 @@ def test_requests_join_and_leave_mid_decode() -> None:
         steps += 1
     assert list(got.values()) == alone
     assert widest == 4
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
     """While a second prompt is prefilled, the first request gets a token every step, one layer at a time."""
-    engine = Engine(make_llm()._runner, max_batch=2)
-    object.__setattr__(engine.runner.config, "prefill_tokens", 50)  # of 200, in four layers: one layer a step
+    llm = make_llm(prefill_tokens=50)  # of 200, in four layers: one layer a step
+    engine = Engine(llm.runner, max_batch=2)
     engine.add(tiny_prompt(5), greedy(30))
     engine.step()
     engine.add(tiny_prompt(200, seed=1), greedy(3))
@@ -68,14 +68,14 @@ def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
     prompts = [tiny_prompt(70, seed=i) for i in range(5)]
     alone = [llm.generate([prompt], greedy(40))[0].token_ids for prompt in prompts]
     assert [c.token_ids for c in llm.generate(prompts, greedy(40))] == alone
-    assert llm._runner.pool.bytes_peak <= llm._runner.pool.limit_bytes
+    assert llm.runner.pool.bytes_peak <= llm.runner.pool.limit_bytes
 
 
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_on() -> None:
     llm = make_llm(chunks=2)
     with pytest.raises(PoolFullError, match=r"3 chunks .* are needed, and of 2 only 2 are free .* 1 too few"):
         llm.generate([tiny_prompt(100)], greedy(50))
-    engine = Engine(llm._runner, max_batch=2)
+    engine = Engine(llm.runner, max_batch=2)
     engine.add(tiny_prompt(100), greedy(50))
     engine.add(tiny_prompt(10), greedy(5))
     with pytest.raises(PoolFullError):
@@ -84,12 +84,12 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     while not engine.idle:
         events += engine.step()
     assert [event.request_id for event in events] == [1] * 5
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
     llm = make_llm()
-    engine = Engine(llm._runner, max_batch=2)
+    engine = Engine(llm.runner, max_batch=2)
     running = engine.add(tiny_prompt(5), greedy(50))
     engine.step()
     prefilling = engine.add(tiny_prompt(100), greedy(50))
@@ -98,9 +98,9 @@ def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
     for request in (prefilling, waiting, running, running):
         engine.cancel(request)
         engine.check_integrity()
-    assert engine.idle and llm._runner.pool.bytes_held == 0
+    assert engine.idle and llm.runner.pool.bytes_held == 0
     assert running.completion().finish_reason == "cancelled"
-    assert len(running.new_tokens) == 2 and waiting.stats(llm._runner) is None
+    assert len(running.new_tokens) == 2 and waiting.stats(llm.runner) is None
 
 
 def test_closing_a_stream_keeps_its_statistics() -> None:
@@ -110,7 +110,7 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
     stream.close()  # type: ignore[attr-defined]
     stats = llm.last_stats
     assert stats is not None and (stats.prompt_tokens, stats.new_tokens) == (40, 10) and len(texts) == 10
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 def test_statistics_count_what_full_moves() -> None:
@@ -156,7 +156,7 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
     short = LLM(tiny_model("llama", max_position_embeddings=64), policy="full", host_memory="8MiB")
     with pytest.warns(UserWarning, match="made for 64"):
         short.generate([tiny_prompt(60)], greedy(10))
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
@@ -184,7 +184,7 @@ def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
 
     monkeypatch.setattr(Scheduler, "admit", admitted)
     monkeypatch.setattr(Arena, "activate", activated)
-    engine = Engine(llm._runner, max_batch=16)
+    engine = Engine(llm.runner, max_batch=16)
     sampled = SamplingParams(max_new_tokens=200, n=3, seed=1)
     asked = [(100, greedy(150)), (130, sampled), (64, beams(3, 140)), (63, greedy(1)), (5, greedy(260))]
     for length, params in asked:
@@ -195,4 +195,4 @@ def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
         engine.step()
         engine.check_integrity()
     assert len(ready) >= 14 and all(ready)
-    assert llm._runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm._runner.pool.chunk_bytes, "and not much more"
+    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.chunk_bytes, "and not much more"

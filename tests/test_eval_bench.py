@@ -137,13 +137,13 @@ def test_every_call_gives_the_same_rows(field: Field) -> None:
 
 
 def logits_of(ours: Ours) -> torch.Tensor:
-    return ours._runner.decode(ours._batch)
+    return ours.runner.decode(ours._batch)
 
 
 def test_full_decodes_what_transformers_decodes_on_the_same_context(field: Field) -> None:
     """Without the planted vector (transformers' queries do not have it) both see the same keys and values."""
     ours: Any = filled(field, "full")
-    ours._runner.adapter = adapter_for(field.model)
+    ours.runner.adapter = adapter_for(field.model)
     peer: Any = filled(field, "dynamic")
     with torch.inference_mode():
         expected = field.model(

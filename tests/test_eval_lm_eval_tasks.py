@@ -135,7 +135,7 @@ def test_generation_stops_where_the_harness_own_class_stops(ours: OffloadLM, the
 
 
 def test_requests_with_one_context_share_its_prefill(ours: OffloadLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner: Any = ours.llm._runner
+    runner: Any = ours.llm.runner
     lengths: list[int] = []
     real = runner.prefill
     monkeypatch.setattr(

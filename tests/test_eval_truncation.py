@@ -45,7 +45,7 @@ def test_where_nothing_is_cut_all_variants_are_the_same_and_else_they_differ() -
     alone = reference([*real[0].text[:SINKS], *real[0].text[-40:], *real[0].following]).log_softmax(-1)
     expected = [-float(alone[44 + i, token]) for i, token in enumerate(real[0].following[1:])]
     assert first["recomputed"].nats == pytest.approx(expected, abs=1e-9)
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 def reference(tokens: list[int]) -> torch.Tensor:

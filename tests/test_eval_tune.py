@@ -53,11 +53,11 @@ def test_the_choice_keeps_the_limit_and_is_loaded(
     assert [row["bytes"] for row in table["rows"] if row["chosen"]] == [min(row["bytes"] for row in kept)]
 
     tuned, plain = LLM("reference", skew=out), LLM("reference")
-    assert tuned._runner.policy.lineage != plain._runner.policy.lineage
+    assert tuned.runner.policy.lineage != plain.runner.policy.lineage
     explicit = LLM("reference", policy_options=record["options"], skew=out / "skew.safetensors")
-    assert tuned._runner.policy.lineage == explicit._runner.policy.lineage
+    assert tuned.runner.policy.lineage == explicit.runner.policy.lineage
     other = LLM("reference", policy_options={"recent": 33}, skew=out)
-    assert other._runner.policy.recent == 33
+    assert other.runner.policy.recent == 33
     again = ("generate", "reference", "--prompt-file", BOOK, "--prompt-tokens", "100", "--max-new-tokens", "3")
     assert main((*again, "--skew", str(out), "--quiet")) == 0
     assert main((*again, "--skew", str(out), "--quiet", "--policy", "h2o")) == 0

@@ -48,7 +48,7 @@ def test_generation_goes_on_far_past_the_limit_in_flat_memory(
 ) -> None:
     """Ten times as many tokens as the pool holds; the arena's own count is checked at every step."""
     llm = make_llm(policy, options, 2, eviction)
-    pool, runner = llm._runner.pool, llm._runner
+    pool, runner = llm.runner.pool, llm.runner
     for event in llm.stream(tiny_prompt(50), SamplingParams(max_new_tokens=10 * 2 * CHUNK, temperature=0)):
         assert pool.bytes_used <= 2 * CHUNK_BYTES
         if event.index % 200 == 0:
@@ -90,7 +90,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, prote
     tokens = tiny_prompt(420)
     llm = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name=name)
     if name != "llama":
-        chunk_bytes = llm._runner.pool.chunk_bytes
+        chunk_bytes = llm.runner.pool.chunk_bytes
         llm = LLM(
             tiny_model(name, dtype=torch.float64),
             policy="full",
@@ -98,7 +98,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, prote
             host_memory=2 * chunk_bytes,
             eviction={"policy": "fifo", "protect": protect},
         )
-    runner = llm._runner
+    runner = llm.runner
     kept: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = [[] for _ in range(runner.adapter.geometry.layers)]
     for position, token in enumerate(tokens[:120]):
         plain_step(runner.adapter, token, position, kept)
@@ -131,7 +131,7 @@ def test_slots_hold_what_a_plain_list_says(
     """Every layer's rows after random selections, and after a chunk was given away: keys in the pool equal the keys of
     the positions that a plain model keeps, sinks first, the ring last; protected tokens are always there."""
     llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
-    pool = llm._runner.pool
+    pool = llm.runner.pool
     blocks = pool.new_block_table(prompt)
     slots = InPlaceEviction(pool, EvictionOptions(policy, protect), sinks, recent)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(seed)
@@ -190,7 +190,7 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
     row = 16 + 4 if more else 16 * 8
     settings = {"policy": policy, "policy_options": options, "dtype": "float64", "eviction": "counter", **more}
     llm = LLM(tiny_model("llama", dtype=torch.float64), host_memory=4 * 2 * 4 * 2 * CHUNK * row, **settings)
-    runner, prompts = llm._runner, [tiny_prompt(180), tiny_prompt(30, seed=3)]
+    runner, prompts = llm.runner, [tiny_prompt(180), tiny_prompt(30, seed=3)]
 
     def run(prompts: list[list[int]], steps: int) -> list[Sequence]:
         sequences = [runner.new_sequence(prompt, len(prompt)) for prompt in prompts]
@@ -221,7 +221,7 @@ def test_rows_that_a_fork_holds_are_spared() -> None:
     own chunks only, and the second still gives what it gives alone."""
     alone = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
     llm = make_llm("full", {}, 5, "fifo")
-    runner = llm._runner
+    runner = llm.runner
     first = runner.new_sequence(tiny_prompt(128), 129)
     runner.prefill(first, 127)
     second = runner.fork(first, 168)
@@ -253,7 +253,7 @@ def test_what_cannot_be_evicted_is_refused() -> None:
     llm = make_llm("infinigen", {"recent": 200}, 3, "counter")
     with pytest.raises(PoolFullError, match="none to overwrite: 4 sinks, 200 recent"):
         llm.generate([tiny_prompt(100)], SamplingParams(max_new_tokens=200))
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 @pytest.mark.parametrize("eviction", [None, "counter"])
@@ -271,5 +271,5 @@ def test_scoring_goes_in_smaller_batches_where_the_pool_is_small(eviction: str |
     else:
         [long] = tight.score([prompt], [tiny_prompt(400, seed=7)])
         assert len(long.logprobs) == 400
-    assert tight._runner.pool.bytes_held == 0
-    tight._runner.check_integrity()
+    assert tight.runner.pool.bytes_held == 0
+    tight.runner.check_integrity()

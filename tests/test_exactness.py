@@ -12,7 +12,6 @@ from support.tiny_models import NAMES, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine.runner import Runner
 
 GREEDY = SamplingParams(max_new_tokens=64, temperature=0)
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0}
@@ -25,10 +24,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 IDS = [f"{name}{'-' if options else ''}{'-'.join(options)}" for name, options in VARIANTS]
 
 
-def runner_of(llm: LLM) -> Runner:
-    return llm._runner
-
-
 def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """transformers' own greedy continuation."""
     ids = torch.tensor([prompt])
@@ -38,7 +33,7 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> l
 
 def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
     """Logits that follow tokens [prefilled - 1, end): the first from the prefill, the others from decode steps."""
-    runner = runner_of(llm)
+    runner = llm.runner
     sequence = runner.new_sequence(tokens, len(tokens))
     first = runner.prefill(sequence, prefilled, want_logits=True)
     assert first is not None
@@ -69,7 +64,7 @@ def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any
     [completion] = llm.generate([prompt], GREEDY)
     assert completion.token_ids == greedy_reference(model, prompt, 64)
     assert completion.finish_reason == "length"
-    assert runner_of(llm).pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
@@ -78,9 +73,7 @@ def test_prefill_slices_do_not_matter(slice_tokens: int) -> None:
     model = tiny_model("mistral", dtype=torch.float64)
     tokens = tiny_prompt(130)
     expected = model(torch.tensor([tokens])).logits[0, -1]
-    llm = LLM(model, policy="full", host_memory="8MiB", dtype="float64")
-    runner = runner_of(llm)
-    object.__setattr__(runner.config, "prefill_slice", slice_tokens)
+    llm = LLM(model, policy="full", host_memory="8MiB", dtype="float64", prefill_slice=slice_tokens)
     torch.testing.assert_close(decoded_logits(llm, tokens, prefilled=130)[-1], expected, rtol=0, atol=1e-5)
 
 
@@ -144,5 +137,5 @@ def test_score_is_transformers_log_softmax_whatever_is_prefilled() -> None:
         assert scores[0].logprobs == pytest.approx(expected, abs=2e-5)
         assert scores[1].logprobs == pytest.approx(expected[:10], abs=2e-5)
         assert scores[0].is_greedy == [rows[i - 1].argmax().item() == tokens[i] for i in range(30, 50)]
-    assert runner_of(llm).pool.bytes_held == 0
-    runner_of(llm).check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+    llm.runner.check_integrity()

@@ -56,7 +56,7 @@ class Delay:
 def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
     model = tiny_model("llama").to(device)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="4MiB")
-    runner = llm._runner
+    runner = llm.runner
 
     def stream(name: str) -> Any:
         plain: Stream = CudaStream(device) if device.type == "cuda" else InlineStream()

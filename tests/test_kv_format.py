@@ -80,7 +80,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
         [rounded] = llm.score([tokens[:80]], [tokens[80:]])
         assert rounded.stats.link_bytes_to_device * 64 == exact.stats.link_bytes_to_device * width
         assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
-        assert llm._runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
+        assert llm.runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
         # The first scored token sees 79 rounded rows and one exact; no row is rounded in the prefill that made them.
         losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))
     assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
@@ -102,12 +102,12 @@ def test_formats_go_with_selection_forks_batches_and_eviction(kv_format: str) ->
     bounded = LLM(
         tiny_model("llama"),
         policy_options={"recent": 8},
-        host_memory=2 * everything._runner.pool.chunk_bytes,
+        host_memory=2 * everything.runner.pool.chunk_bytes,
         kv_format=kv_format,  # type: ignore[arg-type]
         eviction="lru",
     )
     [long] = bounded.generate([prompts[1]], SamplingParams(max_new_tokens=300, temperature=0))
-    assert len(long.token_ids) == 300 and bounded._runner.pool.bytes_used == 0
+    assert len(long.token_ids) == 300 and bounded.runner.pool.bytes_used == 0
 
 
 def test_results_do_not_depend_on_what_ran_before() -> None:

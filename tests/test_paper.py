@@ -117,7 +117,7 @@ def test_preset_paper_is_design_section_6(name: str) -> None:
     tokens = tiny_prompt(160)
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy_options={"preset": "paper"}, dtype="float64", host_memory="16MiB")
-    runner: Runner = llm._runner
+    runner: Runner = llm.runner
     plain = PlainInfiniGen(runner.adapter, cached_artifact(runner.model, "svd"), tokens[:120])
     sequence = runner.new_sequence(tokens, len(tokens))
     ours = [runner.prefill(sequence, 120, want_logits=True)] + [runner.decode([sequence])[0] for _ in tokens[120:]]

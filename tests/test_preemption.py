@@ -26,13 +26,13 @@ def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **optio
     """A pool in which all prompts fit, their common chunk stored once, but not all answers; the disk counts as
     infinitely fast, or slow."""
     llm = make(**({"chunks": 6} | options))
-    swap = Swap(llm._runner, folder, StoreOptions(limit=limit))
+    swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
     swap._write_rate = swap._read_rate = 0.0 if worth else 1e9
     return llm, swap
 
 
 def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
-    engine = Engine(llm._runner, max_batch=4, swap=swap)
+    engine = Engine(llm.runner, max_batch=4, swap=swap)
     requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     rates = swap._write_rate, swap._read_rate
     seen = 0
@@ -43,7 +43,7 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
             swap._disk.check_integrity()
         swap._write_rate, swap._read_rate = rates
     assert engine.scheduler.preemptions > 0
-    assert llm._runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
+    assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
     return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
 
 
@@ -80,7 +80,7 @@ def test_what_is_cheaper_computed_again_is_not_written(tmp_path: Path, policy: s
 
 @pytest.mark.parametrize(("policy", "kv_format"), [("full", "int8"), ("infinigen", "int4")])
 def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_format: str) -> None:
-    memory = 5 * make(policy=policy, kv_format=kv_format)._runner.pool.chunk_bytes
+    memory = 5 * make(policy=policy, kv_format=kv_format).runner.pool.chunk_bytes
     llm, swap = tight(tmp_path, policy=policy, kv_format=kv_format, host_memory=memory)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy, kv_format=kv_format) and scheduler.restored == 0
@@ -88,7 +88,7 @@ def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_format:
 
 def test_a_state_that_is_not_made_from_keys_alone_is_computed_again(tmp_path: Path) -> None:
     llm, swap = tight(tmp_path, policy="h2o")
-    runner = llm._runner
+    runner = llm.runner
     sequence = runner.new_sequence([*PROMPTS[0], 5], len(PROMPTS[0]) + 1)
     runner.prefill(sequence, len(PROMPTS[0]))
     runner.decode([sequence])
@@ -113,14 +113,14 @@ def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_full_disk_means_computing_again(tmp_path: Path) -> None:
-    llm, swap = tight(tmp_path, limit=2 * make()._runner.pool.chunk_bytes)
+    llm, swap = tight(tmp_path, limit=2 * make().runner.pool.chunk_bytes)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored < scheduler.preemptions
 
 
 def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
     llm, swap = tight(tmp_path)
-    runner = llm._runner
+    runner = llm.runner
     sequences = []
     for prompt in PROMPTS[:2]:
         sequences.append(runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
@@ -139,7 +139,7 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
 
 def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_path: Path) -> None:
     llm, swap = tight(tmp_path)
-    engine = Engine(llm._runner, max_batch=4, swap=swap)
+    engine = Engine(llm.runner, max_batch=4, swap=swap)
     requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
     while not swap.bytes_used:
         engine.step()
@@ -147,14 +147,14 @@ def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_pat
     copy = left.read_bytes()
     for one in requests:
         engine.cancel(one)
-    assert swap.bytes_used == 0 and llm._runner.pool.bytes_held == 0
+    assert swap.bytes_used == 0 and llm.runner.pool.bytes_held == 0
     with pytest.raises(StoreError, match="another process"):
-        Swap(llm._runner, tmp_path)
+        Swap(llm.runner, tmp_path)
     swap.close()
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(copy)  # as if the process had died before it could clean up
     (tmp_path / "notes.kv").write_text("the user's own")
-    other = Swap(llm._runner, tmp_path)
+    other = Swap(llm.runner, tmp_path)
     assert other.bytes_used == 0 and not left.exists() and (tmp_path / "notes.kv").exists()
     other.close()
 

@@ -21,7 +21,7 @@ config = LlamaConfig(
     num_key_value_heads=2, head_dim=64, max_position_embeddings=N, eos_token_id=None,
 )
 llm = LLM(LlamaForCausalLM(config).eval(), policy="full", host_memory="256MiB")
-runner = llm._runner
+runner = llm.runner
 sequence = runner.new_sequence([i % 8000 for i in range(64)], 64)
 runner.prefill(sequence, 64, want_logits=True)                    # what torch allocates once, on first use
 runner.free(sequence)

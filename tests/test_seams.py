@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
-from offload_rt.config import check, option
+from offload_rt.commands.engine_flags import add_engine_flags, add_plan_flags, engine_config
+from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions, check, option, option_of
 from offload_rt.core import ModelGeometry, Selection, Visible
 from offload_rt.errors import ConfigError
 from offload_rt.select import registry
@@ -113,6 +116,67 @@ def test_a_name_is_taken_once() -> None:
         register_policy("every-nth", f"{__name__}:Other")(EveryNthOptions)
     with pytest.raises(ConfigError, match="did you mean 'every-nth'"):
         parse_options("every-mth", {})
+
+
+# -------------------------------------------------------------------------------------------- an option of the engine
+
+
+@dataclass(frozen=True)
+class ToyConfig(EngineConfig):
+    """A field from outside: nothing else is changed."""
+
+    cushion: Size = option(1024, help="bytes left free", group="pool", plans=True)
+    colour: Literal["red", "blue"] = option("red", help="what colour", group="toys")
+    secret: int = option(0, help="not a flag")
+
+
+@pytest.mark.parametrize(("add", "flags"), [(add_engine_flags, 2), (add_plan_flags, 1)])
+def test_a_field_of_the_configuration_is_a_flag(add: Callable[..., None], flags: int) -> None:
+    parser = argparse.ArgumentParser()
+    add(parser, ToyConfig)
+    text = " ".join(parser.format_help().split())
+    assert "--cushion SIZE bytes left free" in text
+    assert ("toys: --colour red|blue what colour" in text) == (flags == 2)
+    assert "secret" not in text
+    config = engine_config(parser.parse_args(["--working-set", "7"]), ToyConfig)
+    assert (config, config.working_set) == (ToyConfig(working_set=7), 7)
+    given = parser.parse_args(["--cushion", "4096", *["--colour", "blue"][: 2 * flags - 2]])
+    assert engine_config(given, ToyConfig) == ToyConfig(cushion="4096", colour="blue" if flags == 2 else "red")  # type: ignore[arg-type]
+
+
+def test_llm_takes_a_configuration_and_fields_on_top() -> None:
+    model, config = tiny_model("llama"), ToyConfig(policy="full", host_memory="8MiB", max_batch=2)  # type: ignore[arg-type]
+    llm = LLM(model, config, colour="blue", max_batch=3)
+    assert llm.config == replace(config, colour="blue", max_batch=3) == llm.runner.config
+    assert (llm.config.host_memory, llm.runner.pool.limit_bytes) == (8 * 2**20, 8 * 2**20)
+    with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
+        LLM(model, host_memroy="8MiB")
+    with pytest.raises(ConfigError, match="'colour' is unknown"):
+        LLM(model, EngineConfig(), colour="blue")
+
+
+def test_a_configuration_parses_what_people_write() -> None:
+    config = EngineConfig(
+        host_memory="1GiB", device_memory="2GB", eviction="lru", skew="x", swap="~/y", dtype=torch.bfloat16,
+        device=torch.device("cpu"), policy_options=None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert (config.host_memory, config.device_memory, config.eviction) == (2**30, 2 * 10**9, EvictionOptions("lru"))
+    assert (config.skew, config.swap, config.dtype, config.device) == (Path("x"), Path.home() / "y", "bfloat16", "cpu")
+    assert EngineConfig(eviction={"protect": "none"}).eviction == EvictionOptions(protect="none")  # type: ignore[arg-type]
+    for wrong in (
+        {"host_memory": 0}, {"device_memory": "much"}, {"max_context": 0}, {"prefill_slice": 0}, {"prefill_tokens": 0},
+        {"max_batch": 0}, {"missed_mass_every": -1}, {"working_set": -1}, {"kv_format": "int3"}, {"eviction": "lfu"},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, StoreOptions, EvictionOptions])
+def test_every_field_says_what_it_is(kind: type) -> None:
+    for field in fields(kind):
+        assert option_of(field).help
+        shown = field.type if option_of(field).group and option_of(field).metavar is None else ""
+        assert "int" not in str(shown) and "float" not in str(shown), f"{field.name} needs a metavar: its unit"
 
 
 # ----------------------------------------------------------------------------------------------------------- lineages

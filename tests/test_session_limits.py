@@ -40,7 +40,7 @@ def make_llm(chunks: int = 200, *, name: str = "llama", positions: int = 4096, *
     """With a pool of `chunks` chunks."""
     key = "n_positions" if name == "gpt2" else "max_position_embeddings"
     model = tiny_model(name, dtype=torch.float64, **{key: positions})
-    size = LLM(model, dtype="float64", host_memory="1MiB", **({"policy": "full"} | options))._runner.pool.chunk_bytes
+    size = LLM(model, dtype="float64", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.chunk_bytes
     return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
 
 
@@ -208,7 +208,7 @@ KINDS: dict[str, Callable[[LLM], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_sessions_give_way_to_whatever_else_runs_and_come_back(kind: str, tmp_path: Path) -> None:
     llm, roomy = make_llm(13), make_llm()
-    pool = llm._runner.pool
+    pool = llm.runner.pool
     sessions = {name: llm.session(name, tmp_path / "a") for name in NAMES}
     right = {name: roomy.session(name, tmp_path / "roomy") for name in NAMES}
     for name, session in sessions.items():
@@ -237,12 +237,12 @@ def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> N
     assert answer(one, turn("ada", 0)) == make_llm().generate([history], SHORT)[0].token_ids
     one.close()
     other.close()
-    assert llm._runner.reclaimables == []
+    assert llm.runner.reclaimables == []
 
 
 def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tmp_path: Path) -> None:
     llm = make_llm(9)
-    chunk = llm._runner.pool.chunk_bytes
+    chunk = llm.runner.pool.chunk_bytes
     session = llm.session("ada", tmp_path, limit=2 * chunk)
     first = answer(session, tiny_prompt(250, seed=1))
     message = r"sessions hold .*: 'ada' .* \(its store cannot take it: the limit of its files is reached\)"
@@ -257,7 +257,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
     second += [event.token_id for event in events]
     history = [*tiny_prompt(250, seed=1), *first, *turn("ada", 0)]
     assert second == make_llm().generate([history], SHORT)[0].token_ids
-    llm._runner.check_integrity()
+    llm.runner.check_integrity()
     with pytest.warns(UserWarning, match="not saved whole"):
         session.close()
     llm.generate([LONG], SHORT)
@@ -278,7 +278,7 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
         if len(sessions[0][name].tokens if name else ()) > 320:
             for each in sessions:
                 each[name].truncate(keep_last=100)
-    assert sessions[0]["ada"].host.stats.evicted > 3 and small._runner.pool.bytes_peak <= 12 * CHUNK_BYTES
+    assert sessions[0]["ada"].host.stats.evicted > 3 and small.runner.pool.bytes_peak <= 12 * CHUNK_BYTES
     for each in sessions:
         for session in each.values():
             session.close()

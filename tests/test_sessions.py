@@ -60,7 +60,7 @@ def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
         session.close()
         if where != "host":
             llm = make_llm(**options)
-    assert llm._runner.pool.bytes_used == llm._runner.pool.idle_chunks * llm._runner.pool.chunk_bytes
+    assert llm.runner.pool.bytes_used == llm.runner.pool.idle_chunks * llm.runner.pool.chunk_bytes
 
 
 def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pyt
     session.close()
     llm = make_llm()
     session = llm.session("s", tmp_path)
-    real = llm._runner.advance_prefill
+    real = llm.runner.advance_prefill
 
     def stop(prefill: Any) -> None:
         if prefill.layer == 2:
@@ -186,7 +186,7 @@ def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pyt
 
     before = session.tokens
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "advance_prefill", stop)
+        patch.setattr(llm.runner, "advance_prefill", stop)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 answer(session, TURNS[2])
@@ -255,7 +255,7 @@ def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int],
             k, v = cache.layers[layer].keys[:, :, kept], cache.layers[layer].values[:, :, kept]
             if turned:
                 k = k.clone()
-                k[0, :, :4] = llm._runner.adapter.rotate_keys(k[0, :, :4], turned)
+                k[0, :, :4] = llm.runner.adapter.rotate_keys(k[0, :, :4], turned)
             picked.update(k, v, layer)
         positions = torch.arange(len(tokens), len(tokens) + len(more))[None]
         mask = torch.ones(1, len(kept) + len(more), dtype=torch.long)
@@ -316,14 +316,14 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0][:100], SamplingParams(max_new_tokens=5, temperature=0))
-    original = llm._runner.pool.stored(session.kv.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
+    original = llm.runner.pool.stored(session.kv.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
     for i in range(50):
         session.truncate(keep_last=60)
         answer(session, tiny_prompt(95, seed=i), SamplingParams(max_new_tokens=5, temperature=0))
     history, sequence = session.history, session.kv.sequence
     assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
-    now = llm._runner.pool.stored(sequence.blocks, 1, range(4))[0].k
-    torch.testing.assert_close(now, llm._runner.adapter.rotate_keys(original, history.sink_shift), rtol=0, atol=0)
+    now = llm.runner.pool.stored(sequence.blocks, 1, range(4))[0].k
+    torch.testing.assert_close(now, llm.runner.adapter.rotate_keys(original, history.sink_shift), rtol=0, atol=0)
     assert float((now.norm(dim=-1) / original.norm(dim=-1) - 1).abs().max()) < 1e-5
     session.close()
 
@@ -363,7 +363,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     llm = make_llm()
     session = llm.session("s", tmp_path)
     events: list[tuple[str, int]] = []
-    disk, adapter, gate = session.context.storage, llm._runner.adapter, threading.Event()
+    disk, adapter, gate = session.context.storage, llm.runner.adapter, threading.Event()
     monkeypatch.setattr(session.context, "read_buffer", lambda size, tokens: 1)
 
     def log(owner: Any, name: str, event: str, place: int, before: Callable[[], Any] = lambda: None) -> None:

@@ -23,7 +23,7 @@ def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name
     """Each by itself, with nothing to share."""
     model = tiny_model(name, dtype=torch.float64)
     bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", prefix_sharing=False)
-    bare._runner.policy = llm._runner.policy
+    bare.runner.policy = llm.runner.policy
     return [c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in bare.generate([prompt], p)]
 
 
@@ -62,9 +62,9 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
     again = llm.generate(prompts, params)
     assert [c.token_ids for c in again] == alone(llm, prompts, params), "everything is in the tree by now"
     reused = sum(c.stats.reused_tokens for c in again)
-    assert reused == (0 if llm._runner.policy.wants_queries else sum((len(p) - 1) // CHUNK * CHUNK for p in prompts))
-    llm._runner.check_integrity()
-    assert llm._runner.pool.bytes_held == 0
+    assert reused == (0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // CHUNK * CHUNK for p in prompts))
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
@@ -87,7 +87,7 @@ def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
     params = [greedy(rng.randint(1, 80)) for _ in prompts]
     needed = max(len(p) + q.max_new_tokens for p, q in zip(prompts, params, strict=True))
     llm = make(chunks=-(-needed // CHUNK) + rng.randint(0, 6))
-    engine = Engine(llm._runner, max_batch=4)
+    engine = Engine(llm.runner, max_batch=4)
     requests = []
     cancelled = set()
     waiting = list(zip(prompts, params, strict=True))
@@ -103,7 +103,7 @@ def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
     for i, (one, expected) in enumerate(zip(requests, alone(llm, prompts, params), strict=True)):
         got = one.new_tokens  # type: ignore[attr-defined]
         assert got == (expected[: len(got)] if i in cancelled else expected)
-    assert llm._runner.pool.bytes_held == 0
+    assert llm.runner.pool.bytes_held == 0
 
 
 def test_samples_and_beams_share_a_pool_with_others() -> None:
@@ -125,10 +125,10 @@ def test_preemption_loses_nothing(policy: str, kv_format: str) -> None:
     """Six requests that need four chunks each in the end, in seven chunks: the youngest give way and start again. Where
     rows are rounded, or decoded under a selection, they are decoded again rather than prefilled."""
     roomy = make(policy=policy, kv_format=kv_format, prefix_sharing=False)
-    memory = 7 * roomy._runner.pool.chunk_bytes
+    memory = 7 * roomy.runner.pool.chunk_bytes
     tight = make(policy=policy, kv_format=kv_format, host_memory=memory)
     prompts, params = [tiny_prompt(70, seed=i) for i in range(6)], [greedy(150)] * 6
-    engine = Engine(tight._runner, max_batch=6)
+    engine = Engine(tight.runner, max_batch=6)
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     while not engine.idle:
         engine.step()
@@ -143,7 +143,7 @@ def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
     """A 2k prompt with 32 questions of 40 tokens: prefill tokens, KV bytes and link bytes a step, against the sums
     without sharing. At least 90 % of the shared part must be saved; it is all of it but the first one's."""
     llm = make(chunks=32 + 64 + 8)
-    pool, shared, batch = llm._runner.pool, 32 * CHUNK, 32
+    pool, shared, batch = llm.runner.pool, 32 * CHUNK, 32
     prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
     done = llm.generate(prompts, greedy(16))
     saved = sum(c.stats.reused_tokens for c in done)
@@ -160,7 +160,7 @@ def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
 
 def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
     llm = make()
-    runner = llm._runner
+    runner = llm.runner
     first = runner.new_sequence(tiny_prompt(5 * CHUNK + 1), 6 * CHUNK)
     runner.prefill(first, 5 * CHUNK)
     batch = [first, *(runner.fork(first, 6 * CHUNK) for _ in range(3))]
@@ -176,7 +176,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
     """One sequence on a prefix that others used, a batch without a common chunk, a segment that is too short: bit for
     bit the step of a runner that knows no segments, through the same calls."""
     llm = make()
-    runner, prompts = llm._runner, [tiny_prompt(3 * CHUNK + 9, seed=i) for i in range(3)]
+    runner, prompts = llm.runner, [tiny_prompt(3 * CHUNK + 9, seed=i) for i in range(3)]
     sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
     for sequence in sequences:
         runner.prefill(sequence, len(sequence.tokens) - 1)
@@ -201,7 +201,7 @@ def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
     """Four forks that see the same tokens select the same rows: one of them pays. PerSequenceFetch, each pays."""
     options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
     llm = make(policy="infinigen", policy_options=options, staged=staged)
-    runner = llm._runner
+    runner = llm.runner
     first = runner.new_sequence(tiny_prompt(4 * CHUNK + 1), 5 * CHUNK)
     runner.prefill(first, 4 * CHUNK)
     batch = [first, *(runner.fork(first, 5 * CHUNK) for _ in range(3))]
@@ -219,9 +219,9 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
     """PagedAttention's three kinds: nothing is reserved ahead beyond the chunk in use, nothing lies between sequences
     that nobody can use, and inside the last chunks at most 63 slots are empty."""
     llm = make()
-    engine = Engine(llm._runner, max_batch=8)
+    engine = Engine(llm.runner, max_batch=8)
     requests = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(200)) for i in range(8)]
-    pool = llm._runner.pool
+    pool = llm.runner.pool
     while not engine.idle:
         engine.step()
         sequences = [s for one in requests for s in one.sequences if s.position]
@@ -234,16 +234,16 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
 def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     """Somebody outside the engine holds most of the pool: the one that runs cannot go on and says so."""
     llm = make(chunks=6)
-    held = llm._runner.pool.new_block_table(4 * CHUNK)
-    engine = Engine(llm._runner, max_batch=2)
+    held = llm.runner.pool.new_block_table(4 * CHUNK)
+    engine = Engine(llm.runner, max_batch=2)
     engine.add(tiny_prompt(100), greedy(60))
     after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed
     with pytest.raises(PoolFullError, match=r"1 chunks of 64 tokens .* are needed"):
         drain(engine)
     drain(engine)
     assert len(after.completions()[0].token_ids) == 5
-    assert llm._runner.pool.bytes_held == 4 * CHUNK_BYTES
-    llm._runner.pool.release(held)
+    assert llm.runner.pool.bytes_held == 4 * CHUNK_BYTES
+    llm.runner.pool.release(held)
     assert len(llm.generate([tiny_prompt(100)], greedy(60))[0].token_ids) == 60
 
 
@@ -256,7 +256,7 @@ def test_500_requests_in_a_pool_too_small_for_them() -> None:
     stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
     prompts = [rng.choice(stems) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(500)]
     params = [greedy(rng.choice([1, 7, 20, 140])) for _ in prompts]
-    engine = Engine(llm._runner, max_batch=24)
+    engine = Engine(llm.runner, max_batch=24)
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     cancelled, steps = set(), 0
     while not engine.idle:
@@ -274,5 +274,5 @@ def test_500_requests_in_a_pool_too_small_for_them() -> None:
     checked = [i for i in range(0, 500, 10) if i not in cancelled]
     expected = alone(llm, [prompts[i] for i in checked], [params[i] for i in checked])
     assert [requests[i].completions()[0].token_ids for i in checked] == expected
-    assert llm._runner.pool.bytes_held == 0
-    llm._runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+    llm.runner.check_integrity()

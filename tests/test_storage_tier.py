@@ -147,7 +147,7 @@ def open_store(llm: LLM, kept: dict[str, MemoryTier]) -> SessionStore:
         kept[namespace] = MemoryTier(namespace, layers, chunks, texts)
         return kept[namespace]
 
-    return SessionStore(llm._runner, open_tier)
+    return SessionStore(llm.runner, open_tier)
 
 
 def test_a_session_on_a_tier_from_outside_answers_as_on_disk(kept: dict[str, MemoryTier], tmp_path: Path) -> None:

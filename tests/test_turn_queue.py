@@ -43,9 +43,9 @@ def make_llm(chunks: int = 400, **options: Any) -> LLM:
     chosen = {"policy": "full"} | options
     size = CHUNK_BYTES
     if "kv_format" in options:
-        size = LLM(MODEL, dtype="float64", host_memory="1MiB", **chosen)._runner.pool.chunk_bytes
+        size = LLM(MODEL, dtype="float64", host_memory="1MiB", **chosen).runner.pool.chunk_bytes
     llm = LLM(MODEL, dtype="float64", host_memory=chunks * size, **chosen)
-    assert llm._runner.pool.chunk_count == chunks
+    assert llm.runner.pool.chunk_count == chunks
     return llm
 
 
@@ -163,7 +163,7 @@ def test_windows_are_the_papers(tmp_path: Path) -> None:
     the mean of the sessions."""
     llm = make_llm(40)
     queue = llm.turns(tmp_path, limit=80 * CHUNK_BYTES)
-    pool, sessions = llm._runner.pool, [queue.store.session(name) for name in NAMES]
+    pool, sessions = llm.runner.pool, [queue.store.session(name) for name in NAMES]
     for session, chunks in zip(sessions, (2, 4, 6, 8), strict=True):
         session.history.tokens = [1] * 64 * chunks
     rows = [session.kv for session in sessions]
@@ -188,7 +188,7 @@ def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
         queue.add(name, tiny_prompt(200, seed=NAMES.index(name)), SHORT)
     for _ in drain(queue):
         pass
-    pool, host = llm._runner.pool, queue.store.host
+    pool, host = llm.runner.pool, queue.store.host
     host.look_ahead(())
     evicted, ada = host.stats.evicted, queue.store.session("ada").kv
     assert host.free_bytes >= 0.5 * pool.chunk_count * pool.chunk_bytes and evicted >= 1
@@ -283,7 +283,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
     for name in NAMES[:2]:
         queue.add(name, turn(name, 0), SHORT)
     list(queue.run())
-    real, refused = llm._runner.check_spare, []
+    real, refused = llm.runner.check_spare, []
 
     def refuse(chunks: int) -> None:
         if len(refused) < 2:
@@ -292,14 +292,14 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
         real(chunks)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "check_spare", refuse)
+        patch.setattr(llm.runner, "check_spare", refuse)
         queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
         for _ in drain(queue):
             pass
     assert refused and {name: one.token_ids for name, one in queued.items()} == {n: right[n][1] for n in queued}
     assert queue.stats.disk_tokens == 0, "the rows stayed in host memory meanwhile"
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
+        patch.setattr(llm.runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
         queue.store.session("ada").kv.leave_host()
         queue.store.host.take(queue.store.session("ada").kv)
         lost = queue.add("ada", turn("ada", 2), SHORT)
@@ -338,7 +338,7 @@ def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) 
         llm = make_llm(**options)
         session = llm.session("ada", tmp_path / str(options))
         list(session.send(turn("ada", 0), SHORT))
-        adapter, steps = llm._runner.adapter, 0
+        adapter, steps = llm.runner.adapter, 0
         real = type(adapter).after_attention
 
         def interrupt(self: Any, layer: int, *rest: Any, real: Any = real) -> Any:

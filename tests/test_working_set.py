@@ -123,7 +123,7 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
     plain = make(policy=policy, **settings).generate(prompts, greedy(12))
     llm = make(rows, policy, **settings)
-    engine = Engine(llm._runner, max_batch=3)
+    engine = Engine(llm.runner, max_batch=3)
     requests = [engine.add(prompt, greedy(12)) for prompt in prompts]
     while not engine.idle:
         engine.step()
@@ -135,7 +135,7 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
         assert with_set.stats.link_bytes_to_device <= without.stats.link_bytes_to_device
         assert with_set.stats.link_fraction <= without.stats.link_fraction
     assert done[-1].stats.link_bytes_to_device < plain[-1].stats.link_bytes_to_device
-    assert llm._runner.link.device_bytes == 0
+    assert llm.runner.link.device_bytes == 0
 
 
 def test_hits_bytes_and_fractions_agree() -> None:
@@ -174,7 +174,7 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
     prompt, made = tiny_prompt(115), []
     for rows in (0, 30):
         llm = make(rows, chunks=2, eviction=eviction, policy_options=policy_options)
-        engine = Engine(llm._runner, max_batch=1)
+        engine = Engine(llm.runner, max_batch=1)
         request = engine.add(prompt, greedy(50))
         while not engine.idle:
             engine.step()
@@ -196,7 +196,7 @@ def test_forks_take_the_rows_along() -> None:
     [alone] = make(25).generate([prompt], greedy(12))
     assert rate is not None and rate > 0.8 * (alone.stats.working_set_hit_rate or 0)
 
-    runner = make(25)._runner
+    runner = make(25).runner
     first = runner.new_sequence(prompt, 200)
     runner.prefill(first, 140)
     for _ in range(5):
@@ -215,7 +215,7 @@ def test_forks_take_the_rows_along() -> None:
 def test_preempted_requests_start_with_an_empty_set() -> None:
     prompts = [tiny_prompt(110, seed=i) for i in range(3)]
     apart = [one.token_ids for one in make().generate(prompts, greedy(30))]
-    engine = Engine(make(20, chunks=8)._runner, max_batch=3)
+    engine = Engine(make(20, chunks=8).runner, max_batch=3)
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
     while not engine.idle:
         engine.step()

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ...config import DType, SkewMethod, check_choice, eviction_options, from_mapping, parse_size
+from ...config import DType, EngineConfig, SkewMethod, check_choice, check_keys, from_mapping
 from ...core import ModelGeometry
+from ...engine.build import build_policy
 from ...errors import ConfigError, InputError
 from ...llm import LLM
 from ...models.registry import LoadedModel, load_model
 from ...pool.machine import available_memory
 from ...select.base import Policy
-from ...select.registry import make_policy
 from ...skewing.artifact import SkewArtifact
 from ...skewing.calibrate import cached_artifact
 from ...skewing.tuned import default_options, load_artifact
@@ -171,19 +171,11 @@ class ModelUnderTest:
         """The variant's policy for this model, its options on top of those that a tuned folder given as `skew` chose;
         "skew": "none" compares queries and keys as they are (for ablations, path "layers" only). Raises ConfigError for
         options that it does not have."""
-        adapter = self.loaded.adapter
         options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
         unskewed = options.get("skew") == "none"
         if unskewed:
             del options["skew"]
-        return make_policy(
-            variant.policy,
-            options,
-            geometry=adapter.geometry,
-            device=adapter.device,
-            dtype=adapter.dtype,
-            artifact=self._identity if unskewed else self.artifact,
-        )
+        return build_policy(self.loaded, variant.policy, options, self._identity if unskewed else self.artifact)
 
     def key(self, variant: Variant) -> dict[str, Any]:
         """What decides a variant's numbers for this model: what its words mean today (defaults change), not the words,
@@ -291,12 +283,9 @@ class ModelUnderTest:
 
 def pool_settings(engine: Mapping[str, Any]) -> PoolSettings:
     """A variant's `engine` settings, read as `LLM` reads them. Raises ConfigError."""
-    given = dict(engine)
-    if "host_memory" in given:
-        given["host_memory"] = parse_size(given["host_memory"], "host_memory")
-    if "eviction" in given:
-        given["eviction"] = eviction_options(given["eviction"])
-    return from_mapping(PoolSettings, given)
+    check_keys(PoolSettings, engine)
+    config = from_mapping(EngineConfig, engine)
+    return PoolSettings(**{name: getattr(config, name) for name in engine})
 
 
 def text_digest(text: str) -> str:

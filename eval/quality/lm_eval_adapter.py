@@ -18,9 +18,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ...config import DType, SamplingParams
+from ...config import DType, EngineConfig, SamplingParams
 from ...errors import ConfigError, InputError
-from ...llm import LLM, MAX_BATCH
+from ...llm import LLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,9 @@ TASKS = Path(__file__).parent / "tasks"
 
 Request = tuple[Any, list[int], list[int]]
 """(what the harness caches it under, context ids, continuation ids)."""
+
+MAX_BATCH = EngineConfig.max_batch
+"""Sequences scored together."""
 
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
 

@@ -81,7 +81,7 @@ def sessions_after(llm: LLM, folder: Path, name: str, cut: Cut) -> dict[str, Ses
 
 def follow(llm: LLM, sessions: Sequence[Session], following: Sequence[Sequence[int]]) -> list[Followed]:
     """Gives each session its tokens, all in one batch of decode steps."""
-    runner, found = llm._runner, [Followed([], []) for _ in sessions]
+    runner, found = llm.runner, [Followed([], []) for _ in sessions]
     sequences: list[RunningSequence] = []
     for session, known in zip(sessions, following, strict=True):
         sequence = session.kv.materialise()

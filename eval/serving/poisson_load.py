@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,12 +57,13 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, temperature=0, ignore_eos=True)
 
 
-def make(*, sharing: bool, policy: str = "full", host_memory: str = "2GiB") -> LLM:
-    """The reference model, float32; without sharing every sequence reads all of its rows."""
-    llm = LLM("reference", policy=policy, dtype="float32", host_memory=host_memory, prefix_sharing=sharing)
+def make(*, sharing: bool, policy: str = "full", host_memory: str = "2GiB", **fields: Any) -> LLM:
+    """The reference model, float32, with other fields of `EngineConfig`. Without sharing every sequence reads all of
+    its rows."""
+    llm = LLM("reference", policy=policy, dtype="float32", host_memory=host_memory, prefix_sharing=sharing, **fields)
     if not sharing:
         geometry = llm.geometry
-        llm._runner.prefixes = SharedPrefixes(geometry.kv_bytes(1, torch.float32) // geometry.layers, NEVER_PAYS)
+        llm.runner.prefixes = SharedPrefixes(geometry.kv_bytes(1, torch.float32) // geometry.layers, NEVER_PAYS)
     return llm
 
 
@@ -112,9 +114,9 @@ class Answered:
 
 def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
     """Answers all prompts in batches."""
-    engine = Engine(llm._runner, max_batch=MAX_BATCH)
+    engine = Engine(llm.runner, max_batch=MAX_BATCH)
     requests = [engine.add(prompt, greedy(ANSWER)) for prompt in prompts]
-    llm._runner.pool.bytes_peak = llm._runner.pool.bytes_used
+    llm.runner.pool.bytes_peak = llm.runner.pool.bytes_used
     began, decode = time.process_time(), 0.0
     while not engine.idle:
         prefilling = bool(engine.scheduler.waiting or engine.scheduler.prefilling)
@@ -126,7 +128,7 @@ def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
     stats = [completion.stats for completion in done]
     prefilled = sum(s.prompt_tokens - s.reused_tokens for s in stats)
     link = sum(s.link_bytes_to_device for s in stats)
-    return Answered([c.text for c in done], seconds, decode, prefilled, llm._runner.pool.bytes_peak, link)
+    return Answered([c.text for c in done], seconds, decode, prefilled, llm.runner.pool.bytes_peak, link)
 
 
 TOLD = 16
@@ -205,7 +207,7 @@ def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) ->
     for prompt in prompts:
         at += rng.expovariate(rate)
         arrivals.append((at, prompt))
-    engine, now = Engine(llm._runner, max_batch=MAX_BATCH), 0.0
+    engine, now = Engine(llm.runner, max_batch=MAX_BATCH), 0.0
     requests: list[Request] = []
     while arrivals or not engine.idle:
         if engine.idle:
@@ -218,7 +220,7 @@ def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) ->
         events = engine.step()
         now += time.process_time() - began
         log.widest = max(log.widest, len(engine.scheduler.running))
-        log.peak_bytes = max(log.peak_bytes, llm._runner.pool.bytes_held)
+        log.peak_bytes = max(log.peak_bytes, llm.runner.pool.bytes_held)
         for event in events:
             log.first.setdefault(event.request_id, now)
             log.done[event.request_id] = now

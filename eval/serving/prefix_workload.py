@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -15,6 +14,7 @@ from ...forward.batch import Fetched, Step
 from ...forward.decode import DecodeStep
 from ...forward.per_sequence import PerSequenceStrategy
 from ...llm import LLM
+from ...models.registry import load_shape
 from ..core.report import Column, Report, Row
 from .poisson_load import Scale, greedy, make, token_lists
 
@@ -34,8 +34,7 @@ MODEL = "reference, float32"
 def serve(llm: LLM, prompts: Sequence[list[int]], answer: int) -> Row:
     """Serves all prompts together, each for `answer` new tokens; what was computed, held and moved. Link
     bytes are those of the steps in which all of them decode."""
-    runner = llm._runner
-    runner.config = replace(runner.config, prefill_tokens=len(prompts[0]))  # one of them a step
+    runner = llm.runner
     runner.pool.bytes_peak = runner.pool.bytes_used
     engine = Engine(runner, max_batch=len(prompts))
     requests = [engine.add(prompt, greedy(answer)) for prompt in prompts]
@@ -61,15 +60,15 @@ def workload_report(scale: Scale) -> Report:
     """Requests that share a prompt, served with and without sharing: prefill tokens, KV bytes, link bytes a step."""
     rows: list[Row] = []
     answer = scale.requests + TOGETHER
+    shared = min(scale.shared, (load_shape("reference").geometry.max_positions - OWN - answer) // 64 * 64)
     for policy in ("full", "infinigen"):
         for sharing in (False, True):
-            llm = make(sharing=sharing, policy=policy)
-            shared = min(scale.shared, (llm.geometry.max_positions - OWN - answer) // 64 * 64)
+            llm = make(sharing=sharing, policy=policy, prefill_tokens=shared + OWN)  # one prompt a step
             [stem] = token_lists(llm, 1, shared, 0)
             found = serve(llm, [stem + rest for rest in token_lists(llm, scale.requests, OWN, 1)], answer)
             rows.append({"policy": policy, "sharing": "yes" if sharing else "no", **found})
         apart, together = rows[-2:]
-        kv_mib = llm._runner.pool.chunk_bytes * shared / 64 / 2**20
+        kv_mib = llm.runner.pool.chunk_bytes * shared / 64 / 2**20
         spared = scale.requests - 1
         together["prefill_saved"] = (apart["prefilled"] - together["prefilled"]) / (spared * shared)
         together["kv_saved"] = (apart["peak_mib"] - together["peak_mib"]) / (spared * kv_mib)
@@ -152,7 +151,7 @@ def steps_report(scale: Scale) -> Report:
         for prefix in sorted({min(tokens, longest) for tokens in scale.prefixes if tokens}):
             [document] = token_lists(together, 1, prefix, 0)
             kinds = ((apart, DecodeStep), (together, DecodeStep), (together, NoAttention))
-            times = [step_seconds(llm._runner, document, batch, step, scale.repeats) for llm, step in kinds]
+            times = [step_seconds(llm.runner, document, batch, step, scale.repeats) for llm, step in kinds]
             rate = [batch / seconds for seconds in times]
             rows.append(
                 {"batch": batch, "prefix": prefix, "apart": rate[0], "segments": rate[1], "none": rate[2]}

@@ -86,7 +86,7 @@ def run(llm: LLM, prompt: Sequence[int], new_tokens: int, record: Path | None = 
 
 def _dense_bytes(llm: LLM, stats: Stats, prompt: int) -> int:
     """What dense layers fetched: in each step all rows but the resident ones."""
-    policy, pool = llm._runner.policy, llm._runner.pool
+    policy, pool = llm.runner.policy, llm.runner.pool
     rows = sum(max(0, prompt + i + 1 - policy.sinks - policy.recent) for i in range(len(stats.attended_by_step)))
     return rows * len(stats.dense_layers) * llm.geometry.kv_heads * 2 * pool.layout.row_bytes
 
@@ -99,7 +99,7 @@ def sixteen_bit_bytes(llm: LLM, tokens: int) -> int:
 
 def sixteen_bit_row(info: RunInfo, llm: LLM) -> int:
     """Bytes of a row, K and V: a native one as if its numbers had 16 bit, a rounded one as it is."""
-    native = llm._runner.pool.format.exact
+    native = llm.runner.pool.format.exact
     return 2 * llm.geometry.head_dim * SIXTEEN_BIT if native else info.row_bytes
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, Static
 
 from ...config import EngineConfig
 from ...core import BlockTable, KVPart
+from ...engine.build import build_policy
 from ...engine.runner import Runner
 from ...engine.stats import Fractions
 from ...forward.sequence import Sequence as Decoded
@@ -24,7 +25,6 @@ from ...models.registry import LoadedModel, adapter_for
 from ...pool.pool import HostPool
 from ...select.base import Policy
 from ...select.full import Full
-from ...select.registry import make_policy
 from ...transfer.link import Link
 from .step_profiler import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
 from .synthetic_kv import RESIDENT, Given, SyntheticAdapter, SyntheticKV
@@ -252,16 +252,8 @@ class Field:
 
     def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
         """A policy of the registry."""
-        adapter = adapter_for(self.model)
         artifact = self.synthetic.artifact()
-        return make_policy(
-            policy,
-            options,
-            geometry=adapter.geometry,
-            device=adapter.device,
-            dtype=adapter.dtype,
-            artifact=lambda method: artifact,
-        )
+        return build_policy(self.loaded, policy, options, lambda method: artifact)
 
 
 class Skipped(Exception):  # noqa: N818 - an answer, not an error

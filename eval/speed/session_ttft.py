@@ -68,7 +68,7 @@ def fresh(timed: TimedModel, history: int) -> LLM:
     of a page can take longer than reading it from disk)."""
     llm = timed.make()
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
-    pool = llm._runner.pool
+    pool = llm.runner.pool
     count = history + LONG_TURN + CHUNK
     blocks = pool.new_block_table(count)
     for layer in range(llm.geometry.layers):

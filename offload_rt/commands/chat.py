@@ -8,14 +8,7 @@ from typing import Any
 from ..config import SamplingParams
 from ..texts import read_text
 from .common import add_command, given, stderr_console
-from .policy_flags import (
-    add_device_flags,
-    add_policy_flags,
-    add_pool_flags,
-    device_options,
-    policy_options,
-    pool_options,
-)
+from .engine_flags import add_engine_flags, engine_config
 from .store_flags import add_store_flags, store_options
 
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
@@ -26,21 +19,13 @@ def run(args: argparse.Namespace) -> int:
     from .chat_loop import Chat
 
     params = SamplingParams(**given(args, SAMPLING))
-    options, pool, store = policy_options(args), pool_options(args), store_options(args)
     console = stderr_console(quiet=False)
+    config, store = engine_config(args, progress=console.is_terminal), store_options(args)
 
     from ..llm import LLM
 
-    llm = LLM(
-        args.model,
-        policy=args.policy,
-        policy_options=options,
-        **device_options(args),
-        dtype=args.dtype,
-        progress=console.is_terminal,
-        **pool,
-    )
-    Chat(llm, llm.session(args.session, args.store, **store), params, read_text, console).run()
+    llm = LLM(args.model, config)
+    Chat(llm, llm.session(args.session, args.store, store), params, read_text, console).run()
     return 0
 
 
@@ -49,9 +34,7 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "chat", run)
     parser.add_argument("--session", required=True, metavar="NAME", help="a new name, or one to go on with")
     add_store_flags(parser)
-    add_device_flags(parser)
-    add_policy_flags(parser)
-    add_pool_flags(parser)
+    add_engine_flags(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=int, metavar="N")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")

@@ -13,14 +13,7 @@ from ..config import SamplingParams, format_size
 from ..errors import ConfigError, InputError
 from ..texts import check_writable, read_text
 from .common import INTERRUPTED, add_command, given, stderr_console
-from .policy_flags import (
-    add_device_flags,
-    add_policy_flags,
-    add_pool_flags,
-    device_options,
-    policy_options,
-    pool_options,
-)
+from .engine_flags import add_engine_flags, engine_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,25 +31,17 @@ SAMPLING = (
 def run(args: argparse.Namespace) -> int:
     """Continues a text file: streams the text, then shows what the runtime did."""
     params = SamplingParams(**given(args, SAMPLING))
-    options, pool = policy_options(args), pool_options(args)
+    console = stderr_console(args.quiet)
+    progress = console.is_terminal and not args.quiet
+    config = engine_config(args, **_planned(args, params), progress=progress)
     text = read_text(args.prompt_file)
     for file in (args.stats_json, args.plot):
         check_writable(file)
-    _check_recordable(args.record, args.policy)
-    console = stderr_console(args.quiet)
+    _check_recordable(args.record, config.policy)
 
     from ..llm import LLM
 
-    llm = LLM(
-        args.model,
-        policy=args.policy,
-        policy_options=options,
-        **device_options(args) | _planned(args, params),
-        dtype=args.dtype,
-        skew=args.skew_artifact,
-        progress=console.is_terminal and not args.quiet,
-        **pool,
-    )
+    llm = LLM(args.model, config)
     prompt = _prompt_ids(llm, text, args.prompt_tokens, params.max_new_tokens)
     finished = _write_stream(llm, prompt, params, args.record, console)
     _report(llm, args.stats_json, args.plot, console)
@@ -75,12 +60,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="continue the book from its Nth token (default: the longest prompt the model takes)",
     )
-    add_device_flags(parser)
-    add_policy_flags(parser)
-    parser.add_argument(
-        "--skew", dest="skew_artifact", metavar="FILE|DIR", help="skew artifact (default: calibrated once and cached)"
-    )
-    add_pool_flags(parser)
+    add_engine_flags(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=int, metavar="N")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")

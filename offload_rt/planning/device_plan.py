@@ -7,9 +7,8 @@ keys: they stay on the host and are scored there (InfiniGen §6.2), which is slo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..config import EngineConfig, format_size
 from ..core import CHUNK
@@ -94,18 +93,21 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     raise MemoryLimitError(_too_small(limit, chosen, context))
 
 
-def plan_for(
-    config: EngineConfig, shape: ModelShape, policy: str, options: Mapping[str, Any], *, rounded: bool
-) -> DevicePlan:
+def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
+    """What sequences take of the device under `config`. Raises ConfigError for the policy's options."""
+    demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
+    rounded = config.kv_format != "auto"
+    return DeviceCosts(shape, demand, config.prefill_slice, rounded=rounded, working_set=config.working_set)
+
+
+def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     """The plan of a runtime with `config.device_memory`. Raises ConfigError for the policy's options,
     MemoryLimitError."""
     assert config.device_memory is not None
     geometry = shape.geometry
-    demand = memory_demand(policy, options, geometry, shape.dtype)
-    costs = DeviceCosts(shape, demand, config.prefill_slice, rounded=rounded, working_set=config.working_set)
     pool = config.host_memory or available_memory() // 2
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
-    return plan_device(config.device_memory, costs, config.max_context or held)
+    return plan_device(config.device_memory, costs_for(config, shape), config.max_context or held)
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:

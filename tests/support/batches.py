@@ -23,10 +23,10 @@ OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8, "dense_layers": (), "alpha":
 def make(counted: bool = True, **options: Any) -> Runner:
     model = tiny_model("llama", num_hidden_layers=2)
     llm = staged(LLM(model, policy_options=OPTIONS | options, host_memory="4MiB", missed_mass_every=0))
-    policy = llm._runner.policy
+    policy = llm.runner.policy
     assert isinstance(policy, InfiniGen)
     policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
-    return llm._runner
+    return llm.runner
 
 
 def begun(runner: Runner, length: int, seed: int = 0) -> Sequence:

@@ -11,7 +11,7 @@ from offload_rt.transfer.streams import InlineStream
 
 def staged(llm: LLM) -> LLM:
     """Puts the link of a machine with device memory into an LLM, the CPU being that device."""
-    runner = llm._runner
+    runner = llm.runner
     link = CudaLink(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=(InlineStream(), InlineStream()))
     runner.link = link
     return llm

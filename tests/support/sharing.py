@@ -26,6 +26,6 @@ def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **opti
     """float64, and every shared chunk is a segment of its own worth."""
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": chunks * CHUNK_BYTES} | options))
-    runner = llm._runner
+    runner = llm.runner
     runner.prefixes = SharedPrefixes(ROW, pays_from=1)
     return with_device_link(llm) if staged else llm

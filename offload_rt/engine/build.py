@@ -1,0 +1,121 @@
+"""The one place that puts a runtime together: weights, a plan for the device, policy, pool, link, runner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..config import EngineConfig, SkewMethod
+from ..models.registry import LoadedModel, load_model, load_shape
+from ..planning.device_plan import DevicePlan, plan_for
+from ..pool.pool import HostPool
+from ..select.base import Policy
+from ..select.registry import ArtifactLoader, make_policy
+from ..skewing.artifact import SkewArtifact
+from ..skewing.calibrate import cached_artifact
+from ..skewing.tuned import default_options, load_artifact
+from ..transfer.cpu import CpuLink
+from ..transfer.cuda import CudaLink
+from ..transfer.link import Link
+from ..transfer.streams import CudaStream, InlineStream
+from ..transfer.weights import StreamedAdapter, WeightStream
+from .runner import Runner
+
+Model = str | os.PathLike[str] | PreTrainedModel
+"""A model's name, its folder, or the model itself."""
+
+
+def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Runner:
+    """A runner for `model` as `config` says; `runner.config.policy_options` are the options in force, with those that
+    `offload-rt tune` chose where `config.skew` is its folder.
+
+    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError.
+    """
+    plan = plan_device_memory(model, config)
+    on_host = () if plan is None else plan.streamed
+    loaded = load_model(model, tokenizer=tokenizer, device=config.device, dtype=config.dtype, on_host=on_host)
+    options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
+    config = replace(config, policy_options=options)
+    streamed, weights = _stream_weights(loaded, plan)
+    keys_on_host = plan is not None and plan.keys_on_host
+    artifact = artifact_loader(loaded, config)
+    policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
+    pool = build_pool(loaded, config)
+    return Runner(streamed, policy, pool, build_link(loaded, pool, config), config, plan, weights)
+
+
+def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
+    """What lies on the device under `config.device_memory`, from shapes alone; None without such a limit.
+
+    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError.
+    """
+    if config.device_memory is None:
+        return None
+    options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
+    shape = load_shape(model, device=config.device, dtype=config.dtype)
+    return plan_for(replace(config, policy_options=options), shape)
+
+
+def build_policy(
+    loaded: LoadedModel,
+    name: str,
+    options: Mapping[str, Any],
+    artifact: ArtifactLoader,
+    *,
+    keys_on_host: bool = False,
+) -> Policy:
+    """The policy `name` for a loaded model; `artifact` is asked for the skew artifact where the policy needs one.
+    Raises ConfigError for a name or an option that does not exist or does not fit the model."""
+    adapter = loaded.adapter
+    return make_policy(
+        name,
+        options,
+        geometry=adapter.geometry,
+        device=adapter.device,
+        dtype=adapter.dtype,
+        artifact=artifact,
+        keys_on_host=keys_on_host,
+    )
+
+
+def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
+    """Gives the skew artifact at `config.skew`; without one, the model's own, calibrated once and cached."""
+
+    def load(method: SkewMethod) -> SkewArtifact:
+        if config.skew is not None:
+            return load_artifact(config.skew, loaded.fingerprint)
+        return cached_artifact(loaded, method)
+
+    return load
+
+
+def build_pool(loaded: LoadedModel, config: EngineConfig) -> HostPool:
+    """The host pool for a model's rows. Raises ConfigError, MemoryLimitError."""
+    adapter = loaded.adapter
+    pin = adapter.device.type == "cuda"
+    return HostPool(adapter.geometry, adapter.dtype, config.host_memory, kv_format=config.kv_format, pin=pin)
+
+
+def build_link(loaded: LoadedModel, pool: HostPool, config: EngineConfig) -> Link:
+    """What brings rows to the device. They are used in place where host memory is the device's, they are stored as
+    numbers and none are to be kept; else they are staged."""
+    device, geometry, working_set = loaded.adapter.device, loaded.adapter.geometry, config.working_set
+    if device.type == "cuda":
+        return CudaLink(pool, geometry, device, working_set=working_set)
+    if pool.format.exact and not working_set:
+        return CpuLink(pool)
+    return CudaLink(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)
+
+
+def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[LoadedModel, WeightStream | None]:
+    """The model as it runs with the layers of `plan` streaming, and what streams them; as it is, where none do."""
+    if plan is None or not plan.streamed:
+        return loaded, None
+    device = loaded.adapter.device
+    copies = CudaStream(device) if device.type == "cuda" else InlineStream()
+    weights = WeightStream(loaded.layers, plan.streamed, device, copies)
+    return replace(loaded, adapter=StreamedAdapter(loaded.adapter, weights)), weights
