@@ -169,7 +169,7 @@ def test_skew_then_generate_with_the_artifact(
     def other(*given: Any) -> None:
         pytest.fail("calibrated, though an artifact was given")
 
-    monkeypatch.setattr("offload_rt.llm.cached_artifact", other)
+    monkeypatch.setattr("offload_rt.engine.build.cached_artifact", other)
     flags = ("--policy", "infinigen", "--recent", "8", "--budget", "0.2", "--quiet")
     artifact = tmp_path / "skewed" / "skew.safetensors"
     made = generate(*flags, "--skew", str(artifact))
