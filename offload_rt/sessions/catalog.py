@@ -15,7 +15,8 @@ from .history import History, remove_orphans
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Bytes, and when it was last used, in seconds since 1970 (with the store policy fifo: written)."""
+    """A stored file: its bytes, and when it was last used, in seconds since 1970 (with the store policy fifo:
+    written)."""
 
     bytes: int
     used: float
@@ -34,11 +35,12 @@ class StoredSession:
 
     @property
     def bytes(self) -> int:
-        """Of all its chunks."""
+        """Bytes of all its chunks."""
         return sum(chunk.bytes for chunk in self.chunks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Of chunks that nobody has used since `time`: what a time to live gives up. Its text stays in any case."""
+        """Returns the bytes of chunks that nobody has used since `time`: what a time to live gives up. Its text stays
+        in any case."""
         return sum(chunk.bytes for chunk in self.chunks if chunk.used < time)
 
     @property
@@ -48,7 +50,7 @@ class StoredSession:
 
 
 def stored_sessions(folder: Path) -> list[StoredSession]:
-    """All sessions in `folder`, of every model, by name. Raises InputError where there is no such folder."""
+    """Returns all sessions in `folder`, of every model, by name. Raises InputError where there is no such folder."""
     if not folder.is_dir():
         raise InputError(f"there is no store at {str(folder)!r}: give the folder that `chat --store` was given")
     documents = DiskStore(folder, "", 0, read_only=True).documents()
@@ -78,7 +80,8 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str) -> StoredSession:
-    """The session `name`; where several models have one, "name@model". Raises InputError for none or several."""
+    """Returns the session `name`; where several models have one, "name@model" says which. Raises InputError for none or
+    several."""
     everything = stored_sessions(folder)
     found = [one for one in everything if name in (one.history.name, f"{one.history.name}@{one.history.model}")]
     if len(found) == 1:
@@ -102,5 +105,5 @@ def delete_stored(folder: Path, name: str) -> StoredSession:
 
 
 def export_text(history: History) -> str:
-    """The conversation as plain text."""
+    """Returns the conversation as plain text."""
     return "".join(f"### {role}\n{text}\n\n" for role, text in history.turns)

@@ -12,7 +12,7 @@ from ..errors import InputError
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]], tokens: Seq[int], text: str
 ) -> list[int]:
-    """What a user's `text` adds to a session that holds `tokens` after `turns` (role, text).
+    """Returns the token ids that a user's `text` adds to a session that holds `tokens` after `turns` (role, text).
 
     With a template: all that it puts behind the last answer, up to where the next answer begins. Answers are never
     rendered again, their tokens are those that were generated; where generation has ended with the end-of-text token,

@@ -70,17 +70,17 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """Sessions that may leave, the next to leave first."""
+        """The sessions that may leave host memory, the next to leave first."""
         return list(self._order.ranked())
 
     @property
     def free_bytes(self) -> int:
-        """Of host memory, that nobody holds: free, or kept by the prefix tree alone."""
+        """Bytes of host memory that nobody holds: free, or held by the prefix tree alone."""
         return (self._pool.free_chunks + self._pool.idle_chunks) * self._pool.chunk_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
-        """(prefetch window, eviction window) in sessions, by the paper's formulas. S_kv is the mean of those that are
-        parked or wait; without a limit on the disk the eviction window has no end."""
+        """Returns (prefetch window, eviction window) in sessions, by the paper's formulas. S_kv is the mean of those
+        that are parked or wait; without a limit on the disk the eviction window has no end."""
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
         fetching = max(1, prefetch_window(self.free_bytes, mean))  # one always: others leave for it
@@ -92,22 +92,23 @@ class HostTier:
     # -------------------------------------------------------------------------------------------- sessions come and go
 
     def park(self, kv: SessionKV) -> None:
-        """A session is idle; if it has rows in host memory they may leave from now on."""
+        """Takes note that a session is idle: rows that it has in host memory may leave from now on."""
         if kv.sequence is not None:
             self._order.enter(kv)
             self._since[kv] = self._clock()
             self._order.window(self._waiting)
 
     def take(self, kv: SessionKV) -> None:
-        """A session is about to be used, or ends: its rows may not leave. Nothing happens if it is not parked."""
+        """Takes note that a session is about to be used, or ends: its rows may not leave. Nothing happens if it is not
+        parked."""
         if self._since.pop(kv, None) is not None:
             self._order.leave(kv)
         if self._fetching is kv:
             self._fetching = None
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """What `action` returns; where the pool has no room for it, parked sessions leave, one by one, until it has:
-        this store's in its order, also those that the disk cannot take, then other stores'
+        """Returns what `action` returns; where the pool has no room for it, parked sessions leave, one by one, until it
+        has: this store's in its order, also those that the disk cannot take, then other stores'
         (`Runner.retry_after_reclaim`). The session that it is for must not be parked. Raises PoolFullError when nobody
         is left to leave."""
         while self._since:
@@ -118,8 +119,8 @@ class HostTier:
         return self._runner.retry_after_reclaim(action)
 
     def reclaim(self) -> bool:
-        """The next parked session whose rows are all on disk, or can be written now, leaves; False where there is none:
-        nobody loses rows to a request that is no turn of this store."""
+        """Evicts the next parked session whose rows are all on disk, or can be written now. Returns False where there
+        is none: nobody loses rows to a request that is no turn of this store."""
         for kv in self.parked:
             if not kv.write_out():
                 self._evict(kv)
@@ -127,8 +128,8 @@ class HostTier:
         return False
 
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
-        """Sessions whose turns wait, soonest first, each once: to be told before every step. Parked sessions beyond
-        their time to live leave in any case."""
+        """Prepares for the turns that wait: `waiting` are their sessions, soonest first, each once. It is called before
+        every step. Parked sessions beyond their time to live leave in any case."""
         self._expire()
         if self._options.policy != "lookahead":
             return
@@ -154,7 +155,7 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Early eviction: a buffer stays free for fetching, at the expense of everybody but who is needed `soon`."""
+        """Evicts early, so that a buffer stays free for fetching, anybody but the sessions that are needed `soon`."""
         buffer = self._options.free_host * self._pool.chunk_count * self._pool.chunk_bytes
         while self.free_bytes < buffer and self._since:
             if (gone := self._order.victim()) in soon:
@@ -177,9 +178,7 @@ class HostTier:
                 self._evict(gone)
             try:
                 kv.fetch(whole=True)
-            except (
-                PoolFullError
-            ):  # the last chunk of a block table is not counted, and a prefix may have been taken meanwhile
+            except PoolFullError:  # the last chunk of a block table is not counted, and another may have its prefix
                 return
             if kv.loader is not None:
                 self._fetching = kv

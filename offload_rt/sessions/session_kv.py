@@ -39,14 +39,14 @@ class SessionKV:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of host memory that the whole session takes."""
+        """Bytes of host memory that the whole session takes when it is there."""
         return -(-len(self.history.tokens) // CHUNK) * self.runner.pool.chunk_bytes
 
     # ---------------------------------------------------------------------------------------------------- coming back
 
     def ready(self, capacity: int) -> Sequence:
-        """The session's sequence with all tokens of its history and room for `capacity`; what is on disk is on its way.
-        Raises PoolFullError."""
+        """Returns the session's sequence with all tokens of its history and room for `capacity`; what is on disk is on
+        its way. Raises PoolFullError."""
         if self.sequence is None:
             self.sequence = self._restore(capacity)
             return self.sequence
@@ -84,7 +84,8 @@ class SessionKV:
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
-        """The sequence with all its rows in the pool, and nothing of it waiting to be written. Raises PoolFullError."""
+        """Returns the sequence with all its rows in the pool, and nothing of it waiting to be written. Raises
+        PoolFullError."""
         while True:
             if self.sequence is None:
                 self.sequence = self._restore(len(self.history.tokens) + 1, whole=True)
@@ -97,7 +98,7 @@ class SessionKV:
             return self.sequence
 
     def end_loading(self) -> float:
-        """Nothing more is loaded; what loading took tells the store's rate. Returns the seconds that were waited."""
+        """Ends the loading, and takes note of how fast it was. Returns the seconds that were waited for it."""
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -121,7 +122,7 @@ class SessionKV:
         self.sequence = None
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
-        """What host memory and disk have of the tokens; reading the latter begins."""
+        """Returns a sequence with what host memory and disk have of the tokens; reading the latter begins."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = runner.match(history.tokens, history.truncation_id)
         self._host_tokens = known = blocks.length
@@ -187,7 +188,7 @@ class SessionKV:
         return Lineage(context.storage.root, self.runner.policy.lineage, history.truncation_id, owner)
 
     def fresh(self, names: Iterable[NamedChunk]) -> list[NamedChunk]:
-        """Those that are neither on disk nor on their way to it."""
+        """Returns those that are neither on disk nor on their way to it."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedChunk]) -> None:
@@ -214,7 +215,8 @@ class SessionKV:
         self._enqueued -= self.context.saver.recheck()
 
     def write_out(self) -> list[NamedChunk]:
-        """Returns when all rows that are in host memory are on disk, or cannot be: the names of those that are not."""
+        """Waits until all rows that are in host memory are on disk, or cannot be. Returns the names of those that are
+        not."""
         names, missing = self.names(self.history.computed), -1
         waiting = self.enqueue(names)
         while True:
@@ -228,7 +230,8 @@ class SessionKV:
             waiting = self.enqueue(names)
 
     def enter_names(self) -> None:
-        """The history says which chunks on disk it is made of; its last, partly filled one replaces the one before."""
+        """Lets the history say which chunks on disk it is made of; its last, partly filled one replaces the one
+        before."""
         history, storage = self.history, self.context.storage
         names = self.names(history.computed)
         tail = names[-1].key.hex() if history.computed % CHUNK else ""
@@ -252,7 +255,7 @@ class SessionKV:
         self._enqueued.clear()
 
     def unpin(self) -> None:
-        """The store may evict the session's chunks again."""
+        """Lets the store evict the session's chunks again."""
         self.context.storage.unpin(self._pinned)
         self._pinned.clear()
 

@@ -52,7 +52,7 @@ class SessionStore:
         return cls(runner, lambda namespace, layers: DiskStore(folder, namespace, layers, options), options)
 
     def open(self, name: str) -> Session:
-        """The session `name`: as it was left, or new. Raises InputError where it is open already."""
+        """Returns the session `name` as it was left, or a new one. Raises InputError where it is open already."""
         if not name or len(document_name(name)) > 200:
             raise InputError(f"session name {name!r} must have 1 to 200 characters (as a file name)")
         if name in self._open:
@@ -68,7 +68,7 @@ class SessionStore:
         return session
 
     def session(self, name: str) -> Session:
-        """The session `name`, opened if it is not open yet. Raises InputError."""
+        """Returns the session `name`, opened if it is not open yet. Raises InputError."""
         return self._open.get(name) or self.open(name)
 
     def exists(self, name: str) -> bool:
@@ -83,12 +83,12 @@ class SessionStore:
         remove_orphans(self.context.storage)
 
     def left(self, session: Session) -> None:
-        """A session has closed; with the last one the store closes."""
+        """Takes note that a session has closed; with the last one the store closes."""
         self._open.pop(session.name, None)
         self.close_if_idle()
 
     def hold(self, holder: object) -> None:
-        """The store stays open without sessions until `release`."""
+        """Keeps the store open without sessions until `release`."""
         self._holders.add(holder)
 
     def release(self, holder: object) -> None:

@@ -47,8 +47,9 @@ class Turn(SampledRequest):
         self._known = 0, 0
 
     def start(self, runner: Runner) -> Prefill:
-        """See `Request.start`. Of a turn that was dropped, new tokens are prefilled too if that gives the same rows;
-        else they are decoded again, as the first time."""
+        """Brings the session's rows to host memory, at least on their way, and begins the prefill. Of a turn that was
+        dropped, new tokens are prefilled too if that gives the same rows; else they are decoded again, as the first
+        time. Raises PoolFullError, ModelError."""
         kv = self.kv
         self._host.take(kv)
         arrived = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
@@ -77,14 +78,14 @@ class Turn(SampledRequest):
         turn that is dropped finds it again."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
-        self._evict()
+        self._truncate()
         runner.check_fits(self.expected_tokens)
         close_gap(kv, self._host, self.expected_tokens)
         if history.truncation_id != before:
             kv.enqueue(kv.names(history.computed))
 
-    def _evict(self) -> None:
-        """The oldest tokens go where this turn would outgrow the model's positions."""
+    def _truncate(self) -> None:
+        """Forgets the oldest tokens where this turn would outgrow the model's positions, and says so in a warning."""
         history = self.kv.history
         try:
             gone = truncate_for(self.kv, self._host, len(self._added) + self.params.max_new_tokens)
@@ -102,7 +103,7 @@ class Turn(SampledRequest):
         )
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
-        """The session's sequence with room for `capacity` tokens."""
+        """Returns the session's sequence with room for `capacity` tokens."""
         kv = self.kv
         while True:
             sequence = self._host.retry_after_reclaim(lambda: kv.ready(capacity))
@@ -123,7 +124,7 @@ class Turn(SampledRequest):
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
-        """A layer is computed: it may be written. After the last one all rows are in the pool."""
+        """Lets the saver write a layer that is computed. After the last one all rows are in the pool."""
         kv, host, context = self.kv, self._host, self.kv.context
         if self._saving is not None:
             context.saver.layer_done(self._saving, layer)
@@ -143,14 +144,15 @@ class Turn(SampledRequest):
         self._saving = self._prefill = None
 
     def reserve(self, runner: Runner) -> None:
-        """See `Request.reserve`; parked sessions give way before anybody is preempted."""
+        """Allocates the slot of the next token; parked sessions leave before anybody is preempted. Raises
+        PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         self._host.retry_after_reclaim(lambda: runner.reserve(sequence))
         self.kv.recheck()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """See `Request.accept`; chunks that decode steps have filled are saved."""
+        """Samples the next token, and saves chunks that decode steps have filled."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % CHUNK == 0 and position > prompt:
@@ -158,8 +160,8 @@ class Turn(SampledRequest):
         return super().accept(runner, logits)
 
     def drop(self, runner: Runner) -> None:
-        """See `Request.drop`. The session's rows leave host memory, unless nothing has been computed yet: then they
-        wait with it for room."""
+        """Frees what the turn holds. The session's rows leave host memory, unless nothing has been computed yet: then
+        they wait with it for room."""
         if self.sequence is None:
             return
         self._trace, self.sequence = self.sequence.trace, None
@@ -172,7 +174,7 @@ class Turn(SampledRequest):
         self._set_back()
 
     def _set_back(self) -> None:
-        """The session is as it was before the turn, and may leave host memory."""
+        """Makes the session what it was before the turn; it may leave host memory."""
         kv = self.kv
         kv.history.tokens = list(self._before)
         if kv.sequence is not None:
@@ -181,8 +183,8 @@ class Turn(SampledRequest):
         self._host.park(kv)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """See `Request.finish`. Raises StoreError where the history cannot be written; the session is whole then
-        too."""
+        """Takes what came of the turn into the history and saves it. Raises StoreError where the history cannot be
+        written; the session is whole then too."""
         self.finish_reason = self.finish_reason or reason
         kv, history = self.kv, self.kv.history
         sequence, self.sequence = self.sequence, None
@@ -206,8 +208,8 @@ class Turn(SampledRequest):
             self._host.park(kv)
 
     def _undo(self, runner: Runner) -> None:
-        """The turn did not get through its prefill: the session is as before, but for what was already answered (before
-        a preemption)."""
+        """Makes the session what it was before a turn that did not get through its prefill, but for what was already
+        answered (before a preemption)."""
         kv = self.kv
         interrupted = self._prefill is not None
         self._give_up_prefill()

@@ -19,7 +19,8 @@ from typing import Any
 import xxhash
 
 LAYOUT_VERSION = 1
-"""Of the file and of the order of numbers in a layer's block; part of every namespace, so that other layouts miss."""
+"""The version of the file and of the order of numbers in a layer's block. It is part of every namespace, so that other
+layouts miss."""
 
 MAGIC = b"OFFLDKV\n"
 ALIGNMENT = 4096
@@ -44,7 +45,7 @@ class ChunkName:
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """A file's header. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each."""
+    """The header of a chunk's file. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each layer's."""
 
     name: ChunkName
     layer_bytes: int
@@ -61,14 +62,14 @@ class ChunkHeader:
         return self.data_offset + len(self.checksums) * self.layer_bytes
 
     def encode(self) -> bytes:
-        """The bytes before layer 0."""
+        """Returns the bytes before layer 0."""
         body = _body(self.name, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.data_offset, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> ChunkHeader | None:
-        """The header at the start of `data`; None where there is none, whole and of this version."""
+        """Returns the header at the start of `data`; None where there is none that is whole and of this version."""
         if len(data) < _FIXED.size:
             return None
         magic, size, digest = _FIXED.unpack_from(data)
@@ -85,7 +86,7 @@ class ChunkHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """How many bytes of a file hold its header, from its first ones; 0 where they are no header's."""
+    """Returns how many bytes of a file hold its header, read from the first of them; 0 where they are no header's."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -93,13 +94,13 @@ def header_bytes(data: bytes) -> int:
 
 
 def data_offset(name: ChunkName, layers: int) -> int:
-    """Where layer 0 begins: known before any checksum is, because these have a fixed width."""
+    """Returns where layer 0 begins, in bytes: known before any checksum is, because these have a fixed width."""
     size = _FIXED.size + len(_body(name, 0, (0,) * layers)) + 20  # 20: the most digits that layer_bytes can take
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def checksum(block: bytes | bytearray | memoryview) -> int:
-    """xxh3-64 of a layer's block."""
+    """Returns the xxh3-64 of a layer's block."""
     return xxhash.xxh3_64_intdigest(block)
 
 

@@ -12,7 +12,7 @@ from .chunk_file import ChunkHeader, header_bytes
 
 
 def seal(data: bytes) -> bytes:
-    """A document's file: its checksum and itself."""
+    """Returns the content of a document's file: its checksum and itself."""
     return xxhash.xxh3_64(data).digest() + data
 
 
@@ -31,7 +31,7 @@ def write_document(path: Path, temporary: Path, record: bytes) -> None:
 
 
 def read_header(path: Path) -> ChunkHeader | None:
-    """The header of a file, if it is whole and the file has the size it says."""
+    """Returns the header of a chunk's file; None unless it is whole and the file has the size it says."""
     try:
         with path.open("rb", buffering=0) as file:
             data = file.read(8192)
@@ -46,7 +46,7 @@ def read_header(path: Path) -> ChunkHeader | None:
 
 
 def read_document(path: Path) -> bytes | None:
-    """What was sealed; None where there is none, whole."""
+    """Returns the document that `seal` sealed; None where there is none that is whole."""
     try:
         record = path.read_bytes()
     except OSError:

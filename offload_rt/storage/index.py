@@ -17,7 +17,7 @@ DOCUMENTS = ".doc"
 
 @dataclass
 class _File:
-    """A file that counts: its size, and when it was last used (fifo: written), in nanoseconds."""
+    """A file that counts: its size in bytes, and when it was last used (fifo: written), in nanoseconds since 1970."""
 
     size: int
     used: int
@@ -80,7 +80,7 @@ class DiskIndex:
             self._order.leave(path)
 
     def window(self, paths: Sequence[Path]) -> None:
-        """Waiting requests will use `paths`, soonest first: they leave last, from the end on."""
+        """Takes note that waiting requests will use `paths`, soonest first: they leave last, from the end on."""
         self._wanted = set(paths)
         for path in self._order.window(paths):
             self._mark(path)
@@ -95,8 +95,8 @@ class DiskIndex:
         self._pins += Counter()
 
     def victims(self, size: int, *, pinned: bool = False) -> list[Path] | None:
-        """What has to leave so that `size` more bytes fit: what is too old, then the next ones in order. With `pinned`
-        also pinned ones, if nothing else is left; never documents. None where that is not enough."""
+        """Returns what has to leave so that `size` more bytes fit: what is too old, then the next ones in order. With
+        `pinned` also pinned ones, if nothing else is left; never documents. Returns None where that is not enough."""
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
         gone, spared = [], []
@@ -116,7 +116,8 @@ class DiskIndex:
         return gone if limit is None or used <= limit else None
 
     def chunks(self) -> list[tuple[Path, int]]:
-        """Files that are no documents with their sizes, the next to leave first, pinned ones after the others."""
+        """Returns the files that are no documents with their sizes in bytes, the next to leave first, pinned ones after
+        the others."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
         return [(path, self.files[path].size) for path in ranked if path.suffix != DOCUMENTS]
 

@@ -23,7 +23,7 @@ class DamagedChunkError(Exception):
 
 
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
-    """k, the layers that loading has to be ahead by when the prefill begins, so that it never waits.
+    """Returns k, the layers that loading has to be ahead by when the prefill begins, so that it never waits.
 
     The paper sizes the buffer as S_buf = B (T_load L_hist - T_pref L_new): the bytes that cannot be loaded while the
     new tokens are computed. `load_seconds` is T_load L_hist, `compute_seconds` T_pref L_new, and a layer has
@@ -86,7 +86,7 @@ class ChunkLoader:
                 raise DamagedChunkError(self._damaged)
 
     def close(self) -> None:
-        """Ends the thread; what is not loaded stays so."""
+        """Ends the thread; layers that have not been loaded are not."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class ChunkLoader:
             return not self._closed
 
     def _fill(self, chunk: StoredChunk, layer: int, span: Span) -> bool:
-        """One layer of one chunk, checked before it is copied to its rows."""
+        """Loads one layer of one chunk, which is checked before it is copied to its rows."""
         part = self._pool.view(layer, span)
         size = 2 * part.k.nbytes
         if not chunk.read_layer(layer, memoryview(self._block)[:size]):

@@ -22,13 +22,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """L_pw = C_mem / S_kv (§3.3.1): how many waiting requests are fetched ahead, from the bytes of host memory free for
-    fetching and the mean KV of a session."""
+    """Returns L_pw = C_mem / S_kv (§3.3.1): how many waiting requests are fetched ahead, from the bytes of host memory
+    free for fetching and the mean bytes of a session's KV."""
     return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """L_ew = (C_mem + C_disk) / S_kv (§3.3.2): how many waiting requests' KV eviction spares."""
+    """Returns L_ew = (C_mem + C_disk) / S_kv (§3.3.2): of how many waiting requests eviction spares the KV."""
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
 
@@ -57,53 +57,54 @@ class Order(Protocol[K]):
         ...
 
     def ranked(self) -> Iterator[K]:
-        """All items, the next to leave first. Nothing may change meanwhile."""
+        """Returns all items, the next to leave first. Nothing may change meanwhile."""
         ...
 
     def victim(self) -> K:
-        """The item that is to leave next; there must be one."""
+        """Returns the item that is to leave next; there must be one."""
         ...
 
 
 class ByAge(Generic[K]):
-    """LRU; with `renew=False` FIFO: being used does not make an item younger. Neither looks ahead."""
+    """The oldest item leaves first: least recently used, or with `renew=False` first in, first out, where being used
+    does not make an item younger. Neither looks ahead."""
 
     def __init__(self, *, renew: bool) -> None:
         self._items: OrderedDict[K, None] = OrderedDict()
         self._renew = renew
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """See `Order`."""
+        """The item is the youngest from now on; with `renew=False` only if it is new."""
         if self._renew or item not in self._items:
             self._items[item] = None
             self._items.move_to_end(item)
 
     def leave(self, item: K) -> None:
-        """See `Order`."""
+        """The item is gone."""
         del self._items[item]
 
     def expect(self, item: K, request: int) -> None:
-        """See `Order`."""
+        """Changes nothing: waiting requests do not count."""
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """See `Order`."""
+        """Changes nothing, and no item leaves the window."""
         return []
 
     def wants(self, item: K) -> bool:
-        """See `Order`."""
+        """Returns False: there is no window."""
         return False
 
     def ranked(self) -> Iterator[K]:
-        """The oldest first."""
+        """Returns all items, the oldest first."""
         return iter(self._items)
 
     def victim(self) -> K:
-        """The oldest."""
+        """Returns the oldest item."""
         return next(self.ranked())
 
 
 class LookAhead(Generic[K]):
-    """CachedAttention §3.3.2: items of requests in the eviction window are spared; of the others the least recently
+    """Items of requests in the eviction window are spared (CachedAttention §3.3.2): of the others the least recently
     used leaves first, then what is wanted last in the window. Without a queue this is LRU."""
 
     def __init__(self) -> None:
@@ -111,18 +112,18 @@ class LookAhead(Generic[K]):
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """See `Order`; the window is told by `expect` or `window`."""
+        """The item is the youngest of those outside the window; `expect` and `window` say what is in it."""
         if item not in self._wanted:
             self._others[item] = None
             self._others.move_to_end(item)
 
     def leave(self, item: K) -> None:
-        """See `Order`."""
+        """The item is gone."""
         self._others.pop(item, None)
         self._wanted.pop(item, None)
 
     def expect(self, item: K, request: int) -> None:
-        """Spared from now on."""
+        """The item is spared from now on."""
         if self._others.pop(item, NEVER) is None:
             self._wanted[item] = None
 
@@ -132,7 +133,7 @@ class LookAhead(Generic[K]):
             self._others[item] = None
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """See `Order`."""
+        """The window is exactly `items` now; returns those that left it."""
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
         for item in left:
@@ -144,21 +145,21 @@ class LookAhead(Generic[K]):
         return left
 
     def wants(self, item: K) -> bool:
-        """See `Order`."""
+        """Whether the item is in the window."""
         return item in self._wanted
 
     def ranked(self) -> Iterator[K]:
-        """See the class."""
+        """Returns all items: those outside the window, the oldest first, then the window, its end first."""
         yield from self._others
         yield from reversed(self._wanted)
 
     def victim(self) -> K:
-        """See the class."""
+        """Returns the item that is to leave next."""
         return next(self.ranked())
 
 
 class Belady(Generic[K]):
-    """The oracle: the item whose next use is farthest away leaves."""
+    """Belady's oracle: the item whose next use is farthest away leaves."""
 
     def __init__(self) -> None:
         self._next: dict[K, int] = {}
@@ -166,32 +167,32 @@ class Belady(Generic[K]):
         self._entries = 0
 
     def enter(self, item: K, next_use: int = NEVER) -> None:
-        """See `Order`."""
+        """The item came, or was used, and will be used next by request `next_use`."""
         self._next[item] = next_use
         self._entries += 1  # items need not be comparable
         heapq.heappush(self._heap, (-next_use, self._entries, item))
 
     def leave(self, item: K) -> None:
-        """See `Order`."""
+        """The item is gone."""
         del self._next[item]
 
     def expect(self, item: K, request: int) -> None:
-        """It knows."""
+        """Changes nothing: `enter` has said when the item is used next."""
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """It knows."""
+        """Changes nothing, and no item leaves the window."""
         return []
 
     def wants(self, item: K) -> bool:
-        """See `Order`."""
+        """Returns False: there is no window."""
         return False
 
     def ranked(self) -> Iterator[K]:
-        """See the class."""
+        """Returns all items, the one whose next use is farthest away first."""
         return iter(sorted(self._next, key=lambda item: -self._next[item]))
 
     def victim(self) -> K:
-        """See the class; entries that are out of date are dropped."""
+        """Returns the item whose next use is farthest away, and drops entries of the heap that are out of date."""
         while True:
             use, _, item = self._heap[0]
             if self._next.get(item) == -use:
@@ -200,7 +201,7 @@ class Belady(Generic[K]):
 
 
 def make_order(policy: str) -> Order[K]:
-    """An empty order of the policy `policy`, any of `POLICIES`. Raises ConfigError for an unknown one."""
+    """Returns an empty order of the policy `policy`, any of `POLICIES`. Raises ConfigError for an unknown one."""
     check_choice("policy", policy, POLICIES)
     if policy == "belady":
         return Belady()
@@ -208,6 +209,7 @@ def make_order(policy: str) -> Order[K]:
 
 
 def make_live_order(policy: str) -> Order[K]:
-    """The same for a store that runs: the future beyond the queue is not known there. Raises ConfigError."""
+    """Returns the same for a store that runs, where the future beyond the queue is not known: any of `LIVE_POLICIES`.
+    Raises ConfigError."""
     check_choice("store policy", policy, LIVE_POLICIES)
     return make_order(policy)

@@ -15,7 +15,7 @@ from ..transfer.link import Link
 from .chunk_store import ChunkStore, ChunkWriter, NamedChunk
 
 WRITE_BUFFER = 1 << 28
-"""Bytes that may wait to be written: a quarter of a GiB."""
+"""Bytes that may wait to be written."""
 
 
 @dataclass(eq=False)
@@ -39,8 +39,8 @@ class Saver:
     The write buffer is the pool itself: what waits to be written stays in its chunks, which the owner of the block
     table keeps until `flush`. A full chunk and the filled slots of a tail never change; where the block table exchanges
     a chunk for another one, `recheck` gives up what is waiting of it. At most `buffer_bytes` wait. Back-pressure:
-    `begin` takes no more chunks than fit, from the first on; the caller offers the others again later (every session
-    does so at the end of a turn and when it is saved), and computation never waits for them.
+    `begin` takes no more chunks than fit, from the first on; the caller hands over the others again later (every
+    session does so at the end of a turn and when it is saved), and computation never waits for them.
 
     `begin`, `layer_done`, `flush`, `abort` and `close` belong to the thread that computes; the worker reads the pool,
     after `Link.settle`, and writes the store.
@@ -58,7 +58,7 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> Saving | None:
-        """Takes as many of `chunks`, from the first on, as the buffer has room for; None where that is none."""
+        """Takes as many of `chunks`, from the first on, as the buffer has room for. Returns None where that is none."""
         with self._mutex:
             room = (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes
             taken = chunks[: max(0, room)]
@@ -71,11 +71,12 @@ class Saver:
         return saving
 
     def layer_done(self, saving: Saving, layer: int) -> None:
-        """Layer `layer` of these chunks is in the pool, or will be when the link has settled. In order of layers."""
+        """Takes note that layer `layer` of these chunks is in the pool, or will be when the link has settled. Layers
+        come in order."""
         self._jobs.put((saving, layer))
 
     def save(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> int:
-        """All layers of chunks that are complete; returns how many of them were taken."""
+        """Saves all layers of chunks that are complete. Returns how many of them were taken."""
         saving = self.begin(blocks, chunks)
         if saving is None:
             return 0
@@ -86,7 +87,7 @@ class Saver:
     def recheck(self) -> set[bytes]:
         """Gives up chunks that a block table no longer has in the same place (publishing exchanges a chunk for an equal
         one, reserving copies a shared tail): to be called directly after either, before anything else is written to the
-        pool. Returns their keys, to be offered again."""
+        pool. Returns their keys, to be handed over again."""
         given_up = set()
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
@@ -104,7 +105,7 @@ class Saver:
         self._give_up(saving)
 
     def flush(self) -> None:
-        """Waits until everything that is done has been written. What the worker could not stand raises here."""
+        """Waits until everything that is done has been written. An exception of the worker is raised here."""
         self._jobs.join()
         if (failure := self._failure) is not None:
             self._failure = None
@@ -127,7 +128,7 @@ class Saver:
         self._jobs.task_done()
 
     def _write(self, saving: Saving, layer: int) -> None:
-        """One layer of every chunk; after the last one the chunks appear, parents first."""
+        """Writes one layer of every chunk; after the last one the chunks appear, parents first."""
         if saving.ended:
             return
         self._link.settle(saving.blocks)
@@ -164,12 +165,12 @@ class Saver:
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Bytes of one layer's K and V of `tokens` tokens, as they are stored."""
+    """Returns the bytes of one layer's K and V of `tokens` tokens, as they are stored."""
     return 2 * pool.layout.kv_heads * tokens * pool.layout.row_bytes
 
 
 def layer_block(pool: HostPool, layer: int, span: Span) -> memoryview:
-    """`[Hkv, 2 (K, V), n, width]` of one layer and span as bytes, a copy."""
+    """Returns the block `[Hkv, 2 (K, V), n, width]` of one layer and span as bytes, a copy."""
     part = pool.view(layer, span)
     block = torch.stack((part.k, part.v), dim=1)
     return block.view(torch.uint8).numpy().data.cast("B")
