@@ -180,7 +180,7 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
     assert list(runner.ways.lists) == [(2, 64), (2, 128), (1, 128)]
     runner.free(batch[0])
     for lists in runner.ways.lists.values():  # they would keep the rows of a sequence that has ended
-        assert not lists.rows._open and not lists.rows._kept and not lists.keys._storages
+        assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
 @pytest.mark.parametrize("options", [{"recent": 64}, {"recent": 48}])
@@ -234,7 +234,7 @@ def test_missed_mass_is_read_when_the_newest_row_has_been_written(
     runner = make(together)
     batch = [begun(runner, length, seed=length) for length in (30, 90)]
     waiting: set[int] = set()
-    append, append_lists, settle = runner.link.append, RowLists.append, runner.link.settle
+    append, append_lists, settle = runner.link.storage.append, RowLists.append, runner.link.storage.settle
     read: list[int] = []
 
     def appended(blocks: BlockTable, *rest: Any) -> int:
@@ -258,8 +258,8 @@ def test_missed_mass_is_read_when_the_newest_row_has_been_written(
         original = sequence.keys
         return keys
 
-    monkeypatch.setattr(runner.link, "append", appended)
-    monkeypatch.setattr(runner.link, "settle", settled)
+    monkeypatch.setattr(runner.link.storage, "append", appended)
+    monkeypatch.setattr(runner.link.storage, "settle", settled)
     monkeypatch.setattr(RowLists, "append", appended_lists)
     for sequence in batch:
         sequence.trace.missed_every, sequence.keys = 1, reader(sequence)

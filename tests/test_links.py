@@ -88,15 +88,15 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_format: Any) -
     link = CudaLink(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
     block_tables = [pool.new_block_table(CHUNK), pool.new_block_table(CHUNK)]
     for blocks in block_tables:
-        link.open(blocks, 0, 1)
+        link.storage.open(blocks, 0, 1)
     rows = torch.randn(2, len(block_tables), geometry.kv_heads, 3 * CHUNK, geometry.head_dim, device=device)
     for stop in range(CHUNK, 3 * CHUNK + 1, CHUNK):
         for b, blocks in enumerate(block_tables):
             pool.reserve(blocks, stop)
             k, v = rows[:, b, :, stop - CHUNK : stop]
-            link.append(blocks, 1, stop - CHUNK, k, v)
+            link.storage.append(blocks, 1, stop - CHUNK, k, v)
             tokens = torch.stack([torch.randperm(stop - 1)[:40] for _ in range(geometry.kv_heads)]).to(device)
-            ticket = link.fetch_more(blocks, 1, Selection(tokens))
+            ticket = link.rows.fetch_more(blocks, 1, Selection(tokens))
             (part,) = ticket.wait()
             want = pool.format.decode(pool.format.encode(rows[:, b])).gather(
                 2, tokens[None, :, :, None].expand(2, -1, -1, geometry.head_dim)
@@ -104,7 +104,7 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_format: Any) -
             assert torch.equal(torch.stack((part.k, part.v)), want)
             assert ticket.bytes == 2 * tokens.numel() * pool.layout.row_bytes
     for blocks in block_tables:
-        link.close(blocks)
+        link.storage.close(blocks)
         pool.release(blocks)
     link.check_integrity()
     assert link.device_bytes == 0

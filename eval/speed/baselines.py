@@ -167,7 +167,7 @@ class Ours:
         self._batch = [self._sequence(model, context, blocks) for blocks in block_tables]
 
     def _sequence(self, model: LoadedModel, context: Context, blocks: BlockTable) -> Decoded:
-        context.link.open(blocks, self._policy.sinks, self._policy.recent)
+        context.link.storage.open(blocks, self._policy.sinks, self._policy.recent)
         keys = key_reader(context.pool, blocks)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
         state, slots = self._policy.new_state(keys), AppendOnly(context.pool)

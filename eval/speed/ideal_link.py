@@ -10,8 +10,7 @@ import torch
 
 from ...core import BlockTable, KVPart, ModelGeometry, Selection, Visible
 from ...pool.pool import HostPool
-from ...transfer.link import PrefilledLayer, Spared, Ticket
-from ...transfer.row_lists import RowLists
+from ...transfer.link import PrefilledLayer, Savings, Ticket
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class _Ticket:
     visible: Visible | None = None
     selection: Selection | None = None
     bytes: int = 0
-    spared: Spared | None = None
+    savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
         """As `Ticket.wait`."""
@@ -41,26 +40,19 @@ class _Ticket:
         return [*resident, KVPart(picked[0], picked[1], self.selection.counts)]
 
 
-class IdealLink:
-    """`Link` whose rows `[L, 2, Hkv, room, d]` of each open sequence are on the device, copied there when it opens; the
-    pool gets none of the new ones. For decoding only: it neither prefills nor moves rows."""
+class _Rows:
+    """Rows `[L, 2, Hkv, room, d]` of each open sequence, on the device, by block table."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device, room: int) -> None:
-        """room: tokens that a sequence may come to."""
         self._pool, self._geometry, self._device, self._room = pool, geometry, device, room
-        self._rows: dict[int, torch.Tensor] = {}
+        self.of: dict[int, torch.Tensor] = {}
 
-    @property
-    def device_bytes(self) -> int:
-        """Rows of all open sequences."""
-        return sum(rows.nbytes for rows in self._rows.values())
+    def layer(self, blocks: BlockTable, layer: int) -> torch.Tensor:
+        """`[2, Hkv, room, d]`."""
+        return self.of[id(blocks)][layer]
 
-    def working_set_bytes(self, blocks: BlockTable) -> int:
-        """There is none."""
-        return 0
-
-    def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """See `Link.open`."""
+    def load(self, blocks: BlockTable) -> None:
+        """Copies what the pool has of a sequence to the device."""
         geometry = self._geometry
         shape = (geometry.layers, 2, geometry.kv_heads, self._room, geometry.head_dim)
         rows = torch.empty(shape, dtype=self._pool.format.dtype, device=self._device)
@@ -70,33 +62,61 @@ class IdealLink:
                 rows[layer, 0, :, at : at + run.k.shape[1]] = run.k.to(self._device)
                 rows[layer, 1, :, at : at + run.k.shape[1]] = run.v.to(self._device)
                 at += run.k.shape[1]
-        self._rows[id(blocks)] = rows
+        self.of[id(blocks)] = rows
+
+
+class IdealStorage:
+    """`KVStorage` that writes nothing back."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+
+    def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
+        """Copies the sequence's rows to the device."""
+        self._rows.load(blocks)
 
     def close(self, blocks: BlockTable) -> None:
-        """See `Link.close`."""
-        del self._rows[id(blocks)]
+        """Drops the sequence's rows."""
+        del self._rows.of[id(blocks)]
 
     def settle(self, blocks: BlockTable) -> None:
-        """See `Link.settle`: nothing is on its way."""
+        """Returns at once: nothing is on its way."""
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """See `Link.append`: k, v `[Hkv, m, d]`; nothing is written back."""
-        rows = self._rows[id(blocks)][layer]
+        """Keeps k, v `[Hkv, m, d]` on the device; nothing is written back."""
+        rows = self._rows.layer(blocks, layer)
         rows[0, :, start : start + k.shape[1]] = k
         rows[1, :, start : start + k.shape[1]] = v
         return 0
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Never asked: the benchmark does not evict."""
-        raise AssertionError("rows on the device are not moved")
+        """Copies a row on the device."""
+        rows = self._rows.layer(blocks, layer)
+        rows[:, :, target] = rows[:, :, source]
 
-    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> _Ticket:
-        """See `Link.fetch`."""
-        return _Ticket(self._rows[id(blocks)][layer], visible.all, visible, selection)
+    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+        """Appends the slices; all rows of the layer are on the device."""
+        stop = start
+        for part in slices:
+            self.append(blocks, layer, stop, part.k, part.v)
+            stop += part.k.shape[1]
+        k, v = self._rows.layer(blocks, layer)[:, :, :stop]
+        return PrefilledLayer(KVPart(k, v), 0, 0)
 
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> _Ticket:
-        """See `Link.fetch_range`."""
-        return _Ticket(self._rows[id(blocks)][layer], tokens)
+
+class IdealRows:
+    """`RowFetch` of rows that are on the device already."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+
+    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+        """A ticket of zero bytes."""
+        return _Ticket(self._rows.layer(blocks, layer), visible.all, visible, selection)
+
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+        """A ticket of zero bytes."""
+        return _Ticket(self._rows.layer(blocks, layer), tokens)
 
     def fetch_together(
         self,
@@ -105,24 +125,35 @@ class IdealLink:
         visible: Sequence[Visible],
         selections: Sequence[Selection],
     ) -> list[Ticket]:
-        """See `Link.fetch_together`."""
+        """A ticket of zero bytes for each sequence."""
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
-    def row_lists(self, batch: int, tokens: int) -> None:
-        """See `Link.row_lists`: there are none."""
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+        """A ticket of zero bytes."""
+        return _Ticket(self._rows.layer(blocks, layer), range(0), None, extra)
 
-    def hold(self, lists: RowLists, block_tables: Sequence[BlockTable]) -> None:
-        """Never asked: there are no lists."""
-        raise AssertionError("this link has no lists")
 
-    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> _Ticket:
-        """See `Link.fetch_more`."""
-        return _Ticket(self._rows[id(blocks)][layer], range(0), None, extra)
+class IdealLink:
+    """`Link` whose rows of each open sequence are on the device, copied there when it opens; the pool gets none of the
+    new ones."""
 
-    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Never asked: the benchmark's context is there already."""
-        raise AssertionError("rows on the device are not prefilled")
+    def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device, room: int) -> None:
+        """room: tokens that a sequence may come to."""
+        self._held = _Rows(pool, geometry, device, room)
+        self.storage = IdealStorage(self._held)
+        self.rows = IdealRows(self._held)
+        self.batched = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the rows of all open sequences."""
+        return sum(rows.nbytes for rows in self._held.of.values())
+
+    def working_set_bytes(self, blocks: BlockTable) -> int:
+        """0: there is no working set."""
+        return 0
 
     def check_integrity(self) -> None:
-        """There is nothing to check."""
+        """Asserts that every sequence has rows of the same shape."""
+        assert len({rows.shape for rows in self._held.of.values()}) <= 1

@@ -83,11 +83,20 @@ class StagedLink(Staged):
     """A link whose tickets are timed too. Attention is what follows `wait`, up to the model's next call."""
 
     def __init__(self, inner: Any, clock: StageClock) -> None:
-        super().__init__(inner, clock, LINK)
+        super().__init__(inner, clock, {})
+        self.storage = Staged(inner.storage, clock, {"append": LINK["append"]})
+        self.rows = StagedRows(inner.rows, clock)
+        # What stages are timed of are the calls for one sequence, which a batch of lists would not make.
+        self.batched = None
+
+
+class StagedRows(Staged):
+    """Fetches of single sequences whose tickets are timed too."""
+
+    def __init__(self, inner: Any, clock: StageClock) -> None:
+        super().__init__(inner, clock, {})
         fetch = clock.timed(inner.fetch, LINK["fetch"])
         self.fetch = lambda *args: StagedTicket(fetch(*args), clock)
-        # What stages are timed of are the calls for one sequence, which a batch of lists would not make.
-        self.row_lists = lambda *args: None
 
 
 class StagedTicket:

@@ -165,7 +165,7 @@ class Runner:
         """A sequence with the same computed tokens, sharing their chunks, with room for `capacity` tokens: only the
         filled slots of a partly filled last chunk are copied. What it cost so far is counted as reused, or with
         `same_trace` goes on with the original's counts. Raises PoolFullError."""
-        self.link.settle(sequence.blocks)
+        self.link.storage.settle(sequence.blocks)
         blocks = self._reserved(self.pool.fork(sequence.blocks), capacity)
         sequence.forks = max(0, sequence.forks - 1)
         return self._open_sequence(
@@ -205,8 +205,8 @@ class Runner:
 
     def reload(self, sequence: Sequence) -> None:
         """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
-        self.link.close(sequence.blocks)
-        self.link.open(sequence.blocks, self.policy.sinks, self.policy.recent)
+        self.link.storage.close(sequence.blocks)
+        self.link.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
         """Forgets what only this process knows of a sequence: resident rows and the policy's state come from the
@@ -254,7 +254,7 @@ class Runner:
             del self._open[sequence.id]
             self.pool.release(blocks)
             raise
-        self.link.open(blocks, self.policy.sinks, self.policy.recent, None if origin is None else origin.blocks)
+        self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, None if origin is None else origin.blocks)
         return sequence
 
     def _new_trace(self, known: int, origin: Sequence | None, same_trace: bool) -> Trace:
@@ -266,7 +266,7 @@ class Runner:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
         self.ways.forget()
-        self.link.close(sequence.blocks)
+        self.link.storage.close(sequence.blocks)
         self._publish(sequence)
         self.pool.release(sequence.blocks)
 
@@ -296,7 +296,7 @@ class Runner:
             sequence,
             stop,
             self.adapter,
-            self.link,
+            self.link.storage,
             slice_tokens=size,
             want_logits=want_logits,
             before_layer=before_layer,
@@ -314,7 +314,7 @@ class Runner:
             self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
             sequence.position, sequence.unlearned = prefill.stop, 0
-            self.link.settle(sequence.blocks)
+            self.link.storage.settle(sequence.blocks)
             self._publish(sequence)
         sequence.trace.prefill_seconds += time.perf_counter() - began
         prefill.after_layer(prefill.layer - 1)
@@ -338,7 +338,7 @@ class Runner:
     def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
         began, crossed = time.perf_counter(), self._accounting.weights_crossed
-        rebalance(batch, self.pool, self.link, self.policy)
+        rebalance(batch, self.pool, self.link.storage, self.policy)
         for sequence in batch:
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True

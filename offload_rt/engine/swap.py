@@ -60,7 +60,7 @@ class Swap:
         self._disk = DiskStore(place, namespace, runner.adapter.geometry.layers, options)
         for path in place.glob("*/*/*.kv"):  # of a process that died
             self._disk.remove([bytes.fromhex(path.stem)], path.parent.parent.name)
-        self._saver = Saver(self._disk, runner.pool, runner.link)
+        self._saver = Saver(self._disk, runner.pool, runner.link.storage)
         self._users: Counter[bytes] = Counter()
         self._ids = itertools.count()
         self._write_rate = self._read_rate = 1 / BYTES_PER_SECOND

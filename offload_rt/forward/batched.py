@@ -63,7 +63,7 @@ class Lists:
         """What this step's sequences are, where their rows and keys lie, and what each may see."""
         keys = [s.state.scoring_keys for s in step.batch]
         slots = [s.slots.newest for s in step.batch]
-        step.link.hold(self.rows, [s.blocks for s in step.batch])
+        self.rows.hold([s.blocks for s in step.batch])
         moved = self.keys.hold([own for own in keys if own is not None], slots)
         if moved is not None:
             copy_into(moved, self.keys.tables)
@@ -197,10 +197,10 @@ class BatchedFetch:
         k, v = self.arriving.wait()
         grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
         spans, scale = lists.kept(step.geometry.windows[layer]), step.geometry.scales[layer]
-        out, lse = attend_kept(grouped, lists.rows.kept(layer), *spans, k, v, self.counts, scale)
+        out, lse = attend_kept(grouped, lists.rows.resident(layer), *spans, k, v, self.counts, scale)
         for b, sequence in enumerate(step.batch):
             if sequence.trace.probing and step.selects(layer):
-                step.link.settle(sequence.blocks)  # the newest row may still be on its way to the pool
+                step.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
                 keys = sequence.keys(layer, step.see(layer)[b].all)
                 sequence.trace.miss(layer, lse.view(len(step.batch), -1)[b], scores_lse(q[:, b], keys, scale))
         return out.to(q.dtype).view(len(step.batch), -1)
@@ -223,15 +223,12 @@ class StrategyCache:
 
     def holding(self, step: Step) -> Lists | None:
         """Lists that hold the step, where policy and link can select together."""
-        rule = step.policy.rule
-        if rule is None or not suits(step):
+        rule, link = step.policy.rule, step.link.batched
+        if rule is None or link is None or not suits(step):
             return None
         key = batch, room = len(step.batch), bucket(max(s.slots.context for s in step.batch))
         if key not in self.lists:
-            rows = step.link.row_lists(batch, room)
-            if rows is None:
-                return None
-            self.lists[key] = Lists(step.policy, rows, rule, step.geometry, batch, room)
+            self.lists[key] = Lists(step.policy, link.row_lists(batch, room), rule, step.geometry, batch, room)
         self.lists[key] = self.lists.pop(key)
         while len(self.lists) > KEPT:
             self.lists.pop(next(iter(self.lists)))

@@ -74,7 +74,7 @@ class DecodeStep:
         selects or fetches."""
         for layer in range(self.step.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
-                self.link.move(sequence.blocks, layer, *moved)
+                self.link.storage.move(sequence.blocks, layer, *moved)
                 if self.step.selects(layer):
                     sequence.state.on_moved(layer, *moved)
 
@@ -97,13 +97,15 @@ class DecodeStep:
         if any(visible.all.start for visible in seen):
             segments = ()  # a sliding window, which begins elsewhere for each
         shared = [
-            (segment, self.link.fetch_range(block_tables[segment.first], layer, segment.tokens)) for segment in segments
+            (segment, self.link.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
+            for segment in segments
         ]
         for segment, ticket in shared:
             self.batch[segment.first].trace.bytes_asked += ticket.bytes
         own = [step.sharing.own(b, visible) for b, visible in enumerate(seen)] if shared else seen
         tickets = [
-            self.link.fetch(blocks, layer, visible, None) for blocks, visible in zip(block_tables, own, strict=True)
+            self.link.rows.fetch(blocks, layer, visible, None)
+            for blocks, visible in zip(block_tables, own, strict=True)
         ]
         fetches = count(step, layer, tickets, [None] * len(tickets))
         return (

@@ -53,20 +53,20 @@ class PerSequenceStrategy:
         """See `Strategy.append`."""
         for b, sequence in enumerate(self._step.batch):
             key, value, slot = k[:, b : b + 1], v[:, b : b + 1], sequence.slots.newest
-            sequence.trace.bytes_to_host += self._step.link.append(sequence.blocks, layer, slot, key, value)
+            sequence.trace.bytes_to_host += self._step.link.storage.append(sequence.blocks, layer, slot, key, value)
             if self._step.selects(layer):
                 sequence.state.on_keys(layer, key, slot)
                 sequence.state.on_values(layer, value, slot)
 
     def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
         """See `Strategy.fetch`."""
-        step, link = self._step, self._step.link
+        step, rows = self._step, self._step.link.rows
         seen, block_tables = step.see(layer), [s.blocks for s in step.batch]
         selections = [self._select(layer, s, q[:, b], seen[b]) for b, s in enumerate(step.batch)]
         if step.sharing.overlapping:
-            tickets = link.fetch_together(block_tables, layer, seen, selections)
+            tickets = rows.fetch_together(block_tables, layer, seen, selections)
         else:
-            tickets = [link.fetch(ls, layer, v, s) for ls, v, s in zip(block_tables, seen, selections, strict=True)]
+            tickets = [rows.fetch(ls, layer, v, s) for ls, v, s in zip(block_tables, seen, selections, strict=True)]
         return PerSequenceFetch(step, layer, count(step, layer, tickets, selections))
 
     def fetch_all(self, layer: int) -> None:
@@ -117,13 +117,13 @@ class PerSequenceFetch:
             tokens = attended_tokens(fetch.visible, selection.tokens)
             sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
         if sequence.trace.probing:
-            step.link.settle(sequence.blocks)  # the newest row may still be on its way to the pool
+            step.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
             sequence.trace.miss(layer, lse, scores_lse(q, sequence.keys(layer, fetch.visible.all), scale))
         tail = sequence.state.tail(layer, q, fetch.visible, selection)
         return out if tail is None else join_tail(out, lse, *tail)
 
     def _fetch_repair(self, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
-        ticket = self.step.link.fetch_more(sequence.blocks, self.layer, extra)
+        ticket = self.step.link.rows.fetch_more(sequence.blocks, self.layer, extra)
         sequence.trace.bytes_asked += ticket.bytes
         sequence.trace.rows(self.layer, visible, extra.count)
         rows = ticket.wait()

@@ -13,7 +13,7 @@ import torch
 from ..core import KVPart
 from ..models.adapter import ModelAdapter
 from ..models.exact_layer import keys_and_values, residual_after_attention, slices_of
-from ..transfer.link import Link
+from ..transfer.link import KVStorage
 from .sequence import Sequence
 
 
@@ -28,7 +28,7 @@ class Prefill:
         sequence: Sequence,
         stop: int,
         adapter: ModelAdapter,
-        link: Link,
+        storage: KVStorage,
         *,
         slice_tokens: int,
         want_logits: bool,
@@ -43,7 +43,7 @@ class Prefill:
         self.layer = 0
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
-        self._adapter, self._link = adapter, link
+        self._adapter, self._storage = adapter, storage
         self._want_logits, self._before_layer = want_logits, before_layer
         self._start = sequence.blocks.length
         self._slices = slices_of(stop - self._start, slice_tokens)
@@ -67,7 +67,7 @@ class Prefill:
         last = self._adapter.geometry.layers - 1
         assert self.layer <= last
         self._before_layer(self.layer)
-        layer = self._link.prefill_layer(self.sequence.blocks, self.layer, self._start, self._keys_and_values())
+        layer = self._storage.prefill_layer(self.sequence.blocks, self.layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_asked += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer.kv, last=self.layer == last)

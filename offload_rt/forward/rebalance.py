@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from ..core import CHUNK
 from ..pool.pool import HostPool
 from ..select.base import Policy
-from ..transfer.link import Link
+from ..transfer.link import KVStorage
 from .sequence import Sequence
 
 
-def rebalance(batch: Seq[Sequence], pool: HostPool, link: Link, policy: Policy) -> None:
+def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: Policy) -> None:
     """Before a step, gives each sequence that needs another chunk, and finds none free, one of the longest sequence of
     the batch, as long as that one stays at least as long. A sequence that gets none overwrites its own slots."""
     for sequence in batch:
@@ -20,12 +20,12 @@ def rebalance(batch: Seq[Sequence], pool: HostPool, link: Link, policy: Policy) 
         if not pool.free_chunks + pool.idle_chunks:
             longest = max(batch, key=lambda other: len(other.blocks.chunks))
             if len(longest.blocks.chunks) > len(sequence.blocks.chunks) + 1:
-                _shrink(longest, pool, link, policy)
+                _shrink(longest, pool, storage, policy)
         if pool.free_chunks + pool.idle_chunks:
             pool.reserve(sequence.blocks, sequence.position + 1)
 
 
-def _shrink(sequence: Sequence, pool: HostPool, link: Link, policy: Policy) -> None:
+def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Policy) -> None:
     """Gives the sequence's last chunk back to the pool and evicts the tokens of every layer that matter least; does
     nothing where the slot table refuses."""
     blocks = sequence.blocks
@@ -34,9 +34,9 @@ def _shrink(sequence: Sequence, pool: HostPool, link: Link, policy: Policy) -> N
         return
     for layer, pairs in enumerate(moves):
         for slot, target in pairs:
-            link.move(blocks, layer, slot, target)
+            storage.move(blocks, layer, slot, target)
             if layer not in policy.dense_layers:
                 sequence.state.on_moved(layer, slot, target)
-    link.close(blocks)  # resident rows lie elsewhere now
+    storage.close(blocks)  # resident rows lie elsewhere now
     pool.truncate(blocks, blocks.capacity - CHUNK)
-    link.open(blocks, policy.sinks, policy.recent)
+    storage.open(blocks, policy.sinks, policy.recent)

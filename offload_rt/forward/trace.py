@@ -164,16 +164,16 @@ class Trace:
 
     def spare(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
         """Enters what of a ticket for `rows` rows per KV head did not cross the link, without asking the device."""
-        if ticket.spared is None or not rows:
+        if ticket.savings is None or not rows:
             return
-        rows_of_all, hits = ticket.spared.rows, ticket.spared.hits
+        rows_of_all, hits = ticket.savings.rows, ticket.savings.hits
         if self.spared is None:
             self.spared = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
-        asked = ticket.spared.asked
+        asked = ticket.savings.asked
         self.spared[0, layer] += rows_of_all * (ticket.bytes // asked)
         self.spared[1, layer] += hits
         self.spared[2, layer] += hits.double() * (rows / asked / len(visible.all))
-        self.spared[3, layer] += ticket.spared.sought
+        self.spared[3, layer] += ticket.savings.selected
 
     def miss(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Records 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""

@@ -37,7 +37,7 @@ class SessionStore:
         _check_restorable(runner)
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
         storage = open_tier(namespace, runner.adapter.geometry.layers)
-        saver = Saver(storage, runner.pool, runner.link)
+        saver = Saver(storage, runner.pool, runner.link.storage)
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
         self.closed = False

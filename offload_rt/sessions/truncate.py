@@ -164,7 +164,7 @@ def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
     """Returns a sequence with copies of the rows `kept`, in `blocks`, which takes the place of the session's."""
     history, runner = kv.history, kv.runner
-    runner.link.settle(sequence.blocks)
+    runner.link.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
     kv.replace(None)
     runner.free(sequence)

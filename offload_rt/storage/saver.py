@@ -11,7 +11,7 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..pool.pool import HostPool, Span
-from ..transfer.link import Link
+from ..transfer.link import KVStorage
 from .chunk_store import ChunkStore, ChunkWriter, NamedChunk
 
 WRITE_BUFFER = 1 << 28
@@ -43,11 +43,11 @@ class Saver:
     session does so at the end of a turn and when it is saved), and computation never waits for them.
 
     `begin`, `layer_done`, `flush`, `abort` and `close` belong to the thread that computes; the worker reads the pool,
-    after `Link.settle`, and writes the store.
+    after `KVStorage.settle`, and writes the store.
     """
 
-    def __init__(self, store: ChunkStore, pool: HostPool, link: Link, buffer_bytes: int = WRITE_BUFFER) -> None:
-        self._store, self._pool, self._link = store, pool, link
+    def __init__(self, store: ChunkStore, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
+        self._store, self._pool, self._rows = store, pool, rows
         self._buffer_bytes = buffer_bytes
         self._waiting = 0
         self._active: list[Saving] = []
@@ -131,7 +131,7 @@ class Saver:
         """Writes one layer of every chunk; after the last one the chunks appear, parents first."""
         if saving.ended:
             return
-        self._link.settle(saving.blocks)
+        self._rows.settle(saving.blocks)
         if saving.writers is None:
             saving.writers = [
                 self._store.begin(c.parent, c.lineage, c.tokens, c.count * self._token_bytes) for c in saving.chunks

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, Selection, Visible
 from ..pool.pool import HostPool
-from .link import PrefilledLayer, Spared, Ticket
+from .link import PrefilledLayer, Savings, Ticket
 from .plan import attended_tokens, first_askers, key_rows
-from .row_lists import RowLists
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class _DenseTicket:
     layer: int
     tokens: range
     bytes: int
-    spared: Spared | None = None
+    savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
         return self.pool.runs(self.blocks, self.layer, self.tokens)
@@ -45,7 +44,7 @@ class _SparseTicket:
     layer: int
     tokens: torch.Tensor
     bytes: int
-    spared: Spared | None = None
+    savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
         pool = self.pages.pool
@@ -128,100 +127,47 @@ class _ScatteredPart(KVPart):
         return F.embedding_bag(self._ids.view(-1), rows, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
 
 
-class CpuLink:
-    """`Link` for the CPU and an exact KV format. Gathers run at `wait`, in the caller's thread; a ticket's and a
-    repair's rows are alive at once and have a scratch buffer each."""
+class CpuStorage:
+    """`KVStorage` on the host: rows stay where they are written, only the count of resident ones is noted."""
 
-    def __init__(self, pool: HostPool) -> None:
-        assert pool.format.exact, "rows that have to be decoded cannot be attended to where they lie"
-        self._pool = pool
-        self._pair_bytes = 2 * pool.layout.row_bytes
-        self._token_bytes = pool.layout.kv_heads * self._pair_bytes
+    def __init__(self, pool: HostPool, pages: _Pages) -> None:
+        self._pool, self._pages = pool, pages
+        self._token_bytes = 2 * pool.layout.kv_heads * pool.layout.row_bytes
         self._resident: dict[int, int] = {}
-        self._pages = _Pages(pool)
-        self._fetched, self._repaired = _Scratch(pool), _Scratch(pool)
 
     @property
-    def device_bytes(self) -> int:
-        """Resident rows of all open sequences and the scratch buffers."""
-        resident = sum(self._resident.values()) * self._token_bytes * self._pool.layout.layers
-        return resident + self._fetched.nbytes + self._repaired.nbytes
+    def resident_bytes(self) -> int:
+        """Bytes of the resident rows of all open sequences, in all layers."""
+        return sum(self._resident.values()) * self._token_bytes * self._pool.layout.layers
 
-    def working_set_bytes(self, blocks: BlockTable) -> int:
-        """None: every row is where it is attended to."""
-        return 0
+    @property
+    def opened(self) -> Set[int]:
+        """The open block tables, by `id`."""
+        return self._resident.keys()
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """See `Link.open`; rows stay where they are, only their count is noted."""
+        """Notes how many tokens are resident."""
         self._resident[id(blocks)] = sinks + recent
 
     def close(self, blocks: BlockTable) -> None:
-        """See `Link.close`."""
+        """Forgets the sequence."""
         del self._resident[id(blocks)]
         self._pages.forget(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """See `Link.settle`: `append` blocks until its rows are written."""
+        """Returns at once: `append` blocks until its rows are written."""
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """See `Link.append`: k, v `[Hkv, m, d]`."""
+        """Writes k, v `[Hkv, m, d]` to the pool; returns the bytes that a link would carry."""
         self._pool.write(blocks, layer, start, k, v)
         return k.shape[1] * self._token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """See `Link.move`."""
+        """Copies the row in the pool."""
         self._pool.move(blocks, layer, source, target)
 
-    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
-        """See `Link.fetch`."""
-        if selection is None:
-            return _DenseTicket(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
-        return self._sparse(blocks, layer, visible, selection)
-
-    def _sparse(
-        self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection, spared: Spared | None = None
-    ) -> _SparseTicket:
-        """Resident and selected rows."""
-        assert selection.counts is None, "the host knows its own counts"
-        tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._fetched, blocks, layer, tokens, asked, spared)
-
-    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
-        """See `Link.fetch_range`."""
-        return _DenseTicket(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
-
-    def fetch_together(
-        self,
-        block_tables: Sequence[BlockTable],
-        layer: int,
-        visible: Sequence[Visible],
-        selections: Sequence[Selection],
-    ) -> list[Ticket]:
-        """See `Link.fetch_together`: each gathers its own rows from the pool, only the count is of the union."""
-        layout = self._pool.layout
-        rows = [
-            key_rows(layout, self._pages.of(blocks), layer, selection.tokens).flatten()
-            for blocks, selection in zip(block_tables, selections, strict=True)
-        ]
-        again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
-        spared = [Spared(len(one), torch.tensor(len(one)), one.sum(), torch.tensor(0)) for one in again]
-        each = zip(block_tables, visible, selections, spared, strict=True)
-        return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
-
-    def row_lists(self, batch: int, tokens: int) -> None:
-        """See `Link.row_lists`: there are none."""
-
-    def hold(self, lists: RowLists, block_tables: Sequence[BlockTable]) -> None:
-        """Never asked: there are no lists."""
-        raise AssertionError("this link has no lists")
-
-    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
-        """See `Link.fetch_more`."""
-        crossing = extra.tokens.numel() * self._pair_bytes
-        return _SparseTicket(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
-
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """See `Link.prefill_layer`: the rows returned are a view of the pool where its chunks are one run."""
+        """Writes the slices; the rows returned are a view of the pool where its chunks are one run."""
         stop = start
         for part in slices:
             self._pool.write(blocks, layer, stop, part.k, part.v)
@@ -232,6 +178,83 @@ class CpuLink:
             whole = KVPart(torch.cat([run.k for run in runs], dim=1), torch.cat([run.v for run in runs], dim=1))
         return PrefilledLayer(whole, start * self._token_bytes, (stop - start) * self._token_bytes)
 
+
+class CpuRows:
+    """`RowFetch` on the host. Gathers run at `wait`, in the caller's thread; a ticket's and a repair's rows are alive
+    at once and have a scratch buffer each."""
+
+    def __init__(self, pool: HostPool, pages: _Pages) -> None:
+        self._pool, self._pages = pool, pages
+        self._pair_bytes = 2 * pool.layout.row_bytes
+        self._token_bytes = pool.layout.kv_heads * self._pair_bytes
+        self._fetched, self._repaired = _Scratch(pool), _Scratch(pool)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the scratch buffers."""
+        return self._fetched.nbytes + self._repaired.nbytes
+
+    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+        """A ticket of views of the pool, or of selected rows that are gathered when it is waited for."""
+        if selection is None:
+            return _DenseTicket(self._pool, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
+        return self._sparse(blocks, layer, visible, selection)
+
+    def _sparse(
+        self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection, savings: Savings | None = None
+    ) -> _SparseTicket:
+        """Resident and selected rows."""
+        assert selection.counts is None, "the host knows its own counts"
+        tokens, asked = attended_tokens(visible, selection.tokens), selection.tokens.numel() * self._pair_bytes
+        return _SparseTicket(self._pages, self._fetched, blocks, layer, tokens, asked, savings)
+
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+        """A ticket of views of the pool."""
+        return _DenseTicket(self._pool, blocks, layer, tokens, len(tokens) * self._token_bytes)
+
+    def fetch_together(
+        self,
+        block_tables: Sequence[BlockTable],
+        layer: int,
+        visible: Sequence[Visible],
+        selections: Sequence[Selection],
+    ) -> list[Ticket]:
+        """Each sequence gathers its own rows from the pool, only the count is of the union."""
+        layout = self._pool.layout
+        rows = [
+            key_rows(layout, self._pages.of(blocks), layer, selection.tokens).flatten()
+            for blocks, selection in zip(block_tables, selections, strict=True)
+        ]
+        again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
+        savings = [Savings(len(one), torch.tensor(len(one)), one.sum(), torch.tensor(0)) for one in again]
+        each = zip(block_tables, visible, selections, savings, strict=True)
+        return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
+
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+        """A ticket of the extra rows, in a buffer of their own."""
+        crossing = extra.tokens.numel() * self._pair_bytes
+        return _SparseTicket(self._pages, self._repaired, blocks, layer, extra.tokens, crossing)
+
+
+class CpuLink:
+    """`Link` for the CPU and an exact KV format."""
+
+    def __init__(self, pool: HostPool) -> None:
+        assert pool.format.exact, "rows that have to be decoded cannot be attended to where they lie"
+        self._pages = _Pages(pool)
+        self.storage = CpuStorage(pool, self._pages)
+        self.rows = CpuRows(pool, self._pages)
+        self.batched = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the resident rows of all open sequences, and of the scratch buffers."""
+        return self.storage.resident_bytes + self.rows.nbytes
+
+    def working_set_bytes(self, blocks: BlockTable) -> int:
+        """0: every row is where it is attended to."""
+        return 0
+
     def check_integrity(self) -> None:
         """Asserts that pages are known of open sequences only."""
-        self._pages.check_integrity(self._resident.keys())
+        self._pages.check_integrity(self.storage.opened)

@@ -1,4 +1,7 @@
-"""The contract of the link: one object moves rows between the host pool and the compute device and says how many bytes.
+"""The contract of the link, which moves rows between the host pool and the compute device and says how many bytes.
+
+It has three parts, and whoever uses it is typed on the part that it needs: `KVStorage` takes new rows in, `RowFetch`
+brings rows of single sequences, `BatchedRows` those of whole batches, where counts stay on the device.
 
 What is counted is what must cross on a machine whose device memory is its own: on the CPU, where rows are attended in
 place, the same numbers appear as on CUDA.
@@ -27,20 +30,21 @@ class PrefilledLayer:
 
 
 @dataclass(frozen=True)
-class Spared:
-    """Of `asked` token rows of a ticket (of all KV heads) those that need not cross the link, counted on the device
-    (int64 without axes): `rows` in all, `hits` of them because the working set has them, the others because another
-    sequence asks for them first, or because only `sought` were meant."""
+class Savings:
+    """Which of the `asked` rows of a ticket (K and V of one token and KV head) need not cross the link, counted on the
+    device (int64 without axes). `selected`: rows that were really selected, of the `asked` there is room for. `rows`:
+    all that do not cross, those that were not selected included. `hits`: those of them that the working set has; the
+    others are fetched for another sequence already."""
 
     asked: int
-    sought: torch.Tensor
+    selected: torch.Tensor
     rows: torch.Tensor
     hits: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that is on the device."""
-        return self.sought, self.rows, self.hits
+        return self.selected, self.rows, self.hits
 
 
 class Ticket(Protocol):
@@ -48,12 +52,12 @@ class Ticket(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Of the rows that were asked for and are not resident: what crosses the link, but for `spared`."""
+        """Bytes of the rows that were asked for and are not resident: they cross the link, but for `savings`."""
         ...
 
     @property
-    def spared(self) -> Spared | None:
-        """What of it does not cross, valid like the rows after `wait`; None where nothing can be spared."""
+    def savings(self) -> Savings | None:
+        """What of it does not cross, valid like the rows after `wait`; None where nothing can be saved."""
         ...
 
     def wait(self) -> list[KVPart]:
@@ -65,18 +69,8 @@ class Ticket(Protocol):
         ...
 
 
-class Link(Protocol):
-    """Moves rows for any number of sequences. Not thread-safe: one engine, one link."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of resident rows, working sets and staging buffers that a device of its own holds for all open
-        sequences."""
-        ...
-
-    def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Bytes of the working set of a sequence, its tables included."""
-        ...
+class KVStorage(Protocol):
+    """Takes new rows of open sequences: some stay resident on the device, all are written to the pool."""
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """A sequence starts; `sinks` and `recent` of its tokens stay resident. `origin`: an open block table with the
@@ -101,6 +95,15 @@ class Link(Protocol):
         window, and the next `append` takes its place."""
         ...
 
+    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+        """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes, keeps
+        those that will be resident, and returns all rows of the layer, on the device."""
+        ...
+
+
+class RowFetch(Protocol):
+    """Brings rows of open sequences to the device, a ticket for each sequence."""
+
     def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
         """Starts moving the selected candidates (None: all of them). Resident rows cost nothing. Of a selection with
         counts the rows are a part of their own, with the same counts."""
@@ -117,26 +120,49 @@ class Link(Protocol):
         visible: Sequence[Visible],
         selections: Sequence[Selection],
     ) -> list[Ticket]:
-        """Like `fetch` of each, but rows of shared chunks that several selected cross once: to all but the first one's
-        ticket they are spared. Each ticket still gives its own sequence's rows and no others."""
-        ...
-
-    def row_lists(self, batch: int, tokens: int) -> RowLists | None:
-        """Lists of `batch` sequences of up to `tokens` tokens each, for selections whose counts stay on the device;
-        None where rows are attended to where they lie."""
-        ...
-
-    def hold(self, lists: RowLists, block_tables: Sequence[BlockTable]) -> None:
-        """Before a step: the lists are of these open sequences, as they are now."""
+        """Like `fetch` of each, but rows of shared chunks that several selected cross once: in all but the first one's
+        ticket they are savings. Each ticket still gives its own sequence's rows and no others."""
         ...
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
         """Starts moving rows that a repair asks for, in addition to a ticket's."""
         ...
 
-    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes, keeps
-        those that will be resident, and returns all rows of the layer, on the device."""
+
+class BatchedRows(Protocol):
+    """Brings rows of whole batches, for selections whose counts stay on the device."""
+
+    def row_lists(self, batch: int, tokens: int) -> RowLists:
+        """Lists of `batch` sequences of up to `tokens` tokens each; before a step `RowLists.hold` says which."""
+        ...
+
+
+class Link(Protocol):
+    """Moves rows for any number of sequences. Not thread-safe: one engine, one link."""
+
+    @property
+    def storage(self) -> KVStorage:
+        """Takes new rows in."""
+        ...
+
+    @property
+    def rows(self) -> RowFetch:
+        """Brings rows of single sequences."""
+        ...
+
+    @property
+    def batched(self) -> BatchedRows | None:
+        """Brings rows of whole batches; None where rows are attended to where they lie."""
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of resident rows, working sets and staging buffers that a device of its own holds for all open
+        sequences."""
+        ...
+
+    def working_set_bytes(self, blocks: BlockTable) -> int:
+        """Bytes of the working set of a sequence, its tables included."""
         ...
 
     def check_integrity(self) -> None:

@@ -17,20 +17,10 @@ from ..kernels.dispatch import gather_rows, keep_rows, scatter_rows
 from ..kernels.h2d_copy import copy_into
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..pool.pool import HostPool
+from .open_sequences import DeviceState, OpenSequence
 from .plan import CHUNK_BITS, first_askers
-from .residency import Residency
 from .streams import Event, Stream
-from .working_set import LookUp, WorkingSet
-
-
-@dataclass
-class Open:
-    """What the device has of one sequence. `written` is behind its last write-back."""
-
-    blocks: BlockTable
-    residency: Residency
-    working: WorkingSet | None
-    written: Event | None = None
+from .working_set import LookUp
 
 
 @dataclass(frozen=True)
@@ -59,15 +49,18 @@ class RowLists:
     belong to the compute stream, fetches to the prefetch stream, and every fetch has been waited for before the next
     `hold`."""
 
-    def __init__(
-        self, pool: HostPool, streams: tuple[Stream, Stream], device: torch.device, batch: int, tokens: int
-    ) -> None:
-        """streams: prefetch and write-back."""
-        layout = pool.layout
-        self._pool, self.heads, self._batch, self.device = pool, layout.kv_heads, batch, device
+    def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
+        layout, device = state.pool.layout, state.device
+        self._state, self._pool, self.heads, self._batch, self.device = (
+            state,
+            state.pool,
+            layout.kv_heads,
+            batch,
+            device,
+        )
         self.pair_bytes = 2 * layout.row_bytes
         self.token_bytes = layout.kv_heads * self.pair_bytes
-        self._prefetch, self._write_back = streams
+        self._prefetch, self._write_back = state.prefetch, state.write_back
         self._bases = torch.zeros(batch, -(-tokens // CHUNK), dtype=torch.int64, device=device)
         self._tables = torch.zeros(layout.layers, batch, FIELDS, dtype=torch.int64, device=device)
         firsts = [
@@ -77,17 +70,19 @@ class RowLists:
         self._planes = torch.tensor(firsts, device=device).unsqueeze(2)
         """int64 `[L, 2, 1, Hkv]`: the row of a slab's first token."""
         self._chunks: list[list[int]] = []
-        self._open: list[Open] = []
-        self._kept: list[PointerTable] = []
+        self._open: list[OpenSequence] = []
+        self._resident: list[PointerTable] = []
 
     @property
     def tokens(self) -> int:
         """Room of a sequence."""
         return self._bases.shape[1] * CHUNK
 
-    def hold(self, sequences: Sequence[Open]) -> None:
-        """From now on the lists are these sequences'; what has changed since the last call goes to the device."""
-        assert len(sequences) == self._batch
+    def hold(self, block_tables: Sequence[BlockTable]) -> None:
+        """Before a step: the lists are of these open sequences, as they are now; what has changed since the last call
+        goes to the device."""
+        assert len(block_tables) == self._batch
+        sequences = [self._state[blocks] for blocks in block_tables]
         chunks = [one.blocks.chunks for one in sequences]
         if chunks != self._chunks:
             bases = torch.zeros(self._bases.shape, dtype=torch.int64)
@@ -97,14 +92,14 @@ class RowLists:
             copy_into(bases, self._bases)
             self._chunks = [list(ids) for ids in chunks]
         if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
-            kept = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
-            copy_into(torch.tensor([[entry(rows) for rows in layer] for layer in kept]), self._tables)
-            self._kept = [PointerTable(tuple(rows), table) for rows, table in zip(kept, self._tables, strict=True)]
-            self._open = list(sequences)
+            rows = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
+            copy_into(torch.tensor([[entry(own) for own in layer] for layer in rows]), self._tables)
+            self._resident = [PointerTable(tuple(own), table) for own, table in zip(rows, self._tables, strict=True)]
+            self._open = sequences
 
     def release(self) -> None:
         """Lets go of the sequences, until the next `hold`."""
-        self._open, self._kept = [], []
+        self._open, self._resident = [], []
 
     @property
     def working(self) -> bool:
@@ -125,9 +120,9 @@ class RowLists:
         for one in self._open:
             one.written = mark
 
-    def kept(self, layer: int) -> PointerTable:
+    def resident(self, layer: int) -> PointerTable:
         """The resident rows of a layer, `[2 * Hkv, s + w, d]` of each sequence."""
-        return self._kept[layer]
+        return self._resident[layer]
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Row ids int64 `[B]` of the tokens in slots int64 `[B]`, to which `append` adds those of layer and head."""
@@ -136,7 +131,7 @@ class RowLists:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """The newest rows k, v `[P, d]` become resident at `places` int64 `[B]` (`residency.place`) and are written
         back to `rows` (`rows_of`)."""
-        keep_rows(k, v, self._kept[layer], places)
+        keep_rows(k, v, self._resident[layer], places)
         with self._write_back.behind_compute():
             stored = self._pool.format.encode(torch.stack((k, v)))
             ids = rows.unsqueeze(1) + self._planes[layer]
@@ -211,11 +206,11 @@ class RowLists:
         if not found and again is None:
             return None
         if counts is None:
-            sought = torch.full((self._batch,), self.heads * tokens.shape[1], device=tokens.device)
+            selected = torch.full((self._batch,), self.heads * tokens.shape[1], device=tokens.device)
         else:
-            sought = counts.view(self._batch, -1).sum(1)
-        hits = torch.stack([one.hits for one in found]) if found else torch.zeros_like(sought)
-        crossed = sought - hits
+            selected = counts.view(self._batch, -1).sum(1)
+        hits = torch.stack([one.hits for one in found]) if found else torch.zeros_like(selected)
+        crossed = selected - hits
         if again is not None:
             crossed = crossed - (again[0].view(self._batch, -1) >= 0).sum(1)
         return torch.stack((crossed, hits), dim=1)

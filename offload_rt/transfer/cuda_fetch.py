@@ -1,0 +1,189 @@
+"""Fetches across PCIe: rows of the pool on their way to the device, as tickets of single sequences and as lists of
+whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..core import BlockTable, KVPart, Selection, Visible
+from ..kernels.h2d_copy import to_device
+from ..pool.kv_format import KVFormat
+from .link import Savings, Ticket
+from .open_sequences import DeviceState
+from .residency import Residency
+from .row_lists import RowLists
+from .streams import Event, Stream
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """Fetched rows `staged` `[2, Hkv, n, width]`, in the pool's format, valid on the device behind `mark`, and the
+    resident rows that go before them (read at `wait`: the newest is stored after the request)."""
+
+    format: KVFormat
+    stream: Stream
+    mark: Event
+    staged: torch.Tensor
+    bytes: int
+    savings: Savings | None = None
+    counts: torch.Tensor | None = None
+    residency: Residency | None = None
+    layer: int = 0
+    visible: Visible | None = None
+
+    def wait(self) -> list[KVPart]:
+        self.stream.hold_compute(self.mark, self.staged, *(() if self.savings is None else self.savings.tensors))
+        rows = self.format.decode(self.staged)
+        parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
+        if self.residency is None or self.visible is None:
+            return parts
+        parts = [*self.residency.part(self.layer, self.visible), *parts]
+        if self.counts is not None:
+            return parts
+        return [KVPart(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))]
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Rows of one sequence on their way: what its ticket is made of."""
+
+    staged: torch.Tensor
+    mark: Event
+    savings: Savings | None = None
+    counts: torch.Tensor | None = None
+
+
+class CudaBatches:
+    """`BatchedRows` across PCIe. It also keeps the lists that fetches of single sequences are made with."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self._lists: dict[tuple[int, ...], RowLists] = {}
+
+    def row_lists(self, batch: int, tokens: int) -> RowLists:
+        """New lists, on the link's streams."""
+        return RowLists(self._state, batch, tokens)
+
+    def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
+        """Lists that hold these sequences, kept until one of them closes or outgrows them."""
+        key, room = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
+        if key not in self._lists or self._lists[key].tokens < room:
+            self._lists[key] = self.row_lists(len(block_tables), room + room // 8)
+        self._lists[key].hold(block_tables)
+        return self._lists[key]
+
+    def forget(self, blocks: BlockTable) -> None:
+        """Drops the kept lists that hold a sequence: it is closing."""
+        self._lists = {held: lists for held, lists in self._lists.items() if id(blocks) not in held}
+
+
+class CudaRows:
+    """`RowFetch` across PCIe."""
+
+    def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
+        self._state, self._batches = state, batches
+
+    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+        """A ticket of the selected rows, or of all candidates."""
+        if selection is not None:
+            return self.fetch_together([blocks], layer, [visible], [selection])[0]
+        return self._ticket(self.stage_range(blocks, layer, visible.candidates), blocks, layer, visible)
+
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+        """A ticket of all rows of `tokens`."""
+        return self._ticket(self.stage_range(blocks, layer, tokens))
+
+    def fetch_together(
+        self,
+        block_tables: Sequence[BlockTable],
+        layer: int,
+        visible: Sequence[Visible],
+        selections: Sequence[Selection],
+    ) -> list[Ticket]:
+        """A ticket for each sequence; a row that a sequence before asks for too is copied on the device."""
+        each = zip(self._fetch_rows(block_tables, layer, selections), block_tables, visible, strict=True)
+        return [self._ticket(rows, blocks, layer, seen) for rows, blocks, seen in each]
+
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+        """A ticket of the extra rows alone."""
+        [fetched] = self._fetch_rows([blocks], layer, [extra])
+        return self._ticket(fetched)
+
+    def _ticket(
+        self, fetched: _Fetched, blocks: BlockTable | None = None, layer: int = 0, visible: Visible | None = None
+    ) -> _Ticket:
+        """The ticket of fetched rows; with a block table they come behind its resident ones."""
+        staged, residency = fetched.staged, None if blocks is None else self._state[blocks].residency
+        size = staged.shape[1] * staged.shape[2] * self._state.pair_bytes
+        stream, savings = self._state.prefetch, fetched.savings
+        return _Ticket(
+            self._state.format, stream, fetched.mark, staged, size, savings, fetched.counts, residency, layer, visible
+        )
+
+    def stage_range(self, blocks: BlockTable, layer: int, tokens: range) -> _Fetched:
+        """Starts moving all rows of `tokens`, as they are stored."""
+        with self._state.prefetch.behind_compute():
+            if (written := self._state[blocks].written) is not None:
+                self._state.prefetch.wait_for(written)
+            shape = (2, self._state.geometry.kv_heads, len(tokens), self._state.format.width)
+            staged = torch.empty(shape, dtype=self._state.format.storage, device=self._state.device)
+            at = 0
+            for run in self._state.pool.stored(blocks, layer, tokens):
+                piece = slice(at, at + run.k.shape[1])
+                copy_heads(staged[0, :, piece], run.k)
+                copy_heads(staged[1, :, piece], run.v)
+                at = piece.stop
+            return _Fetched(staged, self._state.prefetch.mark())
+
+    def _fetch_rows(
+        self, block_tables: Sequence[BlockTable], layer: int, selections: Sequence[Selection]
+    ) -> list[_Fetched]:
+        """The selected rows of each block table, as stored: those of its working set from there, of those that several
+        block tables have in common all but the first one's from the first one's, the others from the pool."""
+        tokens, counts = self._listed(selections)
+        arriving = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
+        with self._state.prefetch.behind_compute():
+            savings = [self._savings(arriving.tally, b, selection) for b, selection in enumerate(selections)]
+            mark = self._state.prefetch.mark()
+        heads, fetched = self._state.geometry.kv_heads, []
+        for b, (selection, less) in enumerate(zip(selections, savings, strict=True)):
+            staged = arriving.staged[:, b * heads : (b + 1) * heads, : selection.count]
+            fetched.append(_Fetched(staged, mark, less, selection.counts))
+        return fetched
+
+    def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """tokens `[P, n]` for the largest n, and counts `[P]` where not all are meant."""
+        counts = [one.counts for one in selections if one.counts is not None]
+        assert len(counts) in (0, len(selections)), "the device knows all counts of a batch or none"
+        if not counts and len({one.count for one in selections}) == 1:
+            return torch.cat([one.tokens.to(self._state.device) for one in selections]), None
+        if not counts:
+            known = [len(one.tokens) * [one.count] for one in selections]
+            counts = [to_device(torch.tensor(known, dtype=torch.int32).flatten(), self._state.device)]
+        most = max(one.count for one in selections)
+        padded = [F.pad(one.tokens.to(self._state.device), (0, most - one.count)) for one in selections]
+        return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
+
+    def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
+        """What of sequence b's selection does not cross; in the prefetch stream."""
+        asked = selection.tokens.numel()
+        if selection.counts is not None:
+            self._state.prefetch.borrow(selection.counts)
+            selected = selection.counts.to(self._state.device).sum()
+        elif tally is not None:
+            selected = torch.full_like(tally[b, 0], asked)
+        else:
+            return None
+        if tally is None:
+            return Savings(asked, selected, asked - selected, torch.zeros_like(selected))
+        return Savings(asked, selected, asked - tally[b, 0], tally[b, 1])
+
+
+def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
+    """`[Hkv, m, d]` head by head: each head is contiguous on both sides, so that each copy is asynchronous."""
+    for target, source in zip(into, rows, strict=True):
+        target.copy_(source, non_blocking=True)
