@@ -27,7 +27,7 @@ from offload_rt.eval.core.model_under_test import (
     pool_settings,
 )
 from offload_rt.eval.core.report import Column, Report, RowStore
-from offload_rt.eval.core.stats import paired_bootstrap, perplexity_change, ratio_error, share_error
+from offload_rt.eval.core.stats import Interval, paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.core.teacher_forced import LayerView, score_layerwise
 from offload_rt.eval.quality.perplexity import CHUNK, PerplexityConfig, _chunks, costs, cut_windows, run_perplexity
 from offload_rt.models.registry import load_model
@@ -210,6 +210,9 @@ def test_bootstrap_interval_covers_and_pairs() -> None:
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * 0.01 / math.sqrt(60), rel=0.25)
     again = paired_bootstrap(worse, base, weights, change=perplexity_change)
     assert again == interval
+    assert paired_bootstrap(base, base, weights) == Interval(0.0, 0.0, 0.0)
+    alone = paired_bootstrap([3.0], [1.0], [2.0])
+    assert alone == Interval(1.0, 1.0, 1.0)
 
 
 def test_decoding_chunks_are_means_of_whole_chunks() -> None:

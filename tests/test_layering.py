@@ -81,6 +81,22 @@ def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str
     return sorted(sorted(".".join(name) for name in knot) for knot in knots if knot)
 
 
+EVAL_ORDER = ("core", "quality speed simulate serving", "suites", "measures", "cli")
+EVAL_RANK = {folder: rank for rank, folders in enumerate(EVAL_ORDER) for folder in folders.split()}
+
+
+def eval_violations(source: str, path: Path) -> list[str]:
+    """What `source`, the text of the file `path` of eval (relative to the repository), may not import of eval."""
+    folder, found = path.with_suffix("").parts[2], []
+    for name in imported(ast.parse(source), path.parent.parts):
+        parts = tuple(part for part in name if part)
+        if parts[:2] != ("offload_rt", "eval") or len(parts) < 3:
+            continue
+        if parts[2] != folder and EVAL_RANK[parts[2]] >= EVAL_RANK[folder]:
+            found.append(f"{path}: eval/{folder} may not import eval/{parts[2]}")
+    return found
+
+
 def files() -> list[Path]:
     """Python files of the package (through its links), the scripts and the tests, relative to the repository."""
     folders = [entry for entry in PACKAGE.iterdir() if entry.is_dir()] + [ROOT / "scripts", ROOT / "tests"]
@@ -110,6 +126,16 @@ def test_a_circle_is_seen_however_it_is_imported() -> None:
     assert circles(import_graph(sources)) == [["offload_rt.a.one", "offload_rt.a.two", "offload_rt.b.three"]]
     del sources[Path("offload_rt/b/three.py")]
     assert circles(import_graph(sources)) == []
+
+
+def test_no_import_against_evals_order() -> None:
+    mine = [path for path in files() if path.parts[:2] == ("offload_rt", "eval")]
+    assert {path.with_suffix("").parts[2] for path in mine} == EVAL_RANK.keys()
+    found = [line for path in mine for line in eval_violations((ROOT / path).read_text(encoding="utf-8"), path)]
+    assert not found, "\n" + "\n".join(found)
+    bad = "from ..speed.bench import run_bench"
+    assert len(eval_violations(bad, Path("offload_rt/eval/quality/x.py"))) == 1
+    assert eval_violations(bad, Path("offload_rt/eval/suites/x.py")) == []
 
 
 def test_every_file_is_in_a_known_room() -> None:

@@ -40,7 +40,7 @@ from data import (
     train_tokenizer,
     training_books,
 )
-from evaluate import bits_per_byte, nats_by_context, paired_bootstrap, scored_bytes, token_bytes
+from evaluate import bits_per_byte, nats_by_context, scored_bytes, token_bytes
 from train import TrainingRun
 
 KILLED_RUN = """
@@ -394,12 +394,3 @@ def test_uniform_model_scores_log_vocabulary(tokenizer, corpus):
 def test_token_bytes_add_up_to_the_text(books, tokenizer, corpus):
     whole = sum(book.stat().st_size for book in training_books(books))
     assert token_bytes(tokenizer)[corpus.ids].sum() == whole
-
-
-def test_bootstrap_interval_covers_a_known_difference():
-    rng = np.random.default_rng(0)
-    base = rng.normal(100, 10, 200)
-    sizes = np.full(200, 50)
-    low, high = paired_bootstrap(base - 1 + rng.normal(0, 0.5, 200), base, sizes)
-    assert low < -1 / 50 / math.log(2) < high < 0  # paired: the spread of 10 between windows does not widen it
-    assert paired_bootstrap(base, base, sizes) == (0.0, 0.0)

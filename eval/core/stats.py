@@ -13,6 +13,9 @@ Array = NDArray[np.float64]
 
 DRAWS = 10_000
 
+BATCH_NUMBERS = 1 << 22
+"""Numbers of a sample that are drawn at once."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -51,16 +54,35 @@ def paired_bootstrap(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """Interval of change(ratio(values), ratio(base)), documents drawn with both their scores together.
+    """Interval of change(ratio(values), ratio(base)) by `scipy.stats.bootstrap`, documents drawn with both their scores
+    together; of one document the value alone.
 
-    values, base, weights `[n]` of the same n documents in the same order.
+    values, base, weights `[n]` of the same n documents in the same order. seed: the same one gives the same interval.
     """
+    from scipy.stats import bootstrap
+
     v, b, w = (np.asarray(x, float) for x in (values, base, weights))
     assert len(v) == len(b) == len(w) > 0
-    picks = np.random.default_rng(seed).integers(len(v), size=(draws, len(v)))
-    drawn = change(ratio(v[picks], w[picks]), ratio(b[picks], w[picks]))
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Interval(float(change(ratio(v, w), ratio(b, w))), float(low), float(high))
+
+    def statistic(mine: Array, other: Array, sizes: Array, axis: int = -1) -> Array:
+        assert axis == -1
+        return change(ratio(mine, sizes), ratio(other, sizes))
+
+    value = float(statistic(v, b, w))
+    if len(v) == 1:
+        return Interval(value, value, value)
+    batch = max(1, BATCH_NUMBERS // len(v))
+    drawn = bootstrap(
+        (v, b, w),
+        statistic,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=draws,
+        batch=batch,
+        rng=seed,
+    )
+    return Interval(value, float(drawn.confidence_interval.low), float(drawn.confidence_interval.high))
 
 
 def perplexity_change(nats: Array, base: Array) -> Array:

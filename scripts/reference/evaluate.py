@@ -79,22 +79,6 @@ def bits_per_byte(nats: NDArray[np.float64], sizes: NDArray[np.int64]) -> float:
     return float(nats.sum() / sizes.sum() / math.log(2))
 
 
-def paired_bootstrap(
-    nats: NDArray[np.float64],
-    base: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    *,
-    draws: int = 10_000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """95 % percentile interval of bits per byte minus those of `base`; windows are drawn with both scores together."""
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(len(nats), size=(draws, len(nats)))
-    differences = (nats - base)[picks].sum(1) / sizes[picks].sum(1) / math.log(2)
-    low, high = np.quantile(differences, (0.025, 0.975))
-    return float(low), float(high)
-
-
 @dataclass(frozen=True)
 class Answer:
     """One question's outcome. `right`: every token of every answer of it is the model's first choice (teacher forced,

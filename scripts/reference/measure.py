@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from evaluate import (
     by_distance,
     by_kind,
     nats_by_context,
-    paired_bootstrap,
     pinned_scores,
     recall,
     scored_bytes,
@@ -30,6 +30,8 @@ from evaluate import (
 from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from offload_rt.eval.core.stats import paired_bootstrap
 
 BASE_CONTEXT = 512
 SCORED = 128  # tokens at the end of a window: with a context of c they have c - 128 to c - 1 tokens before them
@@ -65,11 +67,10 @@ def measure_text(
         "windows": windows,
         "by_context": {str(c): round(bits_per_byte(nats[c], sizes), 4) for c in contexts},
         f"difference_from_{BASE_CONTEXT}": {
-            str(c): [
-                round(x, 4) for x in (bits_per_byte(nats[c] - base, sizes), *paired_bootstrap(nats[c], base, sizes))
-            ]
+            str(c): [round(x, 4) for x in (change.value, change.low, change.high)]
             for c in contexts
             if c != BASE_CONTEXT
+            for change in [paired_bootstrap(nats[c], base, sizes * math.log(2))]
         },
     }
 
