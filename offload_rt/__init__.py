@@ -5,9 +5,16 @@ from offload_rt import LLM, SamplingParams
 llm = LLM("reference")
 for event in llm.stream("It was a dark night", SamplingParams(max_new_tokens=100)):
     print(event.text, end="", flush=True)
+
+Importing the package is quick: torch and transformers are imported with `LLM`, when it is first asked for.
 """
 
-from .config import EngineConfig, SamplingParams
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .config import EngineConfig, SamplingParams, StoreOptions
 from .errors import (
     ArtifactError,
     ConfigError,
@@ -18,7 +25,11 @@ from .errors import (
     PoolFullError,
     StoreError,
 )
-from .llm import LLM
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+    __version__: str
 
 __all__ = [
     "LLM",
@@ -32,4 +43,22 @@ __all__ = [
     "PoolFullError",
     "SamplingParams",
     "StoreError",
+    "StoreOptions",
+    "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is first asked for (PEP 562)."""
+    if name == "LLM":
+        found = importlib.import_module(".llm", __name__).LLM
+    elif name == "__version__":
+        found = importlib.import_module("importlib.metadata").version("offload-rt")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,8 @@
 """The command line: assembles the subcommands of `commands/` and turns errors into exit codes. A user's mistake is one
-line on stderr and exit code 2; Ctrl-C is exit code 130."""
+line on stderr and exit code 2; Ctrl-C is exit code 130.
+
+Neither torch nor transformers is imported before a command runs, so that `--help` and a wrong flag answer at once.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +44,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Silences what libraries say; our own warnings become one line each on stderr."""
-    from transformers.utils import logging
-
+    _quiet_transformers()
     package = str(Path(__file__).parent)
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: object, **line: object) -> None:
         if Path(filename).is_relative_to(package):
             print(f"offload-rt: note: {message}", file=sys.stderr)
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
         yield
+
+
+def _quiet_transformers() -> None:
+    """Only errors, and no progress bars. What is not imported yet reads the environment when it is."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    else:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only then, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *parsed: object) -> None:
+        from . import __version__
+
+        print(f"offload-rt {__version__}")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Long-context generation with the KV cache in host memory.",
         epilog="MODEL is 'reference' (ships with the package), a local folder or a hub id.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS:
         command.add(commands)

@@ -19,8 +19,8 @@ def run(args: argparse.Namespace) -> int:
     from .chat_loop import Chat
 
     params = SamplingParams(**given(args, SAMPLING))
+    config, store = engine_config(args, progress=True), store_options(args)
     console = stderr_console(quiet=False)
-    config, store = engine_config(args, progress=console.is_terminal), store_options(args)
 
     from ..llm import LLM
 

@@ -31,13 +31,12 @@ SAMPLING = (
 def run(args: argparse.Namespace) -> int:
     """Continues a text file: streams the text, then shows what the runtime did."""
     params = SamplingParams(**given(args, SAMPLING))
-    console = stderr_console(args.quiet)
-    progress = console.is_terminal and not args.quiet
-    config = engine_config(args, **_planned(args, params), progress=progress)
+    config = engine_config(args, **_planned(args, params), progress=not args.quiet)
     text = read_text(args.prompt_file)
     for file in (args.stats_json, args.plot):
         check_writable(file)
     _check_recordable(args.record, config.policy)
+    console = stderr_console(args.quiet)
 
     from ..llm import LLM
 

@@ -12,6 +12,10 @@ from .engine_flags import add_plan_flags, engine_config
 
 def run(args: argparse.Namespace) -> int:
     """Shows what a model and a context will need, and whether they fit here. Loads no weights."""
+    if args.context < 1:
+        raise ConfigError(f"--context {args.context} must be at least 1 token")
+    config = engine_config(args, max_context=args.context)
+
     from rich.console import Console
 
     from ..models.registry import load_shape
@@ -19,9 +23,6 @@ def run(args: argparse.Namespace) -> int:
     from ..planning.memory_model import Machine, obstacles, requirements
     from .tables import requirements_table
 
-    if args.context < 1:
-        raise ConfigError(f"--context {args.context} must be at least 1 token")
-    config = engine_config(args, max_context=args.context)
     shape = load_shape(args.model, device=config.device, dtype=config.dtype)
     machine, geometry = Machine.here(config.host_memory, shape.device), shape.geometry
     plan = None if config.device_memory is None else plan_for(config, shape)

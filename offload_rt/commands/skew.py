@@ -12,12 +12,13 @@ from .common import add_command, given
 
 def run(args: argparse.Namespace) -> int:
     """Calibrates a model and writes its skew artifact; for OPT and GPT-2 also the folded checkpoint."""
+    check_choice("method", args.method, get_args(SkewMethod))
+
     from rich.console import Console
 
     from ..skewing.fold import skew_model
     from .tables import skew_table
 
-    check_choice("method", args.method, get_args(SkewMethod))
     report = skew_model(
         args.model,
         args.out,

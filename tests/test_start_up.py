@@ -1,0 +1,74 @@
+"""What is imported before it is needed: nothing heavy. Modules are counted, for seconds depend on the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+import offload_rt
+
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "matplotlib", "safetensors", "rich")
+
+REPORT = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules], sep=' ', end='')"
+
+
+def heavy_after(code: str) -> str:
+    """The heavy modules that a fresh interpreter has imported after `code`, whose output goes to stderr."""
+    whole = f"import sys; out, sys.stdout = sys.stdout, sys.stderr\n{code}\nsys.stdout = out\n{REPORT}"
+    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def command(*arguments: str, code: int) -> str:
+    return f"""
+from offload_rt.cli import main
+try:
+    code = main({arguments!r})
+except SystemExit as leave:
+    code = leave.code
+assert code == {code}, code
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import offload_rt; offload_rt.SamplingParams(), offload_rt.EngineConfig(), offload_rt.ConfigError",
+        "import offload_rt; assert offload_rt.__version__ and 'LLM' in dir(offload_rt)",
+        command("--help", code=0),
+        command("--version", code=0),
+        command(code=2),
+        command("generat", code=2),
+        command("generate", "reference", "--prompt-file", "x", "--polcy", "full", code=2),
+        command("generate", "reference", "--prompt-file", "x", "--policy", "ful", code=2),
+        command("generate", "reference", "--prompt-file", "x", "--policy", "h2o", "--alpha", "3", code=2),
+        command("generate", "reference", "--prompt-file", "x", "--host-memory", "many", code=2),
+        command("chat", "reference", "--session", "s", "--store", "x", "--store-ttl", "soon", code=2),
+        command("info", "reference", "--context", "0", code=2),
+        command("skew", "reference", "--out", "x", "--method", "pca", code=2),
+        command("sessions", "list", "--wrong", code=2),
+        *(command(name, "--help", code=0) for name in ("generate", "chat", "info", "sessions", "skew", "eval")),
+    ],
+)
+def test_nothing_heavy_is_imported_before_a_model_is_loaded(code: str) -> None:
+    assert heavy_after(code) == ""
+
+
+def test_the_probe_sees_what_is_imported() -> None:
+    assert heavy_after("from offload_rt import LLM").split()[:2] == ["torch", "transformers"]
+
+
+def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert offload_rt.__version__ == importlib.metadata.version("offload-rt")
+    from offload_rt.cli import main
+
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"offload-rt {offload_rt.__version__}\n"
+    assert set(offload_rt.__all__) <= set(dir(offload_rt))
+    with pytest.raises(AttributeError, match="no attribute 'LML'"):
+        offload_rt.LML  # noqa: B018
