@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..config import DType, SkewMethod
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import locate, read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
-from ..models.registry import ARCHITECTURES, LoadedModel, load_model
+from ..models.registry import LoadedModel, architectures, load_model
 from .artifact import SkewArtifact
 from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
@@ -203,7 +203,7 @@ def skew_model(
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
     """The transformers model, which folding changes, and the same as the runtime sees it."""
     place = locate(model)
-    config, device = read_config(place, ARCHITECTURES), resolve_device("auto")
+    config, device = read_config(place, architectures()), resolve_device("auto")
     network = read_weights(place, config, device, resolve_dtype(dtype, config, device))
     return network, load_model(network, tokenizer=read_tokenizer(place))
 

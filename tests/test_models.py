@@ -20,7 +20,7 @@ from offload_rt.errors import ConfigError, ModelError
 from offload_rt.models import checkpoint
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.registry import ARCHITECTURES, adapter_for, load_model, load_shape
+from offload_rt.models.registry import adapter_for, architectures, load_model, load_shape
 
 LENGTH = 80  # longer than Mistral's window of 48
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
@@ -360,7 +360,7 @@ class TestRefusals:
 
     def test_unsupported_architecture(self, folder: Path, no_network: list[str]) -> None:
         edit_config(folder, architectures=["MixtralForCausalLM"], model_type="mixtral")
-        self.refused(folder, "^MixtralForCausalLM is not supported; supported are " + ", ".join(ARCHITECTURES))
+        self.refused(folder, "^MixtralForCausalLM is not supported; supported are " + ", ".join(architectures()))
         edit_config(folder, architectures=None)
         self.refused(folder, "^model type 'mixtral' is not supported")
         config = Qwen2MoeConfig(

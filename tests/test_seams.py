@@ -11,6 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from support.tiny_models import tiny_model, tiny_prompt
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto import AutoModelForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
@@ -18,6 +20,9 @@ from offload_rt.commands.engine_flags import add_engine_flags, add_plan_flags, e
 from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions, check, option, option_of
 from offload_rt.core import ModelGeometry, Selection, Visible
 from offload_rt.errors import ConfigError
+from offload_rt.models import registry as model_registry
+from offload_rt.models.llama import LlamaAdapter
+from offload_rt.models.registry import register_architecture
 from offload_rt.select import registry
 from offload_rt.select.base import KeyReader, QuerySource
 from offload_rt.select.budget import BudgetPolicy
@@ -241,3 +246,58 @@ def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
         demand = memory_demand(policy, {}, shape.geometry, torch.float32)
         assert demand.scoring_bytes(4, 100) == int((4 - len(demand.dense)) * demand.key_bytes * 100)
         assert (demand.key_bytes > 0) == (policy in ("infinigen", "h2o", "quest"))
+
+
+# ------------------------------------------------------------------------------------------------ a toy architecture
+
+
+class ScaledConfig(LlamaConfig):
+    model_type = "scaled-llama"
+
+
+class ScaledForCausalLM(LlamaForCausalLM):
+    """A Llama whose logits are divided by 4: what no adapter of this package knows."""
+
+    config_class = ScaledConfig
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        out = super().forward(*args, **named)
+        out.logits = out.logits / 4
+        return out
+
+
+class ScaledAdapter(LlamaAdapter):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden) / 4
+
+
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> ScaledForCausalLM:
+    monkeypatch.setattr(model_registry, "_adapters", dict(model_registry._adapters))
+    register_architecture("ScaledForCausalLM", f"{__name__}:ScaledAdapter")
+    model = ScaledForCausalLM(
+        ScaledConfig(**tiny_model("llama").config.to_diff_dict() | {"model_type": "scaled-llama"})
+    )
+    model.load_state_dict(tiny_model("llama").state_dict())
+    return model.eval()
+
+
+def test_an_architecture_from_outside_runs_like_transformers(scaled: ScaledForCausalLM, tmp_path: Path) -> None:
+    prompt = tiny_prompt(70)
+    with torch.no_grad():
+        expected = scaled(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    AutoConfig.register("scaled-llama", ScaledConfig)
+    AutoModelForCausalLM.register(ScaledConfig, ScaledForCausalLM)
+    scaled.save_pretrained(tmp_path)
+    for given in (scaled, tmp_path):
+        llm = LLM(given, policy="full", host_memory="16MiB", device="cpu", dtype="float32")
+        token = int(expected.argmax())
+        [score] = llm.score([prompt], [[token]])
+        assert score.is_greedy == [True]
+        assert score.logprobs[0] == pytest.approx(float(expected[token]), abs=1e-5)
+
+
+def test_an_architecture_has_one_adapter(scaled: ScaledForCausalLM) -> None:
+    register_architecture("ScaledForCausalLM", f"{__name__}:ScaledAdapter")
+    with pytest.raises(ConfigError, match="has an adapter already"):
+        register_architecture("LlamaForCausalLM", f"{__name__}:ScaledAdapter")

@@ -72,9 +72,16 @@ def read_config(place: str, supported: Collection[str]) -> PreTrainedConfig:
     refuse_quantised(raw.get("quantization_config"))
     with _one_error(f"the configuration of {_quoted(place)} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    if CLASSES.get(config.model_type) != architecture:
+    if CLASSES.get(config.model_type) != architecture and _registered_class(config) != architecture:
         raise ModelError(f"{_quoted(place)} contradicts itself: {architecture}, but model type {config.model_type!r}")
     return config
+
+
+def _registered_class(config: PreTrainedConfig) -> str | None:
+    """The name of the class that somebody registered with `AutoModelForCausalLM` for this kind of configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def unsupported(architecture: str, supported: Collection[str]) -> str:

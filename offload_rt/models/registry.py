@@ -32,15 +32,29 @@ from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": ("llama", "LlamaAdapter"),
-    "MistralForCausalLM": ("llama", "MistralAdapter"),
-    "Qwen2ForCausalLM": ("llama", "LlamaAdapter"),
-    "Qwen3ForCausalLM": ("llama", "LlamaAdapter"),
-    "OPTForCausalLM": ("opt", "OPTAdapter"),
-    "GPT2LMHeadModel": ("gpt2", "GPT2Adapter"),
+_adapters = {
+    "LlamaForCausalLM": "offload_rt.models.llama:LlamaAdapter",
+    "MistralForCausalLM": "offload_rt.models.llama:MistralAdapter",
+    "Qwen2ForCausalLM": "offload_rt.models.llama:LlamaAdapter",
+    "Qwen3ForCausalLM": "offload_rt.models.llama:LlamaAdapter",
+    "OPTForCausalLM": "offload_rt.models.opt:OPTAdapter",
+    "GPT2LMHeadModel": "offload_rt.models.gpt2:GPT2Adapter",
 }
-"""transformers class -> module of this room and adapter in it, imported when first wanted."""
+"""transformers class -> its adapter as "module:class", imported when first wanted."""
+
+
+def register_architecture(architecture: str, adapter: str) -> None:
+    """Lets `LLM` run models of the transformers class `architecture` through `adapter`, a `ModelAdapter` written
+    "module:class" that takes the loaded model. Folders of a class that transformers itself does not know must also be
+    registered with its `AutoConfig` and `AutoModelForCausalLM`. Raises ConfigError where another adapter has the
+    name."""
+    if _adapters.setdefault(architecture, adapter) != adapter:
+        raise ConfigError(f"architecture {architecture!r} has an adapter already: {_adapters[architecture]}")
+
+
+def architectures() -> tuple[str, ...]:
+    """transformers classes that can run, in the order of registration."""
+    return tuple(_adapters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +77,10 @@ def adapter_for(model: Any) -> ModelAdapter:
     Raises ModelError for an unsupported architecture or one of its options.
     """
     architecture = type(model).__name__
-    if architecture not in ARCHITECTURES:
-        raise ModelError(unsupported(architecture, ARCHITECTURES))
-    module, name = ARCHITECTURES[architecture]
-    adapter: ModelAdapter = getattr(importlib.import_module(f".{module}", __package__), name)(model)
+    if architecture not in _adapters:
+        raise ModelError(unsupported(architecture, architectures()))
+    module, _, name = _adapters[architecture].partition(":")
+    adapter: ModelAdapter = getattr(importlib.import_module(module), name)(model)
     return adapter
 
 
@@ -89,7 +103,7 @@ def load_model(
     own_tokenizer: PreTrainedTokenizerBase | None = None
     if isinstance(model, (str, os.PathLike)):
         place, name = locate(model), os.fspath(model)
-        config = read_config(place, ARCHITECTURES)
+        config = read_config(place, architectures())
         chosen = resolve_device(device)
         own_tokenizer = read_tokenizer(place) if tokenizer is None else None
         landing = torch.device("cpu") if on_host else chosen
@@ -143,7 +157,7 @@ def load_shape(
     model. Raises what `load_model` raises."""
     if isinstance(model, (str, os.PathLike)):
         place = locate(model)
-        config = read_config(place, ARCHITECTURES)
+        config = read_config(place, architectures())
         where = resolve_device(device)
         chosen = resolve_dtype(dtype, config, where) or torch.float32
         skeleton = build_skeleton(place, config, chosen)
@@ -156,8 +170,8 @@ def load_shape(
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
     """Raises ModelError where a loaded model cannot run as it is, or is not where it was asked to be."""
-    if type(model).__name__ not in ARCHITECTURES:
-        raise ModelError(unsupported(type(model).__name__, ARCHITECTURES))
+    if type(model).__name__ not in _adapters:
+        raise ModelError(unsupported(type(model).__name__, architectures()))
     refuse_quantised(getattr(model.config, "quantization_config", None))
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError("the model has PEFT adapters; merge them into the weights and save the model first")
