@@ -81,7 +81,10 @@ def _registered_class(config: PreTrainedConfig) -> str | None:
     """The name of the class that somebody registered with `AutoModelForCausalLM` for this kind of configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return str(found.__name__)
 
 
 def unsupported(architecture: str, supported: Collection[str]) -> str:
