@@ -14,6 +14,8 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine.recording import Recording
+from offload_rt.sessions.history import History
+from offload_rt.sessions.naming import Lineage, name_chunks
 
 BEFORE = Path(__file__).parent / "data" / "written_before"
 EXPECTED: dict[str, Any] = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
@@ -62,3 +64,31 @@ def test_a_skew_artifact_and_a_recording_mean_the_same(tmp_path: Path) -> None:
             for position, step in run.steps()
         ]
         assert counted == expected["counts"]
+
+
+def some_tokens(count: int) -> list[int]:
+    return [(i * 7919 + 13) % 2048 for i in range(count)]
+
+
+@pytest.mark.parametrize("case", EXPECTED["names"])
+def test_chunks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
+    lineage = Lineage(bytes.fromhex(EXPECTED["root"]), case["policy"], case["truncation_id"], case["owner"])
+    decoded = [(start, stop) for start, stop in case["decoded"]]
+    names = name_chunks(lineage, some_tokens(case["tokens"]), case["stop"], decoded)
+    assert [name.lineage for name in names] == case["lineages"]
+    assert [name.key.hex() for name in names] == case["keys"]
+    assert [name.index for name in names] == list(range(len(names)))
+
+
+def test_a_truncation_has_the_name_that_it_had() -> None:
+    expected = EXPECTED["truncated_history"]
+    decoded = [(100, 120), (150, 180)]
+    history = History("s", "m", "0123456789abcdef", some_tokens(200), computed=200, decoded=decoded)
+    history.truncate([*range(4), *range(90, 170)], 4)
+    assert (len(history.tokens), history.shift) == (expected["tokens"], expected["shift"])
+    assert history.decoded == [tuple(run) for run in expected["decoded"]]
+    assert history.truncation_id == expected["cut"]
+    assert json.loads(history.to_bytes())["cut"] == expected["cut"]
+    history.close_gap()
+    assert history.truncation_id == expected["rotated"]
+    assert History.from_bytes(history.to_bytes()) == history

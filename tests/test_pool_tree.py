@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pools import append, kv, make_pool, read
 
-from offload_rt.core import CHUNK
+from offload_rt.core import CHUNK, ranges_of
 from offload_rt.pool import prefix_tree
 from offload_rt.pool.prefix_tree import PrefixTree, chunk_key, pack_tokens, root_key
 
@@ -22,6 +23,21 @@ def text(*letters: int) -> list[int]:
 
 def alone(chunk: int) -> bool:
     return True
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=200), st.integers(0, 220))
+def test_packed_tokens_are_chunks_of_little_endian_numbers(tokens: list[int], stop: int) -> None:
+    packed = pack_tokens(tokens, stop)
+    assert b"".join(packed) == b"".join(token.to_bytes(8, "little") for token in tokens[:stop])
+    assert all(len(data) == 8 * CHUNK for data in packed[:-1]) and all(0 < len(data) <= 8 * CHUNK for data in packed)
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranges_are_the_fewest_that_hold_the_numbers(numbers: set[int]) -> None:
+    ranges = ranges_of(sorted(numbers))
+    assert [number for run in ranges for number in run] == sorted(numbers)
+    assert all(run for run in ranges)
+    assert all(before.stop < after.start for before, after in pairwise(ranges))
 
 
 def test_at_most_all_but_the_last_token_matches() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.disk_chunks import chunk_files
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, ModelError, PoolFullError, SamplingParams
@@ -185,7 +186,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
         with pytest.raises(ZeroDivisionError):
             session.save()
     session.save()
-    assert len(session.context.storage) == 2 and session.context.saver._waiting == 0
+    assert chunk_files(tmp_path) == 2 and session.context.saver._waiting == 0
     session.close()
 
 

@@ -82,10 +82,6 @@ class DiskStore:
         """What the disk last refused; empty where it never did."""
         return self._folder.last_error
 
-    def __len__(self) -> int:
-        """Chunks stored, of all namespaces."""
-        return sum(path.suffix == CHUNKS for path in self._folder.files)
-
     def __contains__(self, key: bytes) -> bool:
         return self._path(key) in self._folder
 

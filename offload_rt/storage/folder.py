@@ -56,11 +56,6 @@ class StoreFolder:
         """Bytes of all files, those being written at their full size."""
         return self._index.bytes_used
 
-    @property
-    def files(self) -> list[Path]:
-        """All files that count."""
-        return list(self._index.files)
-
     def __contains__(self, path: Path) -> bool:
         return path in self._index
 

@@ -49,6 +49,11 @@ def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[byt
     return blocks
 
 
+def chunk_files(folder: Path) -> int:
+    """How many chunks a store in `folder` has, of all namespaces."""
+    return sum(1 for _ in folder.rglob("*.kv"))
+
+
 def open_store(
     folder: Path, limit: int | None = None, *, policy: str = "lru", ttl: float | None = None, **options: Any
 ) -> DiskStore:
