@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload_rt import LLM
 from offload_rt.core import BlockTable, Visible, bucket
 from offload_rt.engine.runner import Runner
-from offload_rt.forward.batch import Step
+from offload_rt.forward.batch import DecodeBatch
 from offload_rt.forward.batched import BatchedStrategy, StrategyCache
 from offload_rt.forward.decode import DecodeStep
 from offload_rt.forward.sequence import Sequence
@@ -125,13 +125,14 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
     for sequence in batch:
         sequence.slots.begin_step(sequence.blocks, sequence.position)
     sharing = runner.prefixes.of([sequence.blocks for sequence in batch])
-    step = Step([batch[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing)
+    members = [batch[i] for i in sharing.order]
+    step = DecodeBatch(members, runner.adapter, runner.policy, runner.link, sharing)
     with torch.inference_mode():
-        assert isinstance(runner.ways.of(step), BatchedStrategy)
-        lists = runner.ways.holding(step)
-        assert lists is not None
+        assert isinstance(runner.strategies.strategy(step), BatchedStrategy)
+        inputs = runner.strategies.load(step)
+        assert inputs is not None
         with recorded(monkeypatch) as entries:
-            DecodeStep(step, BatchedStrategy(step, lists)).run()
+            DecodeStep(step, BatchedStrategy(step, inputs)).run()
     for sequence in batch:
         sequence.position += 1
         runner.pool.commit(sequence.blocks, sequence.slots.context)
@@ -174,12 +175,12 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
     seen = []
     for _ in range(6):
         runner.decode(batch)
-        seen.append(list(runner.ways.lists.values())[-1])
+        seen.append(list(runner.strategies.inputs.values())[-1])
     assert [lists is seen[0] for lists in seen] == [True] * 3 + [False] * 3 and seen[3] is seen[5]
     runner.decode(batch[:1])
-    assert list(runner.ways.lists) == [(2, 64), (2, 128), (1, 128)]
+    assert list(runner.strategies.inputs) == [(2, 64), (2, 128), (1, 128)]
     runner.free(batch[0])
-    for lists in runner.ways.lists.values():  # they would keep the rows of a sequence that has ended
+    for lists in runner.strategies.inputs.values():  # they would keep the rows of a sequence that has ended
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
@@ -193,8 +194,8 @@ def test_a_window_within_the_resident_rows_goes_one_by_one(options: dict[str, An
     sequence = begun(runner, 100)
     sharing = runner.prefixes.of([sequence.blocks])
     sequence.slots.begin_step(sequence.blocks, sequence.position)
-    step = Step([sequence], runner.adapter, runner.policy, runner.link, sharing)
-    assert isinstance(StrategyCache().of(step), BatchedStrategy) is (options["recent"] <= 48)
+    step = DecodeBatch([sequence], runner.adapter, runner.policy, runner.link, sharing)
+    assert isinstance(StrategyCache().strategy(step), BatchedStrategy) is (options["recent"] <= 48)
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 1000, 1024, 1025, 131_071])

@@ -18,7 +18,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
 from offload_rt.errors import ConfigError
-from offload_rt.forward.cuda_graphs import Graphs
+from offload_rt.forward.cuda_graphs import GraphSteps
 from offload_rt.select.key_lists import Rule
 
 
@@ -83,7 +83,7 @@ def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
         made.append(Repeating())
         return made[-1]
 
-    runner.steps = Graphs(runner.ways, graph)
+    runner.steps = GraphSteps(runner.strategies, graph)
     return runner, made
 
 
@@ -120,7 +120,7 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
     def decode(runner: Runner, steps: int, share: bool = False, **settings: Any) -> None:
         first = begun(runner, 70)
         batch = [first, runner.fork(first, 110)] if share else [first]
-        runner.steps = Graphs(runner.ways, Never)  # type: ignore[arg-type]
+        runner.steps = GraphSteps(runner.strategies, Never)  # type: ignore[arg-type]
         for _ in range(steps):
             runner.decode(batch, **settings)
 
@@ -161,5 +161,7 @@ def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> No
         llm = LLM(tiny_model("llama"), policy_options=OPTIONS | options, device="cuda", host_memory="8MiB", **settings)
         tokens.append([c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=80, temperature=0))])
         steps = llm.runner.steps
-        assert isinstance(steps, Graphs) is graphs and (not isinstance(steps, Graphs) or any(steps._captured.values()))
+        assert isinstance(steps, GraphSteps) is graphs and (
+            not isinstance(steps, GraphSteps) or any(steps._captured.values())
+        )
     assert tokens[0] == tokens[1]

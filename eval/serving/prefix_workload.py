@@ -10,7 +10,7 @@ import torch
 
 from ...engine.engine import Engine
 from ...engine.runner import Runner
-from ...forward.batch import Fetched, Step
+from ...forward.batch import DecodeBatch, LayerFetch
 from ...forward.decode import DecodeStep
 from ...forward.per_sequence import PerSequenceStrategy
 from ...llm import LLM
@@ -114,7 +114,7 @@ class Nothing:
 class NoAttention(DecodeStep):
     """A step that fetches as ever and attends to nothing."""
 
-    def _fetch_dense(self, layer: int) -> Fetched | None:
+    def _fetch_dense(self, layer: int) -> LayerFetch | None:
         return None if super()._fetch_dense(layer) is None else Nothing()
 
 
@@ -130,7 +130,8 @@ def step_seconds(runner: Runner, document: list[int], batch: int, step: type[Dec
         sharing = runner.prefixes.of([s.blocks for s in sequences])
         with torch.inference_mode():
             began = time.process_time()
-            ordered = Step([sequences[i] for i in sharing.order], runner.adapter, runner.policy, runner.link, sharing)
+            members = [sequences[i] for i in sharing.order]
+            ordered = DecodeBatch(members, runner.adapter, runner.policy, runner.link, sharing)
             step(ordered, PerSequenceStrategy(ordered)).run()
             best = min(best, time.process_time() - began)
         for sequence in sequences:

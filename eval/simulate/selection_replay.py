@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...config import EvictionOptions, check_choice
-from ...engine.recording import Recording, RunInfo, Step
+from ...engine.recording import Recording, RunInfo, StepSelections
 from ...errors import ConfigError, InputError
 from ...pool.eviction import SlotState, victims
 from ..core.figures import lines, picture
@@ -279,7 +279,7 @@ def _names(row: Row) -> tuple[str, str]:
     return f"{row['eviction']}{spared}", f"{row['limit_share']:.0%}"
 
 
-def reads(recording: Recording) -> Iterator[tuple[int, Step]]:
+def reads(recording: Recording) -> Iterator[tuple[int, StepSelections]]:
     """Steps of the recording with the token that each one wrote: (position of the written token, selections)."""
     for position, step in recording.steps():
         if position + 1 < len(recording.info.tokens):

@@ -76,7 +76,8 @@ class RunWriter:
             raise InputError(f"cannot record to {str(folder)!r}: {error.strerror}") from error
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """See `Recorder.selected`."""
+        """Records that the token at `position` attends to those at positions `tokens` `[Hkv, n]` in `layer`; steps and
+        layers come in rising order."""
         if position != self._last:
             assert position > self._last, "one sequence, step by step"
             if self._held >= SHARD_BYTES:
@@ -126,7 +127,7 @@ def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) ->
     return tuple(pieces)
 
 
-Step = list[NDArray[np.int32]]
+StepSelections = list[NDArray[np.int32]]
 """Of each layer that selects, in order: the positions `[Hkv, n]`, ascending in each row."""
 
 
@@ -157,7 +158,7 @@ class Recording:
             raise InputError(f"{str(folder / _ABOUT)!r} is damaged: {error}; record the run again") from error
         return cls(folder, info)
 
-    def steps(self) -> Iterator[tuple[int, Step]]:
+    def steps(self) -> Iterator[tuple[int, StepSelections]]:
         """(position of the token that attends, what it selected), in order. The first new token comes from the prefill:
         the first step is that token's own, at position `prompt_tokens`. Raises InputError for a damaged shard."""
         position = self.info.prompt_tokens
@@ -165,7 +166,7 @@ class Recording:
             counts, positions = self._shard(path)
             start = 0
             for row in counts.tolist():
-                step: Step = []
+                step: StepSelections = []
                 for count in row:
                     stop = start + count * self.info.kv_heads
                     step.append(positions[start:stop].reshape(self.info.kv_heads, count))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
@@ -12,9 +11,9 @@ from typing import TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..core import CHUNK, BlockTable, ModelGeometry
-from ..errors import ConfigError, InputError, ModelError, OffloadError, PoolFullError
-from ..forward.batch import Recorder, Step
+from ..core import CHUNK, BlockTable
+from ..errors import OffloadError, PoolFullError
+from ..forward.batch import DecodeBatch, Recorder
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
 from ..forward.prefill import Prefill
@@ -29,6 +28,7 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
 from ..transfer.weights import WeightStream
+from .checks import check_evictable, check_positions, check_token_ids
 from .reclaim import Reclaimable, retry_after_reclaim
 from .stats import Accounting, Stats
 
@@ -58,8 +58,8 @@ class Runner:
         self.adapter = model.adapter
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
-        self.ways = StrategyCache()
-        self.steps = steps_for(config, self.adapter.device, self.ways, streams=weights is not None)
+        self.strategies = StrategyCache()
+        self.steps = steps_for(config, self.adapter.device, self.strategies, streams=weights is not None)
         self.reclaimables: list[Reclaimable] = []
         self._accounting = Accounting(model, policy, pool, link, config, weights)
         geometry = self.adapter.geometry
@@ -67,7 +67,7 @@ class Runner:
         pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
         if config.eviction is not None:
-            _check_evictable(policy, geometry)
+            check_evictable(policy, geometry)
 
     @property
     def approximates(self) -> bool:
@@ -86,10 +86,7 @@ class Runner:
         Raises InputError for token ids the model does not have, PoolFullError where the pool has no room. Whether the
         whole sequence can ever fit is `check_fits`' to say.
         """
-        geometry = self.adapter.geometry
-        wrong = next((t for t in tokens if not 0 <= t < geometry.vocab), None)
-        if wrong is not None:
-            raise InputError(f"token id {wrong} is not in the vocabulary of {self.model.name} (0-{geometry.vocab - 1})")
+        check_token_ids(tokens, self.model)
         blocks = self._block_table(tokens[:reuse], capacity)
         return self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
 
@@ -114,7 +111,7 @@ class Runner:
     def check_fits(self, tokens: int) -> None:
         """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
         where it would not fit an empty pool and nothing may be evicted."""
-        self._check_positions(tokens)
+        check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
         if self.config.eviction is None:
@@ -130,8 +127,8 @@ class Runner:
         self.pool.check_spare(chunks)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Room for the next token. Raises PoolFullError; with eviction, which makes room by itself, only where the
-        device has none."""
+        """Reserves the slot of the next token. Raises PoolFullError; with eviction, which overwrites where the pool is
+        full, only where the device has no room."""
         if self.config.eviction is None:
             self.pool.reserve(sequence.blocks, sequence.position + 1)
         self._check_device()
@@ -141,9 +138,9 @@ class Runner:
         if self.plan is not None:
             self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
 
-    def room(self, computed: int, total: int) -> int:
-        """SlotTable to take for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
-        them, or with eviction, which makes room by itself, one more than is computed."""
+    def slots_to_reserve(self, computed: int, total: int) -> int:
+        """Slots to reserve for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
+        them, or with eviction, which overwrites where the pool is full, one more than is computed."""
         return total if self.config.eviction is None else computed + 1
 
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
@@ -265,7 +262,7 @@ class Runner:
     def free(self, sequence: Sequence) -> None:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
-        self.ways.forget()
+        self.strategies.release()
         self.link.storage.close(sequence.blocks)
         self._publish(sequence)
         self.pool.release(sequence.blocks)
@@ -344,8 +341,8 @@ class Runner:
             sequence.interrupted = True
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
-        step = Step(ordered, self.adapter, self.policy, self.link, sharing, recorder)
-        logits = sharing.restore(self.steps.run(step))
+        decoding = DecodeBatch(ordered, self.adapter, self.policy, self.link, sharing, recorder)
+        logits = sharing.restore(self.steps.run(decoding))
         for sequence in batch:
             sequence.position += 1
             sequence.interrupted = False
@@ -361,32 +358,9 @@ class Runner:
         scoring = sum(one.state.device_bytes for one in self._open.values())
         return self._accounting.stats(sequence, self._accounting.peak_device_bytes(scoring))
 
-    def _check_positions(self, tokens: int) -> None:
-        geometry = self.adapter.geometry
-        if tokens <= geometry.max_positions:
-            return
-        needed = f"{tokens} positions (prompt and new tokens) are needed and {self.model.name} has"
-        if geometry.absolute_positions:
-            raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_new_tokens")
-        warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
-
     def check_integrity(self) -> None:
         """Asserts that pool, sequences and states agree."""
         self.pool.check_integrity()
         self.link.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
-
-
-def _check_evictable(policy: Policy, geometry: ModelGeometry) -> None:
-    """Raises ConfigError where overwriting slots would not mean what it says."""
-    if not policy.evictable:
-        raise ConfigError(
-            f"policy {policy.name!r} knows tokens by their place and cannot run with eviction, which moves them; use "
-            "'full', 'infinigen' or 'oracle', or leave eviction out"
-        )
-    if any(window is not None for window in geometry.windows):
-        raise ConfigError(
-            "eviction overwrites tokens in any order, but this model's sliding window hides them by age: leave "
-            "eviction out (tokens outside the window are never attended anyway)"
-        )

@@ -83,16 +83,16 @@ class _Batches:
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
         """A sequence for each of `members`: the last one's own prefill of `prefix`, the others its forks."""
-        self._origin = origin = self._with_room(partial(self._prefilled, prefix, members[-1]))
+        self._origin = origin = self._retry_after_decoding(partial(self._prefilled, prefix, members[-1]))
         for task in members[:-1]:
-            fork = self._with_room(partial(self._fork, origin, task))
+            fork = self._retry_after_decoding(partial(self._fork, origin, task))
             self._pending.append((fork, task))
-        self._with_room(partial(self._grown, origin, members[-1]))
+        self._retry_after_decoding(partial(self._grown, origin, members[-1]))
         self._pending.append((origin, members[-1]))
         self._origin = None
 
-    def _with_room(self, make: Callable[[], Sequence]) -> Sequence:
-        """What `make` makes, if need be after those that wait have been decoded and gave back their room."""
+    def _retry_after_decoding(self, make: Callable[[], Sequence]) -> Sequence:
+        """Returns what `make` makes, if need be after those that wait have been decoded and freed."""
         if len(self._pending) >= self._size:
             self.decode()
         try:
@@ -113,11 +113,11 @@ class _Batches:
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:
-        self._runner.pool.reserve(origin.blocks, self._runner.room(origin.position, task.computed))
+        self._runner.pool.reserve(origin.blocks, self._runner.slots_to_reserve(origin.position, task.computed))
         return origin
 
     def _fork(self, origin: Sequence, task: _Task) -> Sequence:
-        fork = self._runner.fork(origin, self._runner.room(origin.position, task.computed))
+        fork = self._runner.fork(origin, self._runner.slots_to_reserve(origin.position, task.computed))
         fork.tokens = list(task.tokens)
         return fork
 

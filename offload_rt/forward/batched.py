@@ -1,12 +1,13 @@
-"""Layers that select, the whole batch at once: each layer is one chain of launches whatever the number of sequences,
-and nothing is asked of the device (DESIGN section 10).
+"""Selection of a whole batch at once: each layer is one chain of launches whatever the number of sequences, and nothing
+is asked of the device.
 
     append     newest rows -> resident rows, newest rows -> pool, newest keys -> scoring keys
     fetch      scores of all sequences -> tokens and counts -> rows (prefetch stream)
     attend     resident and fetched rows -> out
 
-What the launches read of a step, lengths, slots and tables of addresses, lies in `Lists`: tensors of fixed addresses
-that are written before the step. Shapes depend on the number of sequences and on the bucket of the longest context.
+What the launches read of a step, lengths, slots and tables of addresses, lies in `StepInputs`: tensors of fixed
+addresses that are written before the step. Shapes depend on the number of sequences B and on the bucket of the longest
+context; P = B * Hkv lists of rows, one for each sequence and KV head.
 """
 
 from __future__ import annotations
@@ -24,155 +25,160 @@ from ..select.key_lists import KeyLists, Rule, Spans
 from ..transfer.residency import place, places
 from ..transfer.row_lists import Arriving, RowLists
 from .attention import scores_lse
-from .batch import Step, Strategy
+from .batch import DecodeBatch, Strategy
 from .per_sequence import PerSequenceStrategy
-from .trace import Crossing
+from .trace import LinkUse
 
 
-def suits(step: Step) -> bool:
+def selects_together(batch: DecodeBatch) -> bool:
     """Whether the policy selects for a batch at once and every sequence has keys to score; and no sliding window ends
     among the resident rows, which would then not lie together."""
-    selects = any(step.selects(layer) for layer in range(step.geometry.layers))
-    fits = all(window is None or window >= step.policy.recent for window in step.geometry.windows)
-    return step.policy.rule is not None and selects and fits and all(s.position > 0 for s in step.batch)
+    selects = any(batch.selects(layer) for layer in range(batch.geometry.layers))
+    fits = all(window is None or window >= batch.policy.recent for window in batch.geometry.windows)
+    return batch.policy.rule is not None and selects and fits and all(s.position > 0 for s in batch.sequences)
 
 
-class Lists:
-    """What the launches of a step read, for `batch` sequences of up to `tokens` tokens; `hold` writes it before."""
+class StepInputs:
+    """What the launches of a step read, for `size` sequences of up to `capacity` tokens each: tensors that stay where
+    they are, whose values `load` writes before a step."""
 
     def __init__(
-        self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, batch: int, tokens: int
+        self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, size: int, capacity: int
     ) -> None:
         device = rows.device
-        self.rows, self.batch, self.room, self._rule, self._policy = rows, batch, tokens, rule, policy
+        self.rows, self.size, self.capacity, self._rule, self._policy = rows, size, capacity, rule, policy
         self._heads = geometry.kv_heads
         selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
         self._layer_of = {window: layer for layer, window in enumerate(geometry.windows)}
-        self.keys = KeyLists(rule, selecting, batch, device)
-        lists = batch * geometry.kv_heads
-        self._newest = torch.zeros(4 * batch + lists, dtype=torch.int64, device=device)
-        self._spans = torch.zeros(len(self._layer_of), 4 * lists + batch, dtype=torch.int32, device=device)
-        sizes = [batch, batch, batch, batch, lists]
-        self.tokens, self.positions, self.slots, self.places, self.every_slot = self._newest.split(sizes)
-        """int64 `[B]` and `[P]`. Of the newest token: id, position, slot, place among resident rows, slot again."""
-        cut = [row.split([lists, lists, batch, lists, lists]) for row in self._spans]
-        self._cut = dict(zip(self._layer_of, cut, strict=True))
-        """Of each sliding window: starts and stops `[P]`, limits `[B]`, kept starts and stops `[P]`."""
+        self.keys = KeyLists(rule, selecting, size, device)
+        lists = size * geometry.kv_heads
+        self._newest = torch.zeros(4 * size + lists, dtype=torch.int64, device=device)
+        self._bounds = torch.zeros(len(self._layer_of), 4 * lists + size, dtype=torch.int32, device=device)
+        parts = self._newest.split([size, size, size, size, lists])
+        self.tokens, self.positions, self.slots, self.places, self.slots_by_head = parts
+        """int64 `[B]`, the last `[P]`. Of the newest tokens: ids, positions, slots, places among the resident rows,
+        slots again for each KV head."""
+        bounds = [row.split([lists, lists, size, lists, lists]) for row in self._bounds]
+        self._bounds_of = dict(zip(self._layer_of, bounds, strict=True))
+        """For each sliding window: candidates' starts and stops `[P]`, limits `[B]`, resident starts and stops
+        `[P]`."""
 
-    def hold(self, step: Step) -> None:
-        """What this step's sequences are, where their rows and keys lie, and what each may see."""
-        keys = [s.state.scoring_keys for s in step.batch]
-        slots = [s.slots.newest for s in step.batch]
-        self.rows.hold([s.blocks for s in step.batch])
+    def load(self, batch: DecodeBatch) -> None:
+        """Writes who the batch's sequences are, where their rows and keys lie, and what each may see."""
+        keys = [s.state.scoring_keys for s in batch.sequences]
+        slots = [s.slots.newest for s in batch.sequences]
+        self.rows.hold([s.blocks for s in batch.sequences])
         moved = self.keys.hold([own for own in keys if own is not None], slots)
         if moved is not None:
             copy_into(moved, self.keys.tables)
         sinks, recent, heads = self._policy.sinks, self._policy.recent, self._heads
-        every = [slot for slot in slots for _ in range(heads)]
-        kept_at = [place(slot, sinks, recent) for slot in slots]
-        copy_into(torch.tensor([*step.tokens, *step.positions, *slots, *kept_at, *every]), self._newest)
-        spans = []
+        by_head = [slot for slot in slots for _ in range(heads)]
+        resident_at = [place(slot, sinks, recent) for slot in slots]
+        copy_into(torch.tensor([*batch.tokens, *batch.positions, *slots, *resident_at, *by_head]), self._newest)
+        bounds = []
         for layer in self._layer_of.values():
-            seen = step.see(layer)
-            kept = [span for visible in seen for span in [places(visible, sinks, recent)] * heads]
-            numbers = Spans.numbers(seen, heads, self._rule)
-            spans.append([*chain.from_iterable(numbers), *(span.start for span in kept), *(span.stop for span in kept)])
-        copy_into(torch.tensor(spans, dtype=torch.int32), self._spans)
+            visible = batch.visible(layer)
+            resident = [span for seen in visible for span in [places(seen, sinks, recent)] * heads]
+            candidates = chain.from_iterable(Spans.numbers(visible, heads, self._rule))
+            bounds.append([*candidates, *(span.start for span in resident), *(span.stop for span in resident)])
+        copy_into(torch.tensor(bounds, dtype=torch.int32), self._bounds)
 
     def release(self) -> None:
-        """Lets go of the sequences, until the next `hold`."""
+        """Lets go of the sequences, until the next `load`."""
         self.rows.release()
         self.keys.release()
 
     @property
     def static(self) -> bool:
-        """Whether the launches of a step depend on nothing but these lists: no address in them is a sequence's own (as
-        of columns chosen from its prompt)."""
+        """Whether the launches of a step depend on nothing but these tensors: no address in them is a sequence's own
+        (as of columns chosen from its prompt)."""
         return not self._policy.wants_queries and not self.rows.working
 
-    def spans(self, window: int | None) -> Spans:
+    def candidates(self, window: int | None) -> Spans:
         """What the layers of a sliding window select from."""
-        starts, stops, limits, _, _ = self._cut[window]
-        return Spans(starts, stops, limits, self.room, self._rule.most(self.room))
+        starts, stops, limits, _, _ = self._bounds_of[window]
+        return Spans(starts, stops, limits, self.capacity, self._rule.most(self.capacity))
 
-    def kept(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and behind the last place of the resident rows that they see, int32 `[P]`."""
-        _, _, _, starts, stops = self._cut[window]
+    def resident(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and behind the last place of the resident rows that the layers of a sliding window see, int32 `[P]`
+        each."""
+        _, _, _, starts, stops = self._bounds_of[window]
         return starts, stops
 
 
 class BatchedStrategy:
-    """See `Strategy`: one step, with `lists` that `hold` it. What it computes depends on nothing but them and the
-    model; what it counts is entered in traces by `finish`."""
+    """The `Strategy` that selects for the whole batch at once, from the `inputs` that hold it. What it computes depends
+    on nothing but them and the model; what it selected is entered in traces by `finish`."""
 
-    def __init__(self, step: Step, lists: Lists, *, dense: bool = False) -> None:
+    def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
         """dense: rows of dense layers are fetched as lists too."""
-        self._step, self._lists, self._dense = step, lists, dense
-        self.counted: list[Counted] = []
-        self._newest = lists.rows.rows_of(lists.slots)
+        self._batch, self._inputs, self._dense = batch, inputs, dense
+        self.selected: list[LayerSelection] = []
+        self._newest = inputs.rows.rows_of(inputs.slots)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Strategy.inputs`."""
-        return self._lists.tokens, self._lists.positions
+        """Tokens and positions int64 `[B]`, which are on the device."""
+        return self._inputs.tokens, self._inputs.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See `Strategy.append`."""
-        step, lists = self._step, self._lists
+        """Keeps the newest rows k, v `[Hkv, B, d]` of all sequences by one launch each for rows and scoring keys."""
+        inputs = self._inputs
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
-        lists.rows.append(layer, k, v, lists.places, self._newest)
-        if step.selects(layer):
-            lists.keys.append(layer, k, lists.every_slot)
+        inputs.rows.append(layer, k, v, inputs.places, self._newest)
+        if self._batch.selects(layer):
+            inputs.keys.append(layer, k, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
-        """See `Strategy.fetch`."""
-        step, lists = self._step, self._lists
-        tokens, counts = lists.keys.select(layer, q, lists.spans(step.geometry.windows[layer]))
-        arriving = lists.rows.fetch(layer, tokens, counts, overlapping=step.sharing.overlapping)
-        self.counted.append(Counted(layer, tokens, counts[:: lists.rows.heads], arriving.tally))
-        return BatchedFetch(step, lists, layer, tokens, counts, arriving)
+        """Selects with q `[H, B, d]` and starts one gather; how many rows these are stays on the device."""
+        batch, inputs = self._batch, self._inputs
+        tokens, counts = inputs.keys.select(layer, q, inputs.candidates(batch.geometry.windows[layer]))
+        arriving = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
+        self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], arriving.tally))
+        return BatchedFetch(batch, inputs, layer, counts, arriving)
 
     def fetch_all(self, layer: int) -> BatchedFetch | None:
-        """See `Strategy.fetch_all`: of `room` slots those that are candidates."""
-        step, lists = self._step, self._lists
+        """Starts one gather of all candidates, padded to the capacity; None without `dense`."""
+        batch, inputs = self._batch, self._inputs
         if not self._dense:
             return None
-        spans = lists.spans(step.geometry.windows[layer])
-        slots = torch.arange(lists.room, device=spans.starts.device)
-        tokens = (slots + spans.starts.unsqueeze(1)).clamp_(max=lists.room - 1)
-        counts = spans.stops - spans.starts
-        arriving = lists.rows.fetch(layer, tokens, counts, overlapping=False)
-        return BatchedFetch(step, lists, layer, tokens, counts, arriving)
+        candidates = inputs.candidates(batch.geometry.windows[layer])
+        slots = torch.arange(inputs.capacity, device=candidates.starts.device)
+        tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
+        counts = candidates.stops - candidates.starts
+        arriving = inputs.rows.fetch(layer, tokens, counts, overlapping=False)
+        return BatchedFetch(batch, inputs, layer, counts, arriving)
 
     def finish(self) -> None:
-        """See `Strategy.finish`; the device is asked only for those who have to know."""
-        step, rows = self._step, self._lists.rows
-        for sequence in step.batch:
-            sequence.trace.bytes_to_host += step.geometry.layers * rows.token_bytes
-        for one in self.counted:
-            self._tell(one)
-        for layer in step.policy.dense_layers if self._dense else ():
-            for sequence, visible in zip(step.batch, step.see(layer), strict=True):
-                sequence.trace.bytes_asked += len(visible.candidates) * rows.token_bytes
-                sequence.trace.rows(layer, visible, len(visible.candidates))
+        """Enters the step in the traces; the device is asked only for those who have to know."""
+        batch, rows = self._batch, self._inputs.rows
+        for sequence in batch.sequences:
+            sequence.trace.bytes_to_host += batch.geometry.layers * rows.token_bytes
+        for selection in self.selected:
+            self._enter(selection)
+        for layer in batch.policy.dense_layers if self._dense else ():
+            for sequence, visible in zip(batch.sequences, batch.visible(layer), strict=True):
+                sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes
+                sequence.trace.enter_rows(layer, visible, len(visible.candidates))
 
-    def _tell(self, one: Counted) -> None:
-        """Enters a layer's selection in traces and slots, and tells the recorder."""
-        step, layer, rows = self._step, one.layer, self._lists.rows
-        tallies = None if one.tally is None else one.tally.unbind()
-        each = zip(step.batch, step.see(layer), one.counts.unbind(), strict=True)
+    def _enter(self, selection: LayerSelection) -> None:
+        """Enters a layer's selection in traces and slot tables, and tells the recorder."""
+        batch, layer, rows = self._batch, selection.layer, self._inputs.rows
+        tallies = None if selection.tally is None else selection.tally.unbind()
+        each = zip(batch.sequences, batch.visible(layer), selection.counts.unbind(), strict=True)
         for b, (sequence, visible, count) in enumerate(each):
-            crossing = Crossing(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
-            sequence.trace.crossing(layer, visible, count, crossing)
-            if sequence.slots.listens or step.recorder is not None:
-                slots = one.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
+            use = LinkUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
+            sequence.trace.enter_selection(layer, visible, count, use)
+            if sequence.slots.listens or batch.recorder is not None:
+                slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
                 sequence.slots.selected(layer, slots)
-                if step.recorder is not None:
-                    step.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
+                if batch.recorder is not None:
+                    batch.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What a layer selected: tokens int64 `[P, n]`, how many of each KV head of a sequence `[B]`, `Arriving.tally`."""
+class LayerSelection:
+    """What a layer selected: tokens int64 `[P, n]`, of which `counts` `[B]` of each KV head of a sequence are meant,
+    and `Arriving.tally`, how many rows cross the link."""
 
     layer: int
     tokens: torch.Tensor
@@ -182,60 +188,62 @@ class Counted:
 
 @dataclass(frozen=True)
 class BatchedFetch:
-    """Tokens `[P, n]` that a layer attends to, `counts` `[P]` of them meant, their rows on the way."""
+    """The `LayerFetch` of a whole batch: rows on their way, of which `counts` `[P]` of each list are meant."""
 
-    step: Step
-    lists: Lists
+    batch: DecodeBatch
+    inputs: StepInputs
     layer: int
-    tokens: torch.Tensor
     counts: torch.Tensor
     arriving: Arriving
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """See `Fetched.attend`."""
-        step, layer, lists = self.step, self.layer, self.lists
+        """Returns `[B, H * d]` from q `[H, B, d]`, by one launch over resident and fetched rows."""
+        batch, layer, inputs = self.batch, self.layer, self.inputs
         k, v = self.arriving.wait()
         grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
-        spans, scale = lists.kept(step.geometry.windows[layer]), step.geometry.scales[layer]
-        out, lse = attend_kept(grouped, lists.rows.resident(layer), *spans, k, v, self.counts, scale)
-        for b, sequence in enumerate(step.batch):
-            if sequence.trace.probing and step.selects(layer):
-                step.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
-                keys = sequence.keys(layer, step.see(layer)[b].all)
-                sequence.trace.miss(layer, lse.view(len(step.batch), -1)[b], scores_lse(q[:, b], keys, scale))
-        return out.to(q.dtype).view(len(step.batch), -1)
+        bounds, scale = inputs.resident(batch.geometry.windows[layer]), batch.geometry.scales[layer]
+        out, lse = attend_kept(grouped, inputs.rows.resident(layer), *bounds, k, v, self.counts, scale)
+        for b, sequence in enumerate(batch.sequences):
+            if sequence.trace.measures_missed and batch.selects(layer):
+                batch.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
+                keys = sequence.keys(layer, batch.visible(layer)[b].all)
+                attended = lse.view(len(batch.sequences), -1)[b]
+                sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
+        return out.to(q.dtype).view(len(batch.sequences), -1)
 
 
-KEPT = 8
-"""Lists of so many batch sizes and buckets are kept: a few hundred bytes a sequence and layer, and their graphs."""
+MOST_CACHED = 8
+"""Inputs of so many batch sizes and buckets are cached: a few hundred bytes a sequence and layer, and their graphs."""
 
 
 class StrategyCache:
-    """Which way the layers of a step select. Keeps the lists of the latest batch sizes and buckets."""
+    """Chooses the strategy of each step, and caches the inputs of the latest batch sizes and buckets."""
 
     def __init__(self) -> None:
-        self.lists: dict[tuple[int, int], Lists] = {}
+        self.inputs: dict[tuple[int, int], StepInputs] = {}
 
-    def of(self, step: Step) -> Strategy:
-        """BatchedStrategy where policy and link can, else apart."""
-        lists = self.holding(step)
-        return PerSequenceStrategy(step) if lists is None else BatchedStrategy(step, lists)
+    def strategy(self, batch: DecodeBatch) -> Strategy:
+        """Returns a `BatchedStrategy` where policy and link can select for a batch at once, else a
+        `PerSequenceStrategy`."""
+        inputs = self.load(batch)
+        return PerSequenceStrategy(batch) if inputs is None else BatchedStrategy(batch, inputs)
 
-    def holding(self, step: Step) -> Lists | None:
-        """Lists that hold the step, where policy and link can select together."""
-        rule, link = step.policy.rule, step.link.batched
-        if rule is None or link is None or not suits(step):
+    def load(self, batch: DecodeBatch) -> StepInputs | None:
+        """Returns inputs that hold the batch; None where policy or link cannot select for it at once."""
+        rule, link = batch.policy.rule, batch.link.batched
+        if rule is None or link is None or not selects_together(batch):
             return None
-        key = batch, room = len(step.batch), bucket(max(s.slots.context for s in step.batch))
-        if key not in self.lists:
-            self.lists[key] = Lists(step.policy, link.row_lists(batch, room), rule, step.geometry, batch, room)
-        self.lists[key] = self.lists.pop(key)
-        while len(self.lists) > KEPT:
-            self.lists.pop(next(iter(self.lists)))
-        self.lists[key].hold(step)
-        return self.lists[key]
+        key = size, capacity = len(batch.sequences), bucket(max(s.slots.context for s in batch.sequences))
+        if key not in self.inputs:
+            rows = link.row_lists(size, capacity)
+            self.inputs[key] = StepInputs(batch.policy, rows, rule, batch.geometry, size, capacity)
+        self.inputs[key] = self.inputs.pop(key)
+        while len(self.inputs) > MOST_CACHED:
+            self.inputs.pop(next(iter(self.inputs)))
+        self.inputs[key].load(batch)
+        return self.inputs[key]
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Lets go of the rows and keys of sequences that may have ended."""
-        for lists in self.lists.values():
-            lists.release()
+        for inputs in self.inputs.values():
+            inputs.release()

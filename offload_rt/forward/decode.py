@@ -1,8 +1,8 @@
-"""One decode step of a batch: the layer loop of DESIGN section 3, top to bottom.
+"""One decode step of a batch: the layer loop, top to bottom.
 
 While layer l computes, the rows of layer l + 1 are on the link. What they are is speculated from what layer l knows
 (InfiniGen §4.3): its attention input, or the residual after its attention. A dense layer needs no speculation and is
-requested first of all. How layers select is another's: `apart.py`, `together.py`.
+requested first of all. How layers select is the strategy's: `per_sequence.py`, `batched.py`.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ import torch
 from ..kernels.dispatch import attend_runs
 from ..kernels.segments import Run
 from ..transfer.link import Ticket
-from .batch import Fetched, Step, Strategy
-from .per_sequence import Fetch, PerSequenceFetch, count
+from .batch import DecodeBatch, LayerFetch, Strategy
+from .per_sequence import PerSequenceFetch, SequenceFetch, enter_fetches
 from .sequence import Sequence
 from .shared_prefix import Segment
 
 
 class DecodeStep:
     """Computes the next token of each sequence of a batch: token `tokens[position]` of each goes in, logits come out.
-    `slots.begin_step` must have made room for it; the caller commits it afterwards. Sequences never see each other:
+    `slots.begin_step` must have found a slot for it; the caller commits it afterwards. Sequences never see each other:
     each gets what it would get alone, though what several have in common is fetched once for all, and in dense layers
     read once."""
 
-    def __init__(self, step: Step, selecting: Strategy) -> None:
-        self.step, self.selecting = step, selecting
-        self.batch, self.adapter, self.link = step.batch, step.adapter, step.link
-        self.tokens, self.positions = selecting.inputs()
+    def __init__(self, batch: DecodeBatch, strategy: Strategy) -> None:
+        self.batch, self.strategy = batch, strategy
+        self.adapter, self.link = batch.adapter, batch.link
+        self.tokens, self.positions = strategy.inputs()
 
     def run(self) -> torch.Tensor:
-        """float32 logits `[B, V]`."""
+        """Returns float32 logits `[B, V]`."""
         self.begin()
         logits = self.compute()
-        self.selecting.finish()
+        self.strategy.finish()
         return logits
 
     def begin(self) -> None:
-        """What comes before the first launch."""
-        for sequence in self.batch:
+        """Does what comes before the first launch: opens the step in the traces, and evicts."""
+        for sequence in self.batch.sequences:
             sequence.trace.begin_step()
             self._evict(sequence)
 
     def compute(self) -> torch.Tensor:
-        """The layers: logits."""
-        adapter, selecting = self.adapter, self.selecting
+        """Runs the layers and returns float32 logits `[B, V]`."""
+        adapter, strategy = self.adapter, self.strategy
         x = adapter.embed(self.tokens, self.positions)
         fetched = self._fetch_dense(0)
-        for layer in range(self.step.geometry.layers):
+        for layer in range(self.batch.geometry.layers):
             attention_input = adapter.attention_input(layer, x)
             q, k, v = adapter.qkv(layer, attention_input, self.positions)
-            selecting.append(layer, k, v)
-            fetched = fetched or selecting.fetch(layer, q)
+            strategy.append(layer, k, v)
+            fetched = fetched or strategy.fetch(layer, q)
 
             upcoming = self._fetch_dense(layer + 1)
             if self._speculates(layer + 1, "attention_input"):
@@ -70,61 +70,58 @@ class DecodeStep:
         return adapter.logits(x)
 
     def _evict(self, sequence: Sequence) -> None:
-        """In a full pool the token that leaves the window moves to its victim's slot, in every layer, before any layer
+        """Moves the token that leaves the window to its victim's slot, in a full pool, in every layer, before any layer
         selects or fetches."""
-        for layer in range(self.step.geometry.layers):
+        for layer in range(self.batch.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
                 self.link.storage.move(sequence.blocks, layer, *moved)
-                if self.step.selects(layer):
+                if self.batch.selects(layer):
                     sequence.state.on_moved(layer, *moved)
 
     def _speculates(self, layer: int, query_source: str) -> bool:
-        return self.step.selects(layer) and self.step.policy.query_source == query_source
+        return self.batch.selects(layer) and self.batch.policy.query_source == query_source
 
-    def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Fetched:
+    def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> LayerFetch:
         """`attention_input` `[B, D]`: the guess of what layer `layer` will project."""
-        guess = self.step.policy.correct_guess(layer, attention_input)
-        return self.selecting.fetch(layer, self.adapter.query(layer, guess, self.positions))
+        guess = self.batch.policy.correct_guess(layer, attention_input)
+        return self.strategy.fetch(layer, self.adapter.query(layer, guess, self.positions))
 
-    def _fetch_dense(self, layer: int) -> Fetched | None:
+    def _fetch_dense(self, layer: int) -> LayerFetch | None:
         """Requests everything, if `layer` exists and is dense: first what is shared, then what each has for itself."""
-        step = self.step
-        if layer not in step.policy.dense_layers:
+        batch = self.batch
+        if layer not in batch.policy.dense_layers:
             return None
-        if (everything := self.selecting.fetch_all(layer)) is not None:
+        if (everything := self.strategy.fetch_all(layer)) is not None:
             return everything
-        seen, segments, block_tables = step.see(layer), step.sharing.segments, [s.blocks for s in self.batch]
-        if any(visible.all.start for visible in seen):
+        visible, segments = batch.visible(layer), batch.sharing.segments
+        block_tables = [s.blocks for s in batch.sequences]
+        if any(seen.all.start for seen in visible):
             segments = ()  # a sliding window, which begins elsewhere for each
         shared = [
             (segment, self.link.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
             for segment in segments
         ]
         for segment, ticket in shared:
-            self.batch[segment.first].trace.bytes_asked += ticket.bytes
-        own = [step.sharing.own(b, visible) for b, visible in enumerate(seen)] if shared else seen
-        tickets = [
-            self.link.rows.fetch(blocks, layer, visible, None)
-            for blocks, visible in zip(block_tables, own, strict=True)
-        ]
-        fetches = count(step, layer, tickets, [None] * len(tickets))
-        return (
-            SharedPrefixFetch(step.geometry.scales[layer], shared, fetches)
-            if shared
-            else PerSequenceFetch(step, layer, fetches)
-        )
+            batch.sequences[segment.first].trace.bytes_requested += ticket.bytes
+        own = [batch.sharing.own(b, seen) for b, seen in enumerate(visible)] if shared else visible
+        each = zip(block_tables, own, strict=True)
+        tickets = [self.link.rows.fetch(blocks, layer, seen, None) for blocks, seen in each]
+        fetches = enter_fetches(batch, layer, tickets, [None] * len(tickets))
+        if shared:
+            return SharedPrefixFetch(batch.geometry.scales[layer], shared, fetches)
+        return PerSequenceFetch(batch, layer, fetches)
 
 
 @dataclass(frozen=True)
 class SharedPrefixFetch:
-    """Rows of segments that several sequences share, and what each has for itself."""
+    """The `LayerFetch` of a dense layer: segments that several sequences share, and what each has for itself."""
 
     scale: float
     segments: list[tuple[Segment, Ticket]]
-    own: list[Fetch]
+    own: list[SequenceFetch]
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """See `Fetched.attend`: each shared row is read once."""
+        """Returns `[B, H * d]` from q `[H, B, d]`; each shared row is read once."""
         tickets = [(segment.first, segment.stop, ticket) for segment, ticket in self.segments]
         tickets += [(b, b + 1, fetch.ticket) for b, fetch in enumerate(self.own)]
         runs = [Run(first, stop, part.k, part.v) for first, stop, ticket in tickets for part in ticket.wait()]

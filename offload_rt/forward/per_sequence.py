@@ -1,5 +1,5 @@
-"""Layers that select, sequence by sequence: the host knows how many rows each one takes, and nothing is padded. So it
-is on a CPU, and for policies that have to know."""
+"""Selection sequence by sequence: the host knows how many rows each one takes, and nothing is padded. This is the
+strategy on a CPU, and of policies whose states select for themselves."""
 
 from __future__ import annotations
 
@@ -13,72 +13,81 @@ from ..kernels.h2d_copy import to_device
 from ..transfer.link import Ticket
 from ..transfer.plan import attended_tokens
 from .attention import attend, group_weights, join_tail, scores_lse
-from .batch import Step
+from .batch import DecodeBatch
 from .sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """What one sequence attends to in one layer, on its way. `selection` None is everything visible."""
+class SequenceFetch:
+    """What one sequence attends to in one layer, on its way. Without a `selection` it is everything visible."""
 
     visible: Visible
     selection: Selection | None
     ticket: Ticket
 
 
-def count(step: Step, layer: int, tickets: Seq[Ticket], selections: Seq[Selection | None]) -> list[Fetch]:
+def enter_fetches(
+    batch: DecodeBatch, layer: int, tickets: Seq[Ticket], selections: Seq[Selection | None]
+) -> list[SequenceFetch]:
     """Enters in each sequence's trace what it attends to in `layer`, and the bytes on the link."""
     fetches = []
-    for sequence, visible, ticket, selection in zip(step.batch, step.see(layer), tickets, selections, strict=True):
-        sequence.trace.bytes_asked += ticket.bytes
+    for sequence, visible, ticket, selection in zip(
+        batch.sequences, batch.visible(layer), tickets, selections, strict=True
+    ):
+        sequence.trace.bytes_requested += ticket.bytes
         fetched = len(visible.candidates) if selection is None else selection.count
         counts = None if selection is None else selection.counts
-        sequence.trace.rows(layer, visible, fetched if counts is None else counts)
-        fetches.append(Fetch(visible, selection, ticket))
+        sequence.trace.enter_rows(layer, visible, fetched if counts is None else counts)
+        fetches.append(SequenceFetch(visible, selection, ticket))
     return fetches
 
 
 class PerSequenceStrategy:
-    """See `Strategy`."""
+    """The `Strategy` that asks each sequence's policy state in turn."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, batch: DecodeBatch) -> None:
+        self._batch = batch
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Strategy.inputs`."""
-        device = self._step.adapter.device
-        return to_device(torch.tensor(self._step.tokens), device), to_device(torch.tensor(self._step.positions), device)
+        """Tokens and positions int64 `[B]`, sent to the device."""
+        device = self._batch.adapter.device
+        return to_device(torch.tensor(self._batch.tokens), device), to_device(
+            torch.tensor(self._batch.positions), device
+        )
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See `Strategy.append`."""
-        for b, sequence in enumerate(self._step.batch):
+        """Keeps the newest rows k, v `[Hkv, B, d]`, one sequence after the other."""
+        for b, sequence in enumerate(self._batch.sequences):
             key, value, slot = k[:, b : b + 1], v[:, b : b + 1], sequence.slots.newest
-            sequence.trace.bytes_to_host += self._step.link.storage.append(sequence.blocks, layer, slot, key, value)
-            if self._step.selects(layer):
+            sequence.trace.bytes_to_host += self._batch.link.storage.append(sequence.blocks, layer, slot, key, value)
+            if self._batch.selects(layer):
                 sequence.state.on_keys(layer, key, slot)
                 sequence.state.on_values(layer, value, slot)
 
     def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
-        """See `Strategy.fetch`."""
-        step, rows = self._step, self._step.link.rows
-        seen, block_tables = step.see(layer), [s.blocks for s in step.batch]
-        selections = [self._select(layer, s, q[:, b], seen[b]) for b, s in enumerate(step.batch)]
-        if step.sharing.overlapping:
-            tickets = rows.fetch_together(block_tables, layer, seen, selections)
+        """Selects with q `[H, B, d]` and starts a fetch for each sequence; where sequences share chunks, rows that
+        several selected cross once."""
+        batch, rows = self._batch, self._batch.link.rows
+        visible, block_tables = batch.visible(layer), [s.blocks for s in batch.sequences]
+        selections = [self._select(layer, s, q[:, b], visible[b]) for b, s in enumerate(batch.sequences)]
+        if batch.sharing.overlapping:
+            tickets = rows.fetch_together(block_tables, layer, visible, selections)
         else:
-            tickets = [rows.fetch(ls, layer, v, s) for ls, v, s in zip(block_tables, seen, selections, strict=True)]
-        return PerSequenceFetch(step, layer, count(step, layer, tickets, selections))
+            each = zip(block_tables, visible, selections, strict=True)
+            tickets = [rows.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
+        return PerSequenceFetch(batch, layer, enter_fetches(batch, layer, tickets, selections))
 
     def fetch_all(self, layer: int) -> None:
-        """See `Strategy.fetch_all`."""
+        """Returns None: the decode step fetches dense layers, with what sequences share."""
 
     def finish(self) -> None:
-        """See `Strategy.finish`: everything has been entered."""
+        """Does nothing: everything has been entered as it was fetched."""
 
     def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection:
-        """q `[H, d]`. How many tokens were selected is asked of the device only for those who have to know."""
+        """Returns what the sequence selects with q `[H, d]`. How many tokens these are is asked of the device only for
+        those who have to know."""
         selection = sequence.state.select(layer, q, visible)
-        if sequence.slots.listens or self._step.recorder is not None:
+        if sequence.slots.listens or self._batch.recorder is not None:
             selection = selection.known()
         if sequence.slots.listens:
             sequence.slots.selected(layer, selection.tokens)
@@ -87,45 +96,46 @@ class PerSequenceStrategy:
 
 @dataclass(frozen=True)
 class PerSequenceFetch:
-    """Each sequence attends to its own fetch."""
+    """A `LayerFetch` of which each sequence attends to its own part."""
 
-    step: Step
+    batch: DecodeBatch
     layer: int
-    fetches: list[Fetch]
+    fetches: list[SequenceFetch]
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """See `Fetched.attend`."""
-        outs = [self._attend(s, q[:, b], self.fetches[b]) for b, s in enumerate(self.step.batch)]
+        """Returns `[B, H * d]` from q `[H, B, d]`, one sequence after the other."""
+        outs = [self._attend(s, q[:, b], self.fetches[b]) for b, s in enumerate(self.batch.sequences)]
         return torch.stack(outs).flatten(1)
 
-    def _attend(self, sequence: Sequence, q: torch.Tensor, fetch: Fetch) -> torch.Tensor:
-        """q `[H, d]`. Returns `[H, d]`."""
-        step, layer = self.step, self.layer
-        scale, parts = step.geometry.scales[layer], fetch.ticket.wait()
+    def _attend(self, sequence: Sequence, q: torch.Tensor, fetch: SequenceFetch) -> torch.Tensor:
+        """Returns `[H, d]` from q `[H, d]`."""
+        batch, layer = self.batch, self.layer
+        scale, parts = batch.geometry.scales[layer], fetch.ticket.wait()
         if fetch.selection is None:
             return attend(q, parts, scale)[0]
-        sequence.trace.spare(layer, fetch.visible, fetch.selection.count, fetch.ticket)
+        sequence.trace.enter_savings(layer, fetch.visible, fetch.selection.count, fetch.ticket)
         selection = fetch.selection
         extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
         if extra is not None:
             parts = parts + self._fetch_repair(sequence, fetch.visible, extra)
             selection = Selection(torch.cat((selection.tokens, extra.tokens), dim=1))
-        if step.recorder is not None:
-            step.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
+        if batch.recorder is not None:
+            batch.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
         out, lse = attend(q, parts, scale)
-        if step.policy.wants_weights:
+        if batch.policy.wants_weights:
             tokens = attended_tokens(fetch.visible, selection.tokens)
             sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
-        if sequence.trace.probing:
-            step.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
-            sequence.trace.miss(layer, lse, scores_lse(q, sequence.keys(layer, fetch.visible.all), scale))
+        if sequence.trace.measures_missed:
+            batch.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
+            whole = scores_lse(q, sequence.keys(layer, fetch.visible.all), scale)
+            sequence.trace.enter_missed_mass(layer, lse, whole)
         tail = sequence.state.tail(layer, q, fetch.visible, selection)
         return out if tail is None else join_tail(out, lse, *tail)
 
     def _fetch_repair(self, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
-        ticket = self.step.link.rows.fetch_more(sequence.blocks, self.layer, extra)
-        sequence.trace.bytes_asked += ticket.bytes
-        sequence.trace.rows(self.layer, visible, extra.count)
+        ticket = self.batch.link.rows.fetch_more(sequence.blocks, self.layer, extra)
+        sequence.trace.bytes_requested += ticket.bytes
+        sequence.trace.enter_rows(self.layer, visible, extra.count)
         rows = ticket.wait()
-        sequence.trace.spare(self.layer, visible, extra.count, ticket)
+        sequence.trace.enter_savings(self.layer, visible, extra.count, ticket)
         return rows

@@ -68,7 +68,7 @@ class Prefill:
         assert self.layer <= last
         self._before_layer(self.layer)
         layer = self._storage.prefill_layer(self.sequence.blocks, self.layer, self._start, self._keys_and_values())
-        self.sequence.trace.bytes_asked += layer.bytes_to_device
+        self.sequence.trace.bytes_requested += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer.kv, last=self.layer == last)
         if self.layer == last and self._want_logits:

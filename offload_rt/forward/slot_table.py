@@ -1,6 +1,6 @@
-"""Where a sequence's tokens lie in its block table, and which give way when the pool is full (InfiniGen §4.4).
+"""Where a sequence's tokens lie in its block table, and which are evicted when the pool is full (InfiniGen §4.4).
 
-SlotTable [0, sinks) hold the first tokens and the last `recent` slots the newest ones, so that what a policy selects
+Slots [0, sinks) hold the first tokens and the last `recent` slots the newest ones, so that what a policy selects
 from is one range in every layer, before and after eviction begins. From then on the last slots are a ring: the token
 that leaves the window moves to its victim's slot, layer by layer, and the newest token takes its place in the ring.
 """
@@ -84,7 +84,7 @@ class AppendOnly:
 
     @property
     def context(self) -> int:
-        """See `SlotTable.context`."""
+        """Slots in use: one for each token."""
         return self.newest + 1
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
@@ -92,7 +92,7 @@ class AppendOnly:
         return None
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """See `SlotTable.begin_step`."""
+        """Reserves the slot at `position`. Raises PoolFullError where there is no chunk for it."""
         self._pool.reserve(blocks, position + 1)
         self.newest = position
 
@@ -101,14 +101,14 @@ class AppendOnly:
         return None
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Nobody asks."""
+        """Does nothing: `listens` is False."""
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """See `SlotTable.positions`."""
+        """Returns `slots`: token t is in slot t."""
         return slots
 
     def fork(self) -> AppendOnly:
-        """See `SlotTable.fork`."""
+        """An independent copy."""
         twin = AppendOnly(self._pool)
         twin.newest = self.newest
         return twin
@@ -144,11 +144,12 @@ class InPlaceEviction:
         return self._victims is None
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """See `SlotTable.displaced`."""
+        """Returns the newest token's slot and this step's victim in `layer`; None while the sequence grows."""
         return None if self._victims is None else (self.newest, self._victims[layer])
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """See `SlotTable.begin_step`."""
+        """Takes the next slot while the pool has chunks; else chooses a victim in every layer and a place in the ring.
+        Raises PoolFullError where nothing may be overwritten."""
         if self._victims is None and not self._grow(blocks, position):
             self._need(blocks.capacity > self._sinks + self._recent, blocks)
             self._victims, self._ring_start = [], position
@@ -183,15 +184,15 @@ class InPlaceEviction:
         return all(self._pool.claim(blocks, index) for index in range(first // CHUNK, len(blocks.chunks)))
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """See `SlotTable.selected`."""
+        """Enters the use of `slots` int64 `[Hkv, n]` in the state that ranks victims."""
         self._state.touch(layer, slots.to(self._state.position.device), self._known - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """See `SlotTable.positions`."""
+        """Positions int64 of the tokens in `slots` (any shape), from the table of the layer."""
         return self._state.position[layer][slots.to(self._state.position.device)]
 
     def fork(self) -> InPlaceEviction:
-        """See `SlotTable.fork`; a sequence that overwrites cannot be forked, for its chunks change in place."""
+        """An independent copy; a sequence that overwrites cannot be forked, for its chunks change in place."""
         assert self.grows
         twin = InPlaceEviction(self._pool, self._options, self._sinks, self._recent)
         twin._state = self._state.clone()

@@ -9,15 +9,15 @@ import torch
 from ..core import Visible
 from ..transfer.link import Ticket
 
-COUNTED_AT_ONCE = 4096
+MOST_PENDING = 4096
 """Counts left on the device before they are read: a wait in more than a hundred steps of a large model."""
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """What of a selection crosses the link: its rows of each of `heads` KV heads, K and V of one `pair_bytes` bytes.
-    Where some of it does not, `tally` int64 `[2]` on the device says how many rows do, and how many the working set
-    had."""
+class LinkUse:
+    """What of a selection crosses the link: its rows of each of `heads` KV heads, K and V of one row `pair_bytes`
+    bytes. Where some rows do not cross, `tally` int64 `[2]` on the device says how many do, and how many the working
+    set had."""
 
     heads: int
     pair_bytes: int
@@ -25,16 +25,16 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class _Counted:
-    """Rows of a KV head that a layer attended to in a step, `count` (an integer without axes) on the device; `resident`
-    more, of `context`."""
+class _PendingCount:
+    """Rows of a KV head that a layer attended to in a step, besides the `resident` ones, of `context` in all: `count`,
+    an integer without axes, is still on the device."""
 
     step: int
     layer: int
     resident: int
     context: int
     count: torch.Tensor
-    crossing: Crossing | None = None
+    link_use: LinkUse | None = None
 
 
 @dataclass
@@ -44,17 +44,17 @@ class Trace:
 
     attended, fetched: `[steps][layers]` fractions of each decode step.
     missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
-    spared: float64 `[4, layers]` on the device: bytes of `bytes_asked` that did not cross the link, token rows that the
-        working set had, the sum over steps of their share of the context, and rows that were looked for; None where
-        nothing could be spared.
-    counted_later: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
+    savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that did not cross the link, token rows
+        that the working set had, the sum over steps of their share of the context, and rows that were looked for; None
+        where nothing could be saved.
+    pending: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
     """
 
     layers: int
     missed_every: int
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    bytes_asked: int = 0
+    bytes_requested: int = 0
     bytes_to_host: int = 0
     weight_bytes: int = 0
     prompt_tokens: int = 0
@@ -62,74 +62,74 @@ class Trace:
     attended: list[list[float]] = field(default_factory=list)
     fetched: list[list[float]] = field(default_factory=list)
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
-    spared: torch.Tensor | None = None
-    counted_later: list[_Counted] = field(default_factory=list)
+    savings: torch.Tensor | None = None
+    pending: list[_PendingCount] = field(default_factory=list)
 
     @property
     def bytes_to_device(self) -> int:
         """Bytes of rows that crossed the link. Waits for the device where only it knows."""
         self.settle()
-        return self.bytes_asked - (0 if self.spared is None else int(self.spared[0].sum()))
+        return self.bytes_requested - (0 if self.savings is None else int(self.savings[0].sum()))
 
     @property
     def hit_rate(self) -> float:
         """Share of the rows looked for that the working set had."""
         self.settle()
-        if self.spared is None:
+        if self.savings is None:
             return 0.0
-        return float(self.spared[1].sum()) / max(1.0, float(self.spared[3].sum()))
+        return float(self.savings[1].sum()) / max(1.0, float(self.savings[3].sum()))
 
     def hit_shares(self) -> list[float]:
         """`[layers]`: rows that the working set had over rows in context, mean over steps."""
         self.settle()
-        if self.spared is None or not self.fetched:
+        if self.savings is None or not self.fetched:
             return [0.0] * self.layers
-        shares: list[float] = (self.spared[2] / len(self.fetched)).tolist()
+        shares: list[float] = (self.savings[2] / len(self.fetched)).tolist()
         return shares
 
     @property
-    def probing(self) -> bool:
+    def measures_missed(self) -> bool:
         """Whether the current step measures the missed mass."""
         return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
 
     @property
-    def measures(self) -> bool:
-        """Whether the next step will measure it."""
+    def measures_missed_next(self) -> bool:
+        """Whether the next step will measure the missed mass."""
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
 
     def settle(self) -> None:
         """Enters what only the device knew, and waits for it."""
-        if not self.counted_later:
+        if not self.pending:
             return
-        counts = torch.stack([one.count for one in self.counted_later]).tolist()
-        for one, count in zip(self.counted_later, counts, strict=True):
+        counts = torch.stack([one.count for one in self.pending]).tolist()
+        for one, count in zip(self.pending, counts, strict=True):
             self._enter(one.step, one.layer, one.resident, one.context, count)
-            if one.crossing is not None and one.crossing.tally is None:
-                self.bytes_asked += count * one.crossing.heads * one.crossing.pair_bytes
-        self._settle_crossings(counts)
-        self.counted_later.clear()
+            if one.link_use is not None and one.link_use.tally is None:
+                self.bytes_requested += count * one.link_use.heads * one.link_use.pair_bytes
+        self._settle_savings(counts)
+        self.pending.clear()
 
-    def _settle_crossings(self, counts: list[int]) -> None:
-        """Of selections that do not cross the link as a whole."""
-        told = [(one, c, n) for one, n in zip(self.counted_later, counts, strict=True) if (c := one.crossing)]
-        known = [(one, c, n) for one, c, n in told if c.tally is not None]
-        if not known:
+    def _settle_savings(self, counts: list[int]) -> None:
+        """Enters the selections that did not cross the link as a whole."""
+        uses = [(one, use, n) for one, n in zip(self.pending, counts, strict=True) if (use := one.link_use)]
+        partial = [(one, use, n) for one, use, n in uses if use.tally is not None]
+        if not partial:
             return
-        tallies = torch.stack([c.tally for _, c, _ in known if c.tally is not None])
+        tallies = torch.stack([use.tally for _, use, _ in partial if use.tally is not None])
         sums = torch.zeros(4, self.layers, dtype=torch.float64)
-        for (one, crossing, count), (rows, had) in zip(known, tallies.tolist(), strict=True):
-            self.bytes_asked += rows * crossing.pair_bytes
-            shares = [had, had / crossing.heads / one.context, count * crossing.heads]
+        for (one, use, count), (rows, hits) in zip(partial, tallies.tolist(), strict=True):
+            self.bytes_requested += rows * use.pair_bytes
+            shares = [hits, hits / use.heads / one.context, count * use.heads]
             sums[1:, one.layer] += torch.tensor(shares, dtype=torch.float64)
         sums = sums.to(tallies.device)
-        self.spared = sums if self.spared is None else self.spared + sums
+        self.savings = sums if self.savings is None else self.savings + sums
 
     def copy(self) -> Trace:
         """An independent copy."""
         self.settle()
         rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
-        spared = None if self.spared is None else self.spared.clone()
-        return replace(self, **rows, spared=spared)  # type: ignore[arg-type]
+        savings = None if self.savings is None else self.savings.clone()
+        return replace(self, **rows, savings=savings)  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
         """Of a sequence that begins with `reused` computed tokens of this one's: nothing has been spent on it."""
@@ -137,45 +137,46 @@ class Trace:
 
     def begin_step(self) -> None:
         """A decode step starts."""
-        if len(self.counted_later) >= COUNTED_AT_ONCE:
+        if len(self.pending) >= MOST_PENDING:
             self.settle()
         self.attended.append([0.0] * self.layers)
         self.fetched.append([0.0] * self.layers)
-        if self.probing:
+        if self.measures_missed:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
-    def rows(self, layer: int, visible: Visible, fetched: int | torch.Tensor) -> None:
-        """`fetched` rows per KV head, besides the resident ones, are attended in `layer`; adds up over repairs. A
-        tensor is the counts of a `Selection`, which are read when they are needed."""
+    def enter_rows(self, layer: int, visible: Visible, fetched: int | torch.Tensor) -> None:
+        """Enters that `fetched` rows per KV head, besides the resident ones, are attended to in `layer`; adds up over
+        repairs. A tensor is the counts of a `Selection`, which are read when they are needed."""
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
-            self.counted_later.append(_Counted(step, layer, resident, context, fetched[0]))
+            self.pending.append(_PendingCount(step, layer, resident, context, fetched[0]))
         else:
             self._enter(step, layer, resident, context, fetched)
 
-    def crossing(self, layer: int, visible: Visible, count: torch.Tensor, crossing: Crossing) -> None:
-        """As `rows` of a selection of `count` tokens, and the bytes of it on the link; read when they are needed."""
+    def enter_selection(self, layer: int, visible: Visible, count: torch.Tensor, link_use: LinkUse) -> None:
+        """Enters a selection of `count` tokens per KV head, and the bytes of it on the link; `count` is read when it is
+        needed."""
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
-        self.counted_later.append(_Counted(step, layer, resident, context, count, crossing))
+        self.pending.append(_PendingCount(step, layer, resident, context, count, link_use))
 
     def _enter(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
         self.fetched[step][layer] += fetched / context
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
-    def spare(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
+    def enter_savings(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
         """Enters what of a ticket for `rows` rows per KV head did not cross the link, without asking the device."""
         if ticket.savings is None or not rows:
             return
         rows_of_all, hits = ticket.savings.rows, ticket.savings.hits
-        if self.spared is None:
-            self.spared = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
+        if self.savings is None:
+            self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
         asked = ticket.savings.asked
-        self.spared[0, layer] += rows_of_all * (ticket.bytes // asked)
-        self.spared[1, layer] += hits
-        self.spared[2, layer] += hits.double() * (rows / asked / len(visible.all))
-        self.spared[3, layer] += ticket.savings.selected
+        self.savings[0, layer] += rows_of_all * (ticket.bytes // asked)
+        self.savings[1, layer] += hits
+        self.savings[2, layer] += hits.double() * (rows / asked / len(visible.all))
+        self.savings[3, layer] += ticket.savings.selected
 
-    def miss(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
-        """Records 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""
+    def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
+        """Enters 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""
         mass = 1.0 - (attended_lse.to(full_lse) - full_lse).exp()
         self.missed[-1][1][layer] = max(0.0, float(mass.mean()))

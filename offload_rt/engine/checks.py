@@ -1,0 +1,45 @@
+"""What a model cannot do, told before anything is computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from ..core import ModelGeometry
+from ..errors import ConfigError, InputError, ModelError
+from ..models.registry import LoadedModel
+from ..select.base import Policy
+
+
+def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
+    """Raises InputError where `tokens` has an id that the model does not have."""
+    vocab = model.adapter.geometry.vocab
+    wrong = next((t for t in tokens if not 0 <= t < vocab), None)
+    if wrong is not None:
+        raise InputError(f"token id {wrong} is not in the vocabulary of {model.name} (0-{vocab - 1})")
+
+
+def check_positions(tokens: int, model: LoadedModel) -> None:
+    """Raises ModelError where `tokens` positions are more than the model has a table of, and warns where they are more
+    than it was made for."""
+    geometry = model.adapter.geometry
+    if tokens <= geometry.max_positions:
+        return
+    needed = f"{tokens} positions (prompt and new tokens) are needed and {model.name} has"
+    if geometry.absolute_positions:
+        raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_new_tokens")
+    warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
+
+
+def check_evictable(policy: Policy, geometry: ModelGeometry) -> None:
+    """Raises ConfigError where evicting tokens in place would not mean what it says."""
+    if not policy.evictable:
+        raise ConfigError(
+            f"policy {policy.name!r} knows tokens by their place and cannot run with eviction, which moves them; use "
+            "'full', 'infinigen' or 'oracle', or leave eviction out"
+        )
+    if any(window is not None for window in geometry.windows):
+        raise ConfigError(
+            "eviction overwrites tokens in any order, but this model's sliding window hides them by age: leave "
+            "eviction out (tokens outside the window are never attended anyway)"
+        )
