@@ -194,7 +194,7 @@ def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any)
         lambda llm: (torch.zeros(1), llm)[1],
     )
     plan = llm.runner.plan
-    assert plan is not None and len(plan.resident_layers) == 4
+    assert plan is not None and len(plan.streamed) == LAYERS - 4
     assert counted.before == plan.weights
 
 
@@ -257,7 +257,7 @@ def test_a_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
     assert plan_device(everything, costs, CONTEXT).streamed == ()
     for kept in range(LAYERS - 2):
         plan = plan_device(sizes.fixed + (kept + 2) * sizes.layers[0] + rest, costs, CONTEXT)
-        assert len(plan.resident_layers) == kept and plan.weights <= plan.limit - rest
+        assert len(plan.streamed) == LAYERS - kept and plan.weights <= plan.limit - rest
         assert plan.streamed_bytes == (LAYERS - kept) * sizes.layers[0]
         gaps = [b - a for a, b in zip(plan.streamed, plan.streamed[1:], strict=False)]
         assert max(gaps) - min(gaps) <= 1, "streamed layers are spread evenly"
@@ -414,7 +414,7 @@ def test_the_plan_of_an_8b_model_by_hand() -> None:
     costs = DeviceCosts(shape, demand, 512)
     assert plan_device(24_000_000_000, costs, 131_072).streamed == ()
     small = plan_device(12_000_000_000, costs, 131_072)
-    assert not small.keys_on_host and 0 < len(small.resident_layers) < 32
+    assert not small.keys_on_host and 0 < len(small.streamed) < 32
     assert small.weights + costs.total([131_072]) <= 12_000_000_000 < small.weights + costs.total([131_072]) + layer
     assert small.streamed_bytes == len(small.streamed) * layer
     keys = 31 * 8 * 38 * 131_072  # layer 0 is dense; 38 of 128 columns, int8

@@ -150,11 +150,11 @@ def test_requirements_by_hand() -> None:
     options = InfiniGenOptions(dense_layers=(), max_fraction=0.1, scorer="partial")
     sparse = requirements(costs_of("llama", torch.bfloat16, options), 1000, 1000)
     assert sparse.staging == (3 * 100 + 68) * staged
-    assert (sparse.resident, sparse.kept) == (68 * 4 * token, 0)
+    assert (sparse.resident, sparse.working_set) == (68 * 4 * token, 0)
     stays = replace(costs_of("llama", torch.bfloat16, options), working_set=9)
-    kept = requirements(stays, 1000, 1000)
-    assert kept.kept == 4 * (9 + 1) * (token + 2 * 8)  # 2 KV heads, a token and a score for each row
-    assert (kept.resident, kept.device) == (sparse.resident, sparse.device + kept.kept)
+    more = requirements(stays, 1000, 1000)
+    assert more.working_set == 4 * (9 + 1) * (token + 2 * 8)  # 2 KV heads, a token and a score for each row
+    assert (more.resident, more.device) == (sparse.resident, sparse.device + more.working_set)
     keys = 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns are 4
     assert keys <= sparse.scoring - costs_of("llama", torch.bfloat16, options).fixed() <= keys * 5 / 4 * 1.35
     first = costs_of("llama", torch.bfloat16, InfiniGenOptions(dense_layers=(0,), max_fraction=0.1))
@@ -169,7 +169,7 @@ NEEDED = Requirements(
     weights=2 * GIB,
     scoring=0,
     resident=0,
-    kept=0,
+    working_set=0,
     staging=GIB,
     decode=0,
     prefill=0,

@@ -20,14 +20,11 @@ from rich.console import Console
 
 from ...config import KVFormatName, check_choice
 from ...core import CHUNK
+from ...engine.build import build_link
 from ...errors import ConfigError, InputError
 from ...models.column_order import order_by_columns
 from ...models.registry import adapter_for
 from ...pool.pool import HostPool
-from ...transfer.cpu import CpuLink
-from ...transfer.cuda import CudaLink
-from ...transfer.link import Link
-from ...transfer.streams import InlineStream
 from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
 from .ideal_link import IdealLink
 from .report import Point, Timing, describe, points, table, write_report
@@ -167,7 +164,7 @@ def _context(model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_forma
     slots = batch * (synthetic.length + users * (room - synthetic.length + CHUNK))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
     pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_format=kv_format, pin=_is_cuda(model))
-    return Context(pool, _link(model, pool), synthetic, room, batch)
+    return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch)
 
 
 def _ideal(model: Any, context: Context, room: int) -> Context:
@@ -201,15 +198,6 @@ def _own(model: Any) -> Any:
 
 def _is_cuda(model: Any) -> bool:
     return bool(model.device.type == "cuda")
-
-
-def _link(model: Any, pool: HostPool) -> Link:
-    geometry = adapter_for(model).geometry
-    if _is_cuda(model):
-        return CudaLink(pool, geometry, model.device)
-    if pool.format.exact:
-        return CpuLink(pool)
-    return CudaLink(pool, geometry, model.device, streams=(InlineStream(), InlineStream()))
 
 
 def _device(name: str) -> torch.device:

@@ -178,7 +178,7 @@ def requirements_table(
             ("device: weights", format_size(needed.weights)),
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
-            *_present("device: working set", needed.kept),
+            *_present("device: working set", needed.working_set),
             ("device: fetched rows", format_size(needed.staging)),
             ("device: activations of a step", format_size(needed.decode)),
             ("device: prefill, for a time", format_size(needed.prefill)),

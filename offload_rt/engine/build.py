@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import EngineConfig, SkewMethod
+from ..core import ModelGeometry
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..pool.pool import HostPool
@@ -44,8 +46,12 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     keys_on_host = plan is not None and plan.keys_on_host
     artifact = artifact_loader(loaded, config)
     policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
-    pool = build_pool(loaded, config)
-    return Runner(streamed, policy, pool, build_link(loaded, pool, config), config, plan, weights)
+    adapter = loaded.adapter
+    geometry, device = adapter.geometry, adapter.device
+    pin = device.type == "cuda"
+    pool = HostPool(geometry, adapter.dtype, config.host_memory, kv_format=config.kv_format, pin=pin)
+    link = build_link(pool, geometry, device, config.working_set)
+    return Runner(streamed, policy, pool, link, config, plan, weights)
 
 
 def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
@@ -93,17 +99,9 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
     return load
 
 
-def build_pool(loaded: LoadedModel, config: EngineConfig) -> HostPool:
-    """The host pool for a model's rows. Raises ConfigError, MemoryLimitError."""
-    adapter = loaded.adapter
-    pin = adapter.device.type == "cuda"
-    return HostPool(adapter.geometry, adapter.dtype, config.host_memory, kv_format=config.kv_format, pin=pin)
-
-
-def build_link(loaded: LoadedModel, pool: HostPool, config: EngineConfig) -> Link:
+def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Link:
     """What brings rows to the device. They are used in place where host memory is the device's, they are stored as
     numbers and none are to be kept; else they are staged."""
-    device, geometry, working_set = loaded.adapter.device, loaded.adapter.geometry, config.working_set
     if device.type == "cuda":
         return CudaLink(pool, geometry, device, working_set=working_set)
     if pool.format.exact and not working_set:

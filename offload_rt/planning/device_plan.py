@@ -37,11 +37,6 @@ class DevicePlan:
         return _weights(self.costs, self.streamed)
 
     @property
-    def resident_layers(self) -> tuple[int, ...]:
-        """Decoder layers whose weights are always on the device."""
-        return tuple(i for i in range(self.costs.shape.geometry.layers) if i not in self.streamed)
-
-    @property
     def streamed_bytes(self) -> int:
         """What the streamed layers' weights take in host memory, and cross the link for every step of a batch."""
         return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)

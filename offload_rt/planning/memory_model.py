@@ -16,6 +16,7 @@ from ..pool.machine import available_memory
 from ..select.demand import MemoryDemand
 from ..select.growing import most_slots
 from ..select.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
+from ..transfer.working_set import working_set_bytes
 
 CUDA_WORKSPACE = 64 * 2**20
 """What torch allocates for cuBLAS on two streams of the largest devices."""
@@ -53,18 +54,16 @@ class DeviceCosts:
         return self.demand.scoring_bytes(self.shape.geometry.layers + 1, most_slots(context, TOKENS_PER_BYTE))
 
     @property
-    def kept(self) -> int:
-        """The working set of a sequence; for each of its rows a token and a score."""
-        if not self.working_set:
-            return 0
+    def working_set_bytes(self) -> int:
+        """The working sets of a sequence, one in each layer that selects."""
         geometry = self.shape.geometry
-        rows = (geometry.layers - len(self.demand.dense)) * (self.working_set + 1)
-        return rows * (geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * geometry.kv_heads)
+        selecting = geometry.layers - len(self.demand.dense)
+        return selecting * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:
         """Sinks, recent window and working set of a sequence."""
-        return self.demand.resident * self.shape.geometry.kv_bytes(1, self.shape.dtype) + self.kept
+        return self.demand.resident * self.shape.geometry.kv_bytes(1, self.shape.dtype) + self.working_set_bytes
 
     def fetched(self, context: int, layer: int) -> int:
         """The most tokens that a layer of a sequence fetches; past the last layer none."""
@@ -78,7 +77,7 @@ class DeviceCosts:
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
         return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
 
-    def _side_by_side(self, contexts: Sequence[int]) -> Sequence[int]:
+    def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
         """The slots that a batch takes together (`forward/batched.py`): as many for each as for the longest."""
         if self.shape.device.type != "cuda" or self.keys_on_host or not self.demand.key_bytes:
             return contexts
@@ -87,7 +86,7 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Rows of the layer that attends and of the next, of each of a batch; one sequence's joined with the resident
         ones (and decoded, first), or on CUDA all decoded; with their ids."""
-        contexts = self._side_by_side(contexts)
+        contexts = self._padded(contexts)
         geometry = self.shape.geometry
         pair = geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * 8 * geometry.kv_heads
         copies = 2 if self.rounded else 1
@@ -124,7 +123,7 @@ class DeviceCosts:
     def decode(self, contexts: Sequence[int]) -> int:
         """A batch's hidden states and logits, and one sequence's scores and attention weights; on CUDA, where they are
         together, all sequences'."""
-        geometry, compute, contexts = self.shape.geometry, self._compute, self._side_by_side(contexts)
+        geometry, compute, contexts = self.shape.geometry, self._compute, self._padded(contexts)
         wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
         at_once = len(contexts) if self.shape.device.type == "cuda" else 1
@@ -140,8 +139,8 @@ class DeviceCosts:
 
     def total(self, contexts: Sequence[int]) -> int:
         """All of it for sequences of so many tokens that run together, the longest of them at some time prefilled."""
-        kept = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
-        return kept + max(self.prefill(max(contexts)), self.staging(contexts) + self.decode(contexts))
+        lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
+        return lasting + max(self.prefill(max(contexts)), self.staging(contexts) + self.decode(contexts))
 
     @property
     def _compute(self) -> int:
@@ -159,7 +158,7 @@ class Requirements:
     """Bytes for one sequence of `context` tokens.
 
     kv_per_token, kv_host: K and V in the host pool, of one token and of the whole chunks of the context.
-    weights, scoring, resident, kept, staging: on the device while decoding: weights, scoring keys and their bases,
+    weights, scoring, resident, working_set, staging: on the device while decoding: weights, scoring keys and their bases,
         sinks and recent window, the working set, and the rows that a layer attends to, fetched and joined with the
         resident ones, while the next layer's arrive.
     decode: hidden states, scores, attention weights and logits while decoding.
@@ -172,7 +171,7 @@ class Requirements:
     weights: int
     scoring: int
     resident: int
-    kept: int
+    working_set: int
     staging: int
     decode: int
     prefill: int
@@ -180,7 +179,13 @@ class Requirements:
     @property
     def device(self) -> int:
         """The larger of what prefill and decoding need on the device."""
-        return self.weights + self.scoring + self.resident + self.kept + max(self.prefill, self.staging + self.decode)
+        return (
+            self.weights
+            + self.scoring
+            + self.resident
+            + self.working_set
+            + max(self.prefill, self.staging + self.decode)
+        )
 
 
 def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements:
@@ -193,8 +198,8 @@ def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements
         kv_host=geometry.kv_bytes(-(-context // CHUNK) * CHUNK, dtype),
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),
-        resident=costs.resident - costs.kept,
-        kept=costs.kept,
+        resident=costs.resident - costs.working_set_bytes,
+        working_set=costs.working_set_bytes,
         staging=costs.staging([context]),
         decode=costs.decode([context]),
         prefill=costs.prefill(context),

@@ -109,7 +109,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `LLM(policy=...)`."""
+        """The name that `LLM(policy=...)` takes."""
         ...
 
     @property
@@ -150,7 +150,7 @@ class Policy(Protocol):
 
     @property
     def evictable(self) -> bool:
-        """Whether tokens of a sequence may be moved and overwritten (DESIGN section 7)."""
+        """Whether tokens of a sequence may be moved and overwritten, as eviction does."""
         ...
 
     @property

@@ -69,5 +69,5 @@ class BudgetPolicy(Generic[Chosen]):
         return MemoryDemand(dense, options.sinks + options.recent, options.budget)
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """As it is, `[T, D]`."""
+        """Returns the attention input `[T, D]` as it is: these policies correct nothing."""
         return attention_input

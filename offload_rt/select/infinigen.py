@@ -1,5 +1,5 @@
 """Policy "infinigen": speculate the next layer's query, score every token with compressed skewed keys, fetch those near
-the maximum (InfiniGen §4.3; DESIGN section 6)."""
+the maximum (InfiniGen §4.3)."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class InfiniGenState(PassiveState):
         self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
-        """DESIGN section 6, steps 1 to 4, with the (speculated) query q `[H, d]`; with a `budget`, that many tokens
-        instead of those above the threshold."""
+        """The tokens within alpha of their head's largest score, by the (speculated) query q `[H, d]`; with a `budget`,
+        that many tokens instead of those above the threshold."""
         options, candidates = self._policy.options, visible.candidates
         if not candidates:
             kv_heads = self._policy.geometry.kv_heads

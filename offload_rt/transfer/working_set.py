@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core import ModelGeometry
 from ..kernels.dispatch import gather_rows
 
 DECAY = 0.9
@@ -45,6 +46,15 @@ class LookUp:
     slots: torch.Tensor
     into: torch.Tensor
     hits: torch.Tensor
+
+
+def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Bytes on the device of one layer's working set of `rows` rows of each KV head, with the row that takes what is
+    kept nowhere and a token and a score for each; 0 where there is none."""
+    if rows == 0:
+        return 0
+    token_and_score = torch.int32.itemsize + torch.float32.itemsize
+    return (rows + 1) * (geometry.kv_bytes(1, dtype) // geometry.layers + token_and_score * geometry.kv_heads)
 
 
 class Table:
