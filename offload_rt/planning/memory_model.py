@@ -158,9 +158,9 @@ class Requirements:
     """Bytes for one sequence of `context` tokens.
 
     kv_per_token, kv_host: K and V in the host pool, of one token and of the whole chunks of the context.
-    weights, scoring, resident, working_set, staging: on the device while decoding: weights, scoring keys and their bases,
-        sinks and recent window, the working set, and the rows that a layer attends to, fetched and joined with the
-        resident ones, while the next layer's arrive.
+    weights, scoring, resident, working_set, staging: on the device while decoding: weights, scoring keys and their
+        bases, sinks and recent window, the working set, and the rows that a layer attends to, fetched and joined with
+        the resident ones, while the next layer's arrive.
     decode: hidden states, scores, attention weights and logits while decoding.
     prefill: all of that while prefilling, in place of `staging` and `decode`.
     """
@@ -179,13 +179,8 @@ class Requirements:
     @property
     def device(self) -> int:
         """The larger of what prefill and decoding need on the device."""
-        return (
-            self.weights
-            + self.scoring
-            + self.resident
-            + self.working_set
-            + max(self.prefill, self.staging + self.decode)
-        )
+        lasting = self.weights + self.scoring + self.resident + self.working_set
+        return lasting + max(self.prefill, self.staging + self.decode)
 
 
 def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements:
