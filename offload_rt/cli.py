@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="offload-rt",
         description="Long-context generation with the KV cache in host memory.",
-        epilog="MODEL is 'reference' (ships with the package), a local folder or a hub id.",
+        epilog="MODEL is 'reference' (ships with the package), a local folder, a GGUF file or a hub id.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")

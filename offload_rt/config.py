@@ -253,7 +253,8 @@ class EngineConfig:
     mapping of `EvictionOptions`, `dtype` and `device` as torch's objects, folders as strings that begin with "~".
 
     policy, policy_options: "full", "infinigen", ... and its options; for infinigen `preset="paper"` is one of them.
-    device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there (float32 on a CPU).
+    device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there. On a CPU it takes bfloat16
+        where the checkpoint is in half precision and the processor multiplies bfloat16 itself, else float32.
     device_memory: hard limit on bytes of the device: weights, scoring keys, resident and fetched rows, activations.
         Decoder layers that do not fit stay in host memory and cross the link for every step; scoring keys that still do
         not fit are scored on the host. The tokens are the same. None takes what there is and keeps everything there.

@@ -31,7 +31,7 @@ PromptLike = str | Sequence[int]
 class LLM:
     """An offloading runtime for one model on one device.
 
-    model: "reference" (ships with the package), a local folder, a hub id, or a loaded transformers model.
+    model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers model.
     config: an `EngineConfig`; without one its defaults.
     fields: any of `EngineConfig`'s fields by name (`policy="infinigen"`, `host_memory="200GiB"`, ...), which go on top
         of `config`.

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from ..config import DType, SkewMethod
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
-from ..models.checkpoint import locate, read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
+from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
+from ..models.location import locate
 from ..models.registry import LoadedModel, architectures, load_model
 from .artifact import SkewArtifact
 from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
@@ -202,10 +203,10 @@ def skew_model(
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
     """The transformers model, which folding changes, and the same as the runtime sees it."""
-    place = locate(model)
-    config, device = read_config(place, architectures()), resolve_device("auto")
-    network = read_weights(place, config, device, resolve_dtype(dtype, config, device))
-    return network, load_model(network, tokenizer=read_tokenizer(place))
+    location = locate(model)
+    config, device = read_config(location, architectures()), resolve_device("auto")
+    network = read_weights(location, config, device, resolve_dtype(dtype, location, config, device))
+    return network, load_model(network, tokenizer=read_tokenizer(location))
 
 
 def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tuple[list[int], str]:

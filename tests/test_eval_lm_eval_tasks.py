@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
     from offload_rt.eval.quality.lm_eval_adapter import TASKS, OffloadLM, _batch, _option
     from offload_rt.eval.quality.lm_eval_tasks import OWN, TasksConfig, compare, run_tasks
-    from offload_rt.models.checkpoint import locate
+    from offload_rt.models.location import locate
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its data sets warn about themselves
 
@@ -58,7 +58,7 @@ def ours() -> OffloadLM:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return HFLM(pretrained=str(locate("reference")), dtype="float32", device="cpu", batch_size=4)
+    return HFLM(pretrained=locate("reference").place, dtype="float32", device="cpu", batch_size=4)
 
 
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:

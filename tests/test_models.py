@@ -17,9 +17,10 @@ from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from offload_rt.errors import ConfigError, ModelError
-from offload_rt.models import checkpoint
+from offload_rt.models import checkpoint, location
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.location import Location
 from offload_rt.models.registry import adapter_for, architectures, load_model, load_shape
 
 LENGTH = 80  # longer than Mistral's window of 48
@@ -290,12 +291,12 @@ class TestLoading:
 
     def test_dtype_and_device(self, tmp_path: Path) -> None:
         tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
-        assert load_model(tmp_path, device="cpu").adapter.dtype == torch.float32
+        assert load_model(tmp_path, device="cpu", dtype="float32").adapter.dtype == torch.float32
         assert load_model(tmp_path, device="cpu", dtype="bfloat16").adapter.dtype == torch.bfloat16
         assert load_model(tmp_path, device="cpu", dtype=torch.float64).adapter.dtype == torch.float64
         cuda = torch.device("cuda")
         config = tiny_model("llama", dtype=torch.bfloat16).config
-        assert checkpoint.resolve_dtype("auto", config, cuda) == torch.bfloat16
+        assert checkpoint.resolve_dtype("auto", Location("anywhere"), config, cuda) == torch.bfloat16
         with pytest.raises(ConfigError, match=r"dtype='bfloat61' is unknown; did you mean 'bfloat16'\?"):
             load_model(tmp_path, dtype="bfloat61")
         for device, message in (("tpu", "is no device"), ("mps", "not supported"), ("cuda:99", "this machine has")):
@@ -332,7 +333,6 @@ class TestLoading:
         assert (shape.geometry, shape.dtype) == (loaded.adapter.geometry, torch.bfloat16)
         assert shape.weight_bytes == loaded.weight_bytes
         assert shape == load_shape(model)
-        assert load_shape(tmp_path, device="cpu").dtype == torch.float32
 
 
 class TestRefusals:
@@ -355,7 +355,7 @@ class TestRefusals:
         self.refused("offload-rt-tests/no-such-model", "no such folder, so sought on the hub")
 
     def test_not_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(checkpoint.SHIPPED, "reference-opt", "no-such-folder")
+        monkeypatch.setitem(location.SHIPPED, "reference-opt", "no-such-folder")
         self.refused("reference-opt", "does not ship with this version")
 
     def test_unsupported_architecture(self, folder: Path, no_network: list[str]) -> None:

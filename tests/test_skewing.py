@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModelForCausalLM
 
 from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
-from offload_rt.models.checkpoint import locate
+from offload_rt.models.location import locate
 from offload_rt.models.registry import LoadedModel, adapter_for, load_model
 from offload_rt.skewing import artifact as artifact_module
 from offload_rt.skewing import calibrate as calibrate_module
@@ -383,7 +383,7 @@ def test_fold_refuses_an_artifact_of_other_shapes() -> None:
 
 
 def test_skew_model_with_tokenizer(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(locate("reference"))
+    tokenizer = AutoTokenizer.from_pretrained(locate("reference").place)
     tiny_model("gpt2", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     report = skew_model(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError
-from ...models.checkpoint import locate
+from ...models.location import locate
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, perplexity_change
@@ -89,7 +89,7 @@ def make_model(tested: ModelUnderTest, variant: Variant | None, config: TasksCon
     if variant is None:
         from lm_eval.models.huggingface import HFLM
 
-        return HFLM(pretrained=str(locate(tested.model)), batch_size=8, **settings)
+        return HFLM(pretrained=locate(tested.model).place, batch_size=8, **settings)
     llm = tested.llm(variant)
     return OffloadLM.around(llm, decode_from=config.decode_from, batch_size=tested.batch)
 

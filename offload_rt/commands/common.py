@@ -21,7 +21,7 @@ def add_command(
     head = summary.split(". ")[0].split(";")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(name, help=head, description=summary)
     if model:
-        parser.add_argument("model", metavar="MODEL", help="'reference', a local folder or a hub id")
+        parser.add_argument("model", metavar="MODEL", help="'reference', a local folder, a GGUF file or a hub id")
         parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
     parser.set_defaults(run=run)
     return parser

@@ -1,79 +1,71 @@
-"""From a name to a transformers model: where it lies, whether it can run here, and its weights, complete or not at all.
+"""From the place of a checkpoint to a transformers model: whether it can run here, and its weights, complete or not at
+all.
 
-Weights come from safetensors only and remote code is never run. Whatever transformers raises leaves as one ModelError.
+Weights come from safetensors or a GGUF file and remote code is never run. Whatever transformers raises leaves as one
+ModelError. GGUF weights are dequantised: transformers' own reader gives configuration, weights and tokenizer.
 """
 
 from __future__ import annotations
 
-import importlib.resources
-import os
-import re
+import importlib.util
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from ..config import DType, check_choice
 from ..errors import ConfigError, MemoryLimitError, ModelError
+from .location import Location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SHIPPED = {"reference": "llama", "reference-opt": "opt"}
-"""Names of the checkpoints that ship in the package, and their folders under `offload_rt/reference`."""
-
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 
 
-def locate(model: str | os.PathLike[str]) -> str:
-    """The folder or hub id that `model` means: a shipped name, a folder, else a hub id ("name" or "owner/name").
-
-    Raises ModelError where it is neither; nothing that looks like a path ever reaches the network.
-    """
-    name = os.fspath(model)
-    if name in SHIPPED:
-        folder = Path(str(importlib.resources.files("offload_rt"))) / "reference" / SHIPPED[name]
-        if not folder.is_dir():
-            raise ModelError(f"model {name!r} does not ship with this version; name a folder or a hub id")
-        return str(folder)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return str(path)
-    if path.exists():
-        raise ModelError(f"model {name!r} is a file; name the folder that holds config.json and *.safetensors")
-    if not _HUB_ID.fullmatch(name):
-        raise ModelError(f"model folder {name!r} does not exist")
-    return name
-
-
-def read_config(place: str, supported: Collection[str]) -> PreTrainedConfig:
-    """The configuration at `place` (from `locate`).
+def read_config(location: Location, supported: Collection[str]) -> PreTrainedConfig:
+    """The configuration of a checkpoint; of a GGUF file, from its header.
 
     Raises ModelError where it cannot be had, is damaged, or is of an architecture not among `supported`.
     """
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    folder = Path(place)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        hint = "a model folder holds config.json and *.safetensors"
+    if location.gguf is not None:
+        return _read_gguf_config(location, supported)
+    place, folder = location.place, location.folder
+    if folder is not None and not (folder / "config.json").is_file():
+        hint = "a model folder holds config.json and *.safetensors, or one GGUF file"
         if (folder / "adapter_config.json").is_file():
             hint = "it is a PEFT adapter: merge it into its model (merge_and_unload) and save that"
-        raise ModelError(f"{_quoted(place)} has no config.json; {hint}")
-    with _one_error(f"cannot read the configuration of {_quoted(place)}"):
+        raise ModelError(f"{location} has no config.json; {hint}")
+    with _one_error(f"cannot read the configuration of {location}"):
         raw = dict(PreTrainedConfig.get_config_dict(place)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     if architecture not in supported:
         raise ModelError(unsupported(architecture, supported))
     refuse_quantised(raw.get("quantization_config"))
-    with _one_error(f"the configuration of {_quoted(place)} is not valid"):
+    with _one_error(f"the configuration of {location} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=False)
     if CLASSES.get(config.model_type) != architecture and _registered_class(config) != architecture:
-        raise ModelError(f"{_quoted(place)} contradicts itself: {architecture}, but model type {config.model_type!r}")
+        raise ModelError(f"{location} contradicts itself: {architecture}, but model type {config.model_type!r}")
+    return config
+
+
+def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrainedConfig:
+    """See `read_config`. ModelError where the package that reads GGUF files is missing."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"{location} needs the package gguf to be read: pip install 'offload-rt[gguf]'")
+    with _one_error(f"cannot read the configuration of {location}"), _quiet():
+        config: PreTrainedConfig = AutoConfig.from_pretrained(location.place, gguf_file=location.gguf)
+    architecture = CLASSES.get(config.model_type) or f"model type {config.model_type!r}"
+    if architecture not in supported:
+        raise ModelError(unsupported(architecture, supported))
     return config
 
 
@@ -100,67 +92,87 @@ def refuse_quantised(quantisation: Any) -> None:
 
 
 def read_weights(
-    place: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype | None
+    location: Location, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """The model at `place` on `device`, in eval mode, without gradients; `dtype` None keeps the dtype of the weights.
+    """The model of a checkpoint on `device`, in eval mode, without gradients; `dtype` None keeps the weights' own.
 
     Raises ModelError where a weight is missing, damaged or of another shape (transformers would draw it at random),
     MemoryLimitError where the device has no room. Weights that the model has no place for are named in a warning.
     """
     from transformers import AutoModelForCausalLM
 
-    _check_weight_files(Path(place))
-    with _one_error(f"cannot load the weights of {_quoted(place)}"), _quiet():
+    if location.gguf is None:
+        _check_weight_files(location)
+    with _one_error(f"cannot load the weights of {location}"), _quiet():
         loader: Any = AutoModelForCausalLM
         model, report = loader.from_pretrained(
-            place,
+            location.place,
             config=config,
             dtype=dtype or "auto",
             device_map=None if device.type == "cpu" else device,
-            use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, with the others
             output_loading_info=True,
+            **_format_options(location),
         )
     absent = sorted(report["missing_keys"])
     shapes = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     for what, keys in (("lacks", absent), ("has another shape for", shapes)):
         if keys:
-            raise ModelError(f"the checkpoint {_quoted(place)} {what} {_some(keys)}; it is not a complete model")
+            raise ModelError(f"the checkpoint {location} {what} {_some(keys)}; it is not a complete model")
     if report["unexpected_keys"]:
-        warnings.warn(f"{_quoted(place)}: unused weights {_some(sorted(report['unexpected_keys']))}", stacklevel=3)
+        warnings.warn(f"{location}: unused weights {_some(sorted(report['unexpected_keys']))}", stacklevel=3)
+    if location.gguf is not None and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # of the file: the weights are numbers now
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
 
 
-def build_skeleton(place: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model at `place` without its weights, on the meta device. Raises ModelError where none can be built."""
+def _format_options(location: Location) -> dict[str, Any]:
+    """What `from_pretrained` is told of the format of the weights. Older versions of transformers dequantise every GGUF
+    file, and have no option for it."""
+    if location.gguf is None:
+        return {"use_safetensors": True}
+    import transformers
+
+    options = getattr(transformers, "GgufConfig", None)
+    dequantised = {} if options is None else {"quantization_config": options(dequantize=True)}
+    return {"gguf_file": location.gguf, **dequantised}
+
+
+def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a checkpoint without its weights, on the meta device. Raises ModelError where none can be built."""
     from transformers import AutoModelForCausalLM
 
     builder: Any = AutoModelForCausalLM
-    with _one_error(f"the configuration of {_quoted(place)} is not valid"), torch.device("meta"):
+    with _one_error(f"the configuration of {location} is not valid"), torch.device("meta"):
         skeleton: PreTrainedModel = builder.from_config(config, dtype=dtype, trust_remote_code=False)
     return skeleton
 
 
-def _check_weight_files(folder: Path) -> None:
-    """Raises ModelError where `folder` is one and holds no safetensors."""
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+def _check_weight_files(location: Location) -> None:
+    """Raises ModelError where the place is a folder and holds no safetensors."""
+    folder = location.folder
+    if folder is None or any(folder.glob("*.safetensors")):
         return
     pickled = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
     what = "only pickled weights, which can run code and are never loaded" if pickled else "no weights"
-    raise ModelError(f"{_quoted(str(folder))} has {what}; expected *.safetensors, as save_pretrained writes them")
+    raise ModelError(f"{location} has {what}; expected *.safetensors, as save_pretrained writes them")
 
 
-def read_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer at `place`, or None in a folder that has none. Raises ModelError where it is damaged."""
+def read_tokenizer(location: Location) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint, chat template included, or None in a folder that has none. Raises ModelError
+    where it is damaged."""
     from transformers import AutoTokenizer
 
-    folder = Path(place)
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    folder, gguf = location.folder, location.gguf
+    if gguf is None and folder is not None and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
         return None
-    with _one_error(f"cannot load the tokenizer of {_quoted(place)}; pass tokenizer="):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    of_file = {} if gguf is None else {"gguf_file": gguf}
+    with _one_error(f"cannot load the tokenizer of {location}; pass tokenizer="):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            location.place, trust_remote_code=False, **of_file
+        )
     return tokenizer
 
 
@@ -179,23 +191,35 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype | None:
+def resolve_dtype(
+    dtype: str | torch.dtype, location: Location, config: PreTrainedConfig, device: torch.device
+) -> torch.dtype | None:
     """A dtype by name; None stands for the weights' own, where the configuration does not state it.
 
-    "auto" is the checkpoint's dtype on CUDA, and at least float32 on a CPU. There half precision buys little:
-    products of one token with the matrices of a small model, and attention in float16, are slower; float32 is also what
-    equals transformers to the last digits. Raises ConfigError for an unknown name.
+    "auto" is the checkpoint's dtype on CUDA (of a GGUF file, whose weights are coarser in any case, bfloat16). On a CPU
+    it is bfloat16 where the checkpoint is in half precision and the processor multiplies bfloat16 itself (AVX512-BF16,
+    AMX), else at least float32: without such instructions half precision is slower. What ships with the package is
+    always computed in float32 on a CPU, so that its results, and what was stored with it, are the same on every
+    machine. Raises ConfigError for an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
     if name != "auto":
         named: torch.dtype = getattr(torch, name)
         return named
-    stated: Any = config.dtype  # a torch.dtype or None, once loaded
-    if device.type == "cpu":
-        return torch.promote_types(stated or torch.float32, torch.float32)
-    own: torch.dtype | None = stated
-    return own
+    own: Any = config.dtype  # a torch.dtype or None, once loaded
+    stated: torch.dtype | None = torch.bfloat16 if location.gguf is not None else own
+    if device.type != "cpu":
+        return stated
+    if stated in (torch.bfloat16, torch.float16) and multiplies_bfloat16() and not location.shipped:
+        return torch.bfloat16
+    return torch.promote_types(stated or torch.float32, torch.float32)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products of bfloat16 (AVX512-BF16 or AMX)."""
+    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, ask, bool)() for ask in asks)
 
 
 @contextmanager
@@ -228,10 +252,6 @@ def _one_line(error: BaseException) -> str:
     """The message of `error` on one line of at most 300 characters; a bare word ("KeyError: 'x'") with its type."""
     text = " ".join(str(error).split())
     return text[:300] if " " in text else f"{type(error).__name__} {text}"
-
-
-def _quoted(place: str) -> str:
-    return f"'{place}'" if Path(place).is_dir() else f"'{place}' (no such folder, so sought on the hub)"
 
 
 def _some(keys: list[str]) -> str:

@@ -16,7 +16,6 @@ from ..errors import ConfigError, ModelError
 from .adapter import ModelAdapter
 from .checkpoint import (
     build_skeleton,
-    locate,
     read_config,
     read_tokenizer,
     read_weights,
@@ -27,6 +26,7 @@ from .checkpoint import (
 )
 from .column_order import order_by_columns
 from .fingerprint import fingerprint
+from .location import locate
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     on_host: Collection[int] = (),
 ) -> LoadedModel:
-    """Loads "reference" (ships in the package), a local folder or a hub id, or takes a loaded transformers model.
+    """Loads "reference" (ships in the package), a local folder, a GGUF file ("model.gguf", a folder that holds one,
+    "owner/name/file.gguf" on the hub; dequantised) or a hub id, or takes a loaded transformers model.
 
     A loaded model is put into eval mode and stays where it is, in its dtype. `tokenizer` is a tokenizer or a name or
     folder to read one from; None takes the checkpoint's own, if it has one. The parameters of the decoder layers
@@ -102,12 +103,12 @@ def load_model(
     """
     own_tokenizer: PreTrainedTokenizerBase | None = None
     if isinstance(model, (str, os.PathLike)):
-        place, name = locate(model), os.fspath(model)
-        config = read_config(place, architectures())
+        location, name = locate(model), os.fspath(model)
+        config = read_config(location, architectures())
         chosen = resolve_device(device)
-        own_tokenizer = read_tokenizer(place) if tokenizer is None else None
+        own_tokenizer = read_tokenizer(location) if tokenizer is None else None
         landing = torch.device("cpu") if on_host else chosen
-        loaded = read_weights(place, config, landing, resolve_dtype(dtype, config, chosen))
+        loaded = read_weights(location, config, landing, resolve_dtype(dtype, location, config, chosen))
         if chosen.type == "cpu":
             order_by_columns(loaded)
     else:
@@ -153,14 +154,14 @@ def load_shape(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
 ) -> ModelShape:
-    """What `load_model` would give, from the configuration alone (nothing but config.json is read), or of a loaded
-    model. Raises what `load_model` raises."""
+    """What `load_model` would give, from the configuration alone (config.json, or the header of a GGUF file), or of a
+    loaded model. Raises what `load_model` raises."""
     if isinstance(model, (str, os.PathLike)):
-        place = locate(model)
-        config = read_config(place, architectures())
+        location = locate(model)
+        config = read_config(location, architectures())
         where = resolve_device(device)
-        chosen = resolve_dtype(dtype, config, where) or torch.float32
-        skeleton = build_skeleton(place, config, chosen)
+        chosen = resolve_dtype(dtype, location, config, where) or torch.float32
+        skeleton = build_skeleton(location, config, chosen)
     else:
         skeleton, where, chosen = model, model.device, model.dtype
         _check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from offload_rt.models.checkpoint import locate
+from offload_rt.models.location import locate
 
 VOCAB = 199
 
@@ -83,7 +83,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 def tiny_checkpoint(folder: Path, architecture: str, **config: Any) -> str:
     """A tiny random model of `architecture` with the reference model's tokenizer, as a folder."""
     tiny_model(architecture, vocab_size=2048, **config).save_pretrained(folder)
-    for file in Path(locate("reference")).glob("tokenizer*"):
+    for file in Path(locate("reference").place).glob("tokenizer*"):
         shutil.copy(file, folder)
     return str(folder)
 

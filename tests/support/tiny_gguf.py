@@ -1,0 +1,75 @@
+"""A tiny GGUF file, written with the gguf package: the weights of a random Qwen2 model and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedModel
+
+from .tiny_models import tiny_model
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+END = "<|endoftext|>"
+PARTS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def write_tiny_gguf(path: Path) -> PreTrainedModel:
+    """Writes the file and returns the model that it holds, in float32."""
+    tokens = [*sorted(ByteLevel.alphabet()), "he", "Ġt", END]
+    model = tiny_model(
+        "qwen2", vocab_size=len(tokens), eos_token_id=len(tokens) - 1, bos_token_id=None, rms_norm_eps=2.0**-20
+    )
+    writer = gguf.GGUFWriter(path, "qwen2")
+    _write_shape(writer, model)
+    _write_tokenizer(writer, tokens)
+    weights = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    for layer in range(model.config.num_hidden_layers):
+        for name, part in PARTS.items():
+            for kind in ("weight", "bias"):
+                weights[f"blk.{layer}.{name}.{kind}"] = f"model.layers.{layer}.{part}.{kind}"
+    state = model.state_dict()
+    for name, own in weights.items():
+        if own in state:
+            writer.add_tensor(name, state[own].to(torch.float32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _write_shape(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    config = model.config
+    writer.add_name("tiny")
+    writer.add_file_type(0)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokens: list[str]) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * (len(tokens) - 1) + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["h e", "Ġ t"])
+    writer.add_eos_token_id(len(tokens) - 1)
+    writer.add_chat_template(CHAT_TEMPLATE)

@@ -1,0 +1,118 @@
+"""Models in GGUF files, and the dtype that a CPU computes in."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.tiny_models import tiny_model
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import ModelError
+from offload_rt.models import checkpoint
+from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.location import Location, locate
+from offload_rt.models.registry import load_model, load_shape
+
+pytest.importorskip("gguf")
+from support.tiny_gguf import CHAT_TEMPLATE, END, write_tiny_gguf
+
+REAL = Path(os.environ.get("OFFLOAD_RT_MODELS") or Path.home() / ".cache" / "offload-rt-models")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return path, write_tiny_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def loaded(written: tuple[Path, Any]) -> Any:
+    return load_model(written[0], device="cpu", dtype="float32")
+
+
+def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], loaded: Any) -> None:
+    path, model = written
+    assert loaded.fingerprint == fingerprint(model)
+    assert loaded.name == str(path)
+    assert loaded.eos_token_ids == {model.config.eos_token_id}
+    llm, own = LLM(path, dtype="float32", policy="full", host_memory="4MiB"), LLM(model, host_memory="4MiB")
+    greedy = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
+    assert llm.generate([[5, 9, 11]], greedy)[0].token_ids == own.generate([[5, 9, 11]], greedy)[0].token_ids
+
+
+def test_tokenizer_and_chat_template_come_from_the_file(loaded: Any) -> None:
+    assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("he the")) == "he the"
+    assert loaded.tokenizer.eos_token == END
+
+
+def test_shape_from_the_header_alone(written: tuple[Path, Any], loaded: Any) -> None:
+    shape = load_shape(written[0], device="cpu", dtype="float32")
+    assert (shape.geometry, shape.weight_bytes) == (loaded.adapter.geometry, loaded.weight_bytes)
+
+
+def test_a_folder_means_the_one_file_that_it_holds(written: tuple[Path, Any], tmp_path: Path) -> None:
+    shutil.copy(written[0], tmp_path / "a.gguf")
+    assert locate(tmp_path) == Location(str(tmp_path), "a.gguf") == locate(tmp_path / "a.gguf")
+    shutil.copy(written[0], tmp_path / "b.GGUF")
+    with pytest.raises(ModelError, match=r"holds 2 GGUF files \(a\.gguf, b\.GGUF"):
+        locate(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert locate(tmp_path) == Location(str(tmp_path))
+
+
+def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert locate("owner/name/file-q4.gguf") == Location("owner/name", "file-q4.gguf")
+    assert locate("owner/name/sub/file.gguf") == Location("owner/name", "sub/file.gguf")
+    assert locate("owner/name") == Location("owner/name")
+    for name in ("nowhere.gguf/x/y", "./a/b/c.gguf", "/a/b/c.gguf", "../b/c.gguf", "a/c.gguf/"):
+        with pytest.raises(ModelError, match="does not exist"):
+            locate(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()  # a path, then, and not of the hub
+    with pytest.raises(ModelError, match=r"model file 'owner/name/file\.gguf' does not exist"):
+        locate("owner/name/file.gguf")
+
+
+def test_a_missing_package_is_named_in_one_line(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
+    with pytest.raises(ModelError, match=r"tiny\.gguf' needs the package gguf .*offload-rt\[gguf\]") as caught:
+        load_model(written[0], device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"GGUX" + data[4:], lambda data: data[:600], lambda data: data[:-5000]]
+)
+def test_a_damaged_file_is_one_error(written: tuple[Path, Any], damage: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(damage(written[0].read_bytes()))
+    with pytest.raises(ModelError, match=r"bad\.gguf'"):
+        load_model(tmp_path / "bad.gguf", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen"])
+def test_shape_of_real_files(name: str) -> None:
+    if not (REAL / f"{name}.gguf").exists() or not (REAL / name).exists():
+        pytest.skip(f"{name} is not among the downloaded models")
+    assert load_shape(REAL / f"{name}.gguf", device="cpu", dtype="bfloat16") == load_shape(
+        REAL / name, device="cpu", dtype="bfloat16"
+    )
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_dtype_that_a_cpu_takes(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ships stays in float32, whatever the processor."""
+    monkeypatch.setattr(checkpoint, "multiplies_bfloat16", lambda: multiplies)
+    for own in (torch.bfloat16, torch.float16, torch.float32):
+        tiny_model("llama", dtype=own).save_pretrained(tmp_path)
+        taken = torch.bfloat16 if multiplies and own != torch.float32 else torch.float32
+        assert load_shape(tmp_path, device="cpu").dtype == taken
+    assert load_shape("reference", device="cpu").dtype == torch.float32
