@@ -1,5 +1,5 @@
 """Calibration: one forward pass over a fixed text gives the moments of every head's queries and keys and how far
-guessed attention inputs are off, and from these the artifact (paper §4.3, "the sample input"; DESIGN section 5). Never
+guessed attention inputs are off, and from these the artifact (InfiniGen §4.3, "the sample input"). Never
 the user's prompt: what a run gives must not depend on what ran before it.
 """
 

@@ -17,7 +17,7 @@ from support.tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM
-from offload_rt.core import BlockTable, Visible, bucket
+from offload_rt.core import BlockTable, KVPart, Visible, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.forward.batch import DecodeBatch
 from offload_rt.forward.batched import BatchedStrategy, StrategyCache
@@ -25,7 +25,6 @@ from offload_rt.forward.decode import DecodeStep
 from offload_rt.forward.sequence import Sequence
 from offload_rt.models.registry import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
-from offload_rt.select.base import KeyReader
 from offload_rt.select.key_lists import Rule
 from offload_rt.select.registry import memory_demand
 from offload_rt.transfer.residency import place, places
@@ -250,19 +249,17 @@ def test_missed_mass_is_read_when_the_newest_row_has_been_written(
         waiting.discard(id(blocks))
         settle(blocks)
 
-    def reader(sequence: Sequence) -> KeyReader:
-        def keys(layer: int, tokens: range) -> torch.Tensor:
-            assert id(sequence.blocks) not in waiting
-            read.append(layer)
-            return original(layer, tokens)
+    def looked_at(blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
+        assert id(blocks) not in waiting
+        read.append(layer)
+        return runs(blocks, layer, tokens)
 
-        original = sequence.keys
-        return keys
-
+    runs = runner.pool.runs
+    monkeypatch.setattr(runner.pool, "runs", looked_at)
     monkeypatch.setattr(runner.link.storage, "append", appended)
     monkeypatch.setattr(runner.link.storage, "settle", settled)
     monkeypatch.setattr(RowLists, "append", appended_lists)
     for sequence in batch:
-        sequence.trace.missed_every, sequence.keys = 1, reader(sequence)
+        sequence.trace.missed_every = 1
     runner.decode(batch)
     assert sorted(read) == [0, 0, 1, 1] and all(len(sequence.trace.missed) == 1 for sequence in batch)

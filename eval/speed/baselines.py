@@ -168,10 +168,13 @@ class Ours:
 
     def _sequence(self, model: LoadedModel, context: Context, blocks: BlockTable) -> Decoded:
         context.link.storage.open(blocks, self._policy.sinks, self._policy.recent)
-        keys = key_reader(context.pool, blocks)
+        keys = key_reader(context.pool, context.link.storage, blocks)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
         state, slots = self._policy.new_state(keys), AppendOnly(context.pool)
-        return Decoded(0, [TOKEN] * context.room, blocks, slots, keys, state, trace, blocks.length)
+        return Decoded(
+            id=0, tokens=[TOKEN] * context.room, blocks=blocks, slots=slots, keys=keys, state=state, trace=trace,
+            position=blocks.length,
+        )  # fmt: skip
 
     def fill(self, layer: int, kv: KVPart) -> None:
         """The policy learns the keys; the rows are in the context already."""

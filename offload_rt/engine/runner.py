@@ -227,7 +227,7 @@ class Runner:
         """The sequence that owns `blocks`, in which `known` tokens are computed, as a fork of `origin` where there is
         one. The block table is given back where the device has no room (DeviceFullError) or the pool's memory cannot be
         made ready (MemoryLimitError)."""
-        keys = key_reader(self.pool, blocks)
+        keys = key_reader(self.pool, self.link.storage, blocks)
         sequence = Sequence(
             id=next(self._ids),
             tokens=list(tokens),

@@ -205,7 +205,6 @@ class BatchedFetch:
         out, lse = attend_kept(grouped, inputs.rows.resident(layer), *bounds, k, v, self.counts, scale)
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed and batch.selects(layer):
-                batch.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
                 keys = sequence.keys(layer, batch.visible(layer)[b].all)
                 attended = lse.view(len(batch.sequences), -1)[b]
                 sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))

@@ -126,7 +126,6 @@ class PerSequenceFetch:
             tokens = attended_tokens(fetch.visible, selection.tokens)
             sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
         if sequence.trace.measures_missed:
-            batch.link.storage.settle(sequence.blocks)  # the newest row may still be on its way to the pool
             whole = scores_lse(q, sequence.keys(layer, fetch.visible.all), scale)
             sequence.trace.enter_missed_mass(layer, lse, whole)
         tail = sequence.state.tail(layer, q, fetch.visible, selection)

@@ -9,6 +9,7 @@ import torch
 from ..core import CHUNK, BlockTable
 from ..pool.pool import HostPool
 from ..select.base import KeyReader, PolicyState
+from ..transfer.link import KVStorage
 from .slot_table import SlotTable
 from .trace import Trace
 
@@ -55,10 +56,12 @@ class Sequence:
         self.state.check_integrity()
 
 
-def key_reader(pool: HostPool, blocks: BlockTable) -> KeyReader:
-    """Reads a block table's keys `[Hkv, n, d]` where they lie: a view if the chunks are one run, else a copy."""
+def key_reader(pool: HostPool, storage: KVStorage, blocks: BlockTable) -> KeyReader:
+    """Returns what reads a block table's keys `[Hkv, n, d]` where they lie: a view if the chunks are one run, else a
+    copy. Rows that `storage` is still writing back are waited for."""
 
     def read(layer: int, tokens: range) -> torch.Tensor:
+        storage.settle(blocks)
         parts = pool.runs(blocks, layer, tokens)
         return parts[0].k if len(parts) == 1 else torch.cat([part.k for part in parts], dim=1)
 
