@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.allocations import count, device_selection, older_objects_apart
 from support.device_link import staged
-from support.tiny_models import NAMES, tiny_model, tiny_prompt
+from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
 
 from offload_rt import LLM, SamplingParams
@@ -51,9 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def saved(name: str) -> Path:
         if name not in made:
-            layers = {"n_layer" if name == "gpt2" else "num_hidden_layers": LAYERS}
             made[name] = tmp_path_factory.mktemp(name)
-            tiny_model(name, **layers).save_pretrained(made[name])
+            tiny_model(name, **depth(name, LAYERS)).save_pretrained(made[name])
         return made[name]
 
     return saved
@@ -266,7 +265,7 @@ def test_a_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_those_of_the_loaded_model(folder: Any, name: str) -> None:
     shape = load_shape(folder(name), device="cpu")
-    model = tiny_model(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": LAYERS})
+    model = tiny_model(name, **depth(name, LAYERS))
     assert shape.sizes == weight_sizes(model)
     own = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     assert len(shape.sizes.layers) == LAYERS

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
 from offload_rt.errors import OffloadError
@@ -45,10 +46,16 @@ TABLES = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_table_and_figure_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_table_and_figure_is_made_once(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
+    tmp_path, model = (
+        tmp_path_factory.mktemp("paper"),
+        tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=3),
+    )
     book = BOOK.read_text(encoding="utf-8")
-    Paper(ModelUnderTest("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
+    Paper(ModelUnderTest(model, batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
     assert all(json.loads((tmp_path / name).with_suffix(".json").read_text())["data"] for name in PICTURES)
     assert {path.name for path in tmp_path.glob("*.md")} == TABLES
@@ -56,7 +63,7 @@ def test_every_table_and_figure_is_made_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(STEPS, "attention", lambda paper: None)  # pictures are drawn anew each time, from the text
     monkeypatch.setattr(ModelUnderTest, "score", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(ModelUnderTest, "llm", lambda *a: pytest.fail("timed again"))
-    Paper(ModelUnderTest("reference", batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
+    Paper(ModelUnderTest(model, batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
 
 
 def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
@@ -72,7 +79,7 @@ def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
         data = json.loads((tmp_path / model / "perplexity_by_context_with_64_tokens.json").read_text())["data"]
         assert data == {row["policy"]: [[row["context"], row["perplexity"]]] for row in rows}
     with pytest.raises(OffloadError):
-        run_jobs([PaperJob("no/such/model/at/all", "lengths", size, book, tmp_path)] * 2, 2)
+        run_jobs([PaperJob("no/such/model/at/all", "lengths", size, book, tmp_path)], 1)
 
 
 def test_a_missing_book_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> Non
     """In float64 only rounding differs, and never a choice: 1e-9 is far below what one other token would change."""
     policy, options = VARIANTS[name]
     model = tiny_model(architecture).double()
-    ids, start = tokens(150), 90
+    ids, start = tokens(130), 90
     steps = LLM(model, policy=policy, policy_options=options).score([ids[: start + 1]], [ids[start + 1 :]])[0]
     layers = by_layer(model, policy, options, ids, start)
     assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.config import EvictionOptions
@@ -18,6 +18,8 @@ from offload_rt.forward.slot_table import InPlaceEviction
 from offload_rt.models.adapter import ModelAdapter
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+"""Of four layers."""
+
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("infinigen", {"recent": 8}),
@@ -28,13 +30,15 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def make_llm(policy: str, options: dict[str, Any], chunks: int, eviction: Any, name: str = "llama") -> LLM:
+def make_llm(
+    policy: str, options: dict[str, Any], chunks: int, eviction: Any, name: str = "llama", layers: int = 4
+) -> LLM:
     return LLM(
-        tiny_model(name, dtype=torch.float64),
+        tiny_model(name, dtype=torch.float64, **depth(name, layers)),
         policy=policy,
         policy_options=options,
         dtype="float64",
-        host_memory=chunks * CHUNK_BYTES,
+        host_memory=chunks * CHUNK_BYTES * layers // 4,
         eviction=eviction,
     )
 
@@ -46,16 +50,16 @@ def make_llm(policy: str, options: dict[str, Any], chunks: int, eviction: Any, n
 def test_generation_goes_on_far_past_the_limit_in_flat_memory(
     policy: str, options: dict[str, Any], eviction: str
 ) -> None:
-    """Ten times as many tokens as the pool holds; the arena's own count is checked at every step."""
-    llm = make_llm(policy, options, 2, eviction)
+    """Five times as many tokens as the pool holds; the arena's own count is checked at every step."""
+    llm = make_llm(policy, options, 2, eviction, layers=2)
     pool, runner = llm.runner.pool, llm.runner
-    for event in llm.stream(tiny_prompt(50), SamplingParams(max_new_tokens=10 * 2 * CHUNK, temperature=0)):
-        assert pool.bytes_used <= 2 * CHUNK_BYTES
+    for event in llm.stream(tiny_prompt(50), SamplingParams(max_new_tokens=5 * 2 * CHUNK, temperature=0)):
+        assert pool.bytes_used <= CHUNK_BYTES
         if event.index % 200 == 0:
             runner.check_integrity()
     stats = llm.last_stats
-    assert stats is not None and stats.new_tokens == 20 * CHUNK
-    assert stats.kv_bytes_host == 2 * CHUNK_BYTES and pool.bytes_held == 0
+    assert stats is not None and stats.new_tokens == 10 * CHUNK
+    assert stats.kv_bytes_host == CHUNK_BYTES and pool.bytes_held == 0
 
 
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
@@ -189,7 +193,11 @@ def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], 
     it generates alone."""
     row = 16 + 4 if more else 16 * 8
     settings = {"policy": policy, "policy_options": options, "dtype": "float64", "eviction": "counter", **more}
-    llm = LLM(tiny_model("llama", dtype=torch.float64), host_memory=4 * 2 * 4 * 2 * CHUNK * row, **settings)
+    llm = LLM(
+        tiny_model("llama", dtype=torch.float64, num_hidden_layers=2),
+        host_memory=4 * 2 * 2 * 2 * CHUNK * row,
+        **settings,
+    )
     runner, prompts = llm.runner, [tiny_prompt(180), tiny_prompt(30, seed=3)]
 
     def run(prompts: list[list[int]], steps: int) -> list[Sequence]:

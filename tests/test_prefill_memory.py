@@ -1,4 +1,4 @@
-"""Prefill of 32k tokens stays linear and small, measured as the resident memory of a process of its own."""
+"""Prefill of 16k tokens stays linear and small, measured as the resident memory of a process of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-TOKENS = 32_768
+TOKENS = 16_384
 
 MEASURE = f"""
 import resource

@@ -11,9 +11,10 @@ from offload_rt.core import CHUNK
 from offload_rt.forward.shared_prefix import SharedPrefixes
 
 from .device_link import staged as with_device_link
-from .tiny_models import tiny_model
+from .tiny_models import depth, tiny_model
 
-CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+LAYERS = 2
+CHUNK_BYTES = 2 * LAYERS * 2 * 16 * CHUNK * 8
 ROW = 2 * 2 * 16 * 8
 """Bytes of K and V of one token in one layer."""
 
@@ -24,7 +25,7 @@ def greedy(count: int) -> SamplingParams:
 
 def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **options: Any) -> LLM:
     """float64, and every shared chunk is a segment of its own worth."""
-    model = tiny_model(name, dtype=torch.float64)
+    model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
     llm = LLM(model, **({"policy": "full", "dtype": "float64", "host_memory": chunks * CHUNK_BYTES} | options))
     runner = llm.runner
     runner.prefixes = SharedPrefixes(ROW, pays_from=1)

@@ -121,6 +121,11 @@ def _gain(path: str) -> float:
     return 2.0 if leaf in ("o_proj", "out_proj", "down_proj", "fc2", "c_proj") else 1.2
 
 
+def depth(name: str, layers: int) -> dict[str, int]:
+    """The override that gives the tiny model `name` so many layers."""
+    return {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
+
+
 def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
     """`length` token ids, uniform, reproducible."""
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
