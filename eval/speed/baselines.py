@@ -163,7 +163,7 @@ class Ours:
         self.name = name
         self._policy = policy
         config = EngineConfig(missed_mass_every=0)
-        self._runner = Runner(model, policy, context.pool, context.link, config)
+        self.runner = Runner(model, policy, context.pool, context.link, config)
         self._batch = [self._sequence(model, context, blocks) for blocks in block_tables]
 
     def _sequence(self, model: LoadedModel, context: Context, blocks: BlockTable) -> Decoded:
@@ -179,14 +179,14 @@ class Ours:
     def fill(self, layer: int, kv: KVPart) -> None:
         """The policy learns the keys; the rows are in the context already."""
         if layer not in self._policy.dense_layers:
-            adapter = self._runner.adapter
+            adapter = self.runner.adapter
             keys = kv.k.to(adapter.device, adapter.dtype)
             for sequence in self._batch:
                 sequence.state.on_keys(layer, keys, 0)
 
     def step(self) -> None:
         """One `Runner.decode` of all sequences."""
-        self._runner.decode(self._batch)
+        self.runner.decode(self._batch)
 
     def facts(self) -> dict[str, Any]:
         """Rows and bytes that crossed the link per token of a sequence, and what the policy keeps on the device for
@@ -206,7 +206,7 @@ class Ours:
     def stages(self, steps: int, read: Callable[[], float]) -> dict[str, float]:
         """Seconds per step in each stage, over `steps` further steps; `read` gives the time. The clock itself adds
         about a microsecond to each of some ten calls a layer."""
-        clock, runner = StageClock(read), self._runner
+        clock, runner = StageClock(read), self.runner
         model = runner.model
         staged: Any = Staged(model.adapter, clock, ADAPTER, after=REST)
         link: Any = StagedLink(runner.link, clock)
