@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import lists, low_bit_lists, segments
+from . import lists, low_bit, low_bit_cpu, low_bit_lists, segments
 from .lists import Scores
 from .low_bit import Layout
 from .pointer_table import PointerTable
@@ -183,7 +183,7 @@ def append_low_bit_values(
     low_bit_lists.append_values(v, mixing, layout, storages, slots)
 
 
-def low_bit_scores(
+def low_bit_list_scores(
     q: torch.Tensor,
     mean: torch.Tensor,
     layout: Layout,
@@ -194,3 +194,21 @@ def low_bit_scores(
 ) -> Scores:
     """See `low_bit_lists.scores`."""
     return low_bit_lists.scores(q, mean, layout, storages, starts, stops, tokens)
+
+
+def low_bit_scores(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
+) -> torch.Tensor:
+    """See `low_bit.low_bit_scores`."""
+    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
+    found: torch.Tensor = module.low_bit_scores(q, shift, storage, layout, tokens)
+    return found
+
+
+def tail_attention(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `low_bit.tail_attention`."""
+    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
+    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, shift, storage, layout, tokens, skip)
+    return part

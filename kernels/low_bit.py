@@ -85,6 +85,8 @@ def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype:
 @dataclass(frozen=True)
 class Layout:
     """Where the parts of a block lie: packed keys, packed values, steps of keys, steps of values, of 64 tokens each.
+    Keys lie byte by byte, each of all 64 tokens (a score is a sum over channels, tokens side by side), values token by
+    token (an output is a sum over tokens, channels side by side).
 
     Storage is uint8 `[Hkv, blocks, block_bytes]`; the parts are views of it, `[Hkv, blocks, 64, ...]`.
     """
@@ -113,7 +115,7 @@ class Layout:
     def keys(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed keys `[Hkv, blocks, 64, key_bytes]` and their steps `[Hkv, blocks, 64]`."""
         steps = BLOCK * (self.key_bytes + self.value_bytes)
-        packed = storage[:, :, : BLOCK * self.key_bytes].unflatten(2, (BLOCK, -1))
+        packed = storage[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
         return packed, storage[:, :, steps : steps + BLOCK]
 
     def values(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,15 +127,17 @@ class Layout:
 # -------------------------------------------------------------------------------------------------------- attention
 
 
-def low_bit_scores(q: torch.Tensor, shift: torch.Tensor, packed: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]`, scaled and in the basis of the keys, with packed keys
-    `[Hkv, n, d / 2]` and their steps `[Hkv, n]`; shift `[Hkv, G]` is what a query scores with the mean that was taken
-    from every key.
+def low_bit_scores(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
+) -> torch.Tensor:
+    """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]`, scaled and in the basis of the keys, with the keys of `tokens`;
+    shift `[Hkv, G]` is what a query scores with the mean that was taken from every key.
 
     The query is rounded to int8 with one scale per head (`selection.quantise_query`): the sum over channels is then an
     exact integer, the same on every device.
     """
     weights, scale = quantise_query(q)
+    packed, steps = (part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in layout.keys(storage))
     sums = torch.bmm(weights.to(q.dtype), unpack_rows(packed, KEY_BITS).to(q.dtype).transpose(1, 2))
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
     return (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1) * scale + shift.unsqueeze(-1)
@@ -153,8 +157,7 @@ def tail_attention(
     q and shift as in `low_bit_scores`. Returns out `[Hkv, G, d]`, mixed as the values are, and lse `[Hkv, G]` (natural
     log), float32 (float64 for float64): 0 and -inf where no token is left.
     """
-    packed, steps = (part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in layout.keys(storage))
-    scores = low_bit_scores(q, shift, packed, steps)
+    scores = low_bit_scores(q, shift, storage, layout, tokens)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
     hidden.scatter_(1, torch.where(skip < 0, len(tokens), skip - tokens.start), True)
     scores = scores.masked_fill_(hidden[:, :-1].unsqueeze(1), -math.inf)

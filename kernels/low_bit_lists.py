@@ -54,8 +54,8 @@ def scores(
     found = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = storages.heads
     for own, query, there in zip(storages.tensors, q.split(heads), found.split(heads), strict=True):
-        packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.keys(own))
-        there[:, :, : steps.shape[1]] = low_bit_scores(query, _shift(query, mean), packed, steps)
+        known = min(tokens, own.shape[1] * BLOCK)
+        there[:, :, :known] = low_bit_scores(query, _shift(query, mean), own, layout, range(known))
     return within(found, starts, stops)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_rt.kernels import low_bit_lists
+from offload_rt.kernels import low_bit_cpu, low_bit_lists, native
 from offload_rt.kernels.low_bit import (
     BLOCK,
     KEY_BITS,
@@ -114,8 +114,7 @@ def test_lists_are_the_sequences_by_themselves() -> None:
         expected = tail_attention(q[own], shift, storages[b], layout, range(2, stop), chosen[own, :count])
         torch.testing.assert_close(out[own], expected[0], rtol=0, atol=0)
         torch.testing.assert_close(lse[own], expected[1], rtol=0, atol=0)
-        packed, steps = (part.flatten(1, 2) for part in layout.keys(storages[b]))
-        scores = low_bit_scores(q[own], shift, packed, steps)[:, :, 2:stop]
+        scores = low_bit_scores(q[own], shift, storages[b], layout, range(2, stop))
         torch.testing.assert_close(found.scores[own, :, 2:stop], scores, rtol=0, atol=1e-5)
         assert found.scores[own, :, stop:].isneginf().all() and found.scores[own, :, :2].isneginf().all()
 
@@ -140,3 +139,41 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
             for part, data in zip(written, [*keys, *values], strict=True):
                 part[head, block, row] = data[0]
         assert own.equal(old), "only the new rows have changed"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("value_bits", [2, 4])
+@pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3)])
+@pytest.mark.parametrize("tokens", [range(5, 177), range(0, 320), range(64, 65), range(130, 131)])
+def test_a_processor_computes_what_is_defined(
+    monkeypatch: pytest.MonkeyPatch, tokens: range, d: int, group: int, value_bits: int, compiled: bool
+) -> None:
+    """In C to float32 rounding; in torch weights are rounded to bfloat16, eight bits, and so is their sum with the
+    largest code of a value."""
+    if not compiled:
+        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
+    elif native.low_bit(d, value_bits, group) is None:
+        pytest.skip("no C compiler")
+    layout = Layout(d, value_bits)
+    storage, q, shift = stored(layout, 2, 320), torch.randn(2, group, d) / 4, torch.randn(2, group)
+    skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
+    skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
+    expected = low_bit_scores(q, shift, storage, layout, tokens)
+    found = low_bit_cpu.low_bit_scores(q, shift, storage, layout, tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    out, lse = low_bit_cpu.tail_attention(q, shift, storage, layout, tokens, skip)
+    expected, expected_lse = tail_attention(q, shift, storage, layout, tokens, skip)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
+    largest = dequantise_rows(*(part.flatten(1, 2) for part in layout.values(storage)), value_bits, torch.float32)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if compiled else 2**-8 * float(largest.abs().max()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
+    layout = Layout(32, 2)
+    storage, q = stored(layout, 2, 130), torch.randn(2, 2, 32)
+    skip = torch.arange(3, 120).repeat(2, 1)
+    out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 2), storage, layout, range(3, 120), skip)
+    assert out.eq(0).all() and lse.isneginf().all()

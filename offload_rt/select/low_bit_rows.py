@@ -19,10 +19,8 @@ from ..kernels.low_bit import (
     BLOCK,
     KEY_BITS,
     Layout,
-    low_bit_scores,
     mixing,
     quantise_rows,
-    tail_attention,
 )
 from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import select_tokens, skew
@@ -125,10 +123,8 @@ class LowBitRows:
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`."""
-        packed, steps = (
-            part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in self._layout.keys(self._blocks[layer].data)
-        )
-        return low_bit_scores(*self._bases[layer].queries(q), packed, steps)
+        queries, storage = self._bases[layer].queries(q), self._blocks[layer].data
+        return dispatch.low_bit_scores(*queries, storage, self._layout, tokens)
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
         """As `ScoringKeys.select`."""
@@ -143,7 +139,7 @@ class LowBitRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`: out `[H, d]`, lse `[H]`."""
         own, heads = self._bases[layer], q.shape[0]
-        out, lse = tail_attention(*own.queries(q), self._blocks[layer].data, self._layout, tokens, skip)
+        out, lse = dispatch.tail_attention(*own.queries(q), self._blocks[layer].data, self._layout, tokens, skip)
         return out.reshape(heads, -1) @ own.mixing.T, lse.reshape(heads)
 
     def storage(self, layer: int, slots: int) -> torch.Tensor:
@@ -173,7 +169,7 @@ class LowBitRows:
         tokens: int,
     ) -> Scores:
         """As `ScoringKeys.found`."""
-        return dispatch.low_bit_scores(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
+        return dispatch.low_bit_list_scores(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
 
     def fork(self) -> LowBitRows:
         """Copies on the first write of either side."""

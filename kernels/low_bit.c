@@ -1,0 +1,183 @@
+/* Scores with low-bit keys, and attention over low-bit rows, on a processor: what low_bit.py defines, in one pass.
+
+Compiled by native.py for one head dimension (HEAD_DIM) and one number of bits of a value (VALUE_BITS). A block holds 64
+tokens: keys byte by byte of all tokens (byte i: channels i and i + KEY_BYTES), values token by token, steps of keys,
+steps of values. Loops run over 64 tokens or HEAD_DIM channels without branches, so that compilers turn them into vector
+instructions. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 64
+#define KEY_BYTES (HEAD_DIM / 2)
+#define VALUE_BYTES (HEAD_DIM * VALUE_BITS / 8)
+#define BLOCK_BYTES (BLOCK * (KEY_BYTES + VALUE_BYTES + 2))
+#define FIELDS (8 / VALUE_BITS)
+#define LANES 16
+#define MOST_QUERIES 32
+#define AT_ONCE 4 /* queries whose sums stay in registers; a group is padded to a multiple */
+
+typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+
+static inline float step_of(uint8_t code) {
+    uint32_t bits = ((uint32_t)code + ((127 - 20) << 3)) << 20;
+    float step;
+    memcpy(&step, &bits, sizeof step);
+    return step;
+}
+
+/* e^x for x <= 0: a power of two and a polynomial of degree 6, 2e-7 off at most; 0 below -60 (numbers too small to be
+normal would be slow). */
+static inline float exp_of(float y) {
+    float x = y < -60.0f ? -60.0f : y;
+    float scaled = x * 1.44269504f;
+    float whole = __builtin_floorf(scaled);
+    float f = scaled - whole;
+    float power = 1.0f + f * (0.6931472f + f * (0.24022651f + f * (0.05550327f + f * (0.009618437f +
+                  f * (0.0013338f + f * 0.00015403530f)))));
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float two;
+    memcpy(&two, &bits, sizeof two);
+    return y < -60.0f ? 0.0f : two * power;
+}
+
+/* scores[g][t] of one block: (sum over channels of weight and code - middle) * step * scale + shift. */
+static void block_scores(const uint8_t *restrict block, const float *restrict weights, const float *restrict middle,
+                         const float *restrict scale, const float *restrict shift, int group,
+                         float scores[][BLOCK]) {
+    float codes[HEAD_DIM][BLOCK] __attribute__((aligned(64))), step[BLOCK];
+    const uint8_t *steps = block + BLOCK * (KEY_BYTES + VALUE_BYTES);
+    for (int i = 0; i < KEY_BYTES; i++)
+        for (int t = 0; t < BLOCK; t++) {
+            codes[i][t] = (float)(block[i * BLOCK + t] & 15);
+            codes[KEY_BYTES + i][t] = (float)(block[i * BLOCK + t] >> 4);
+        }
+    for (int g = 0; g < group; g += AT_ONCE) {
+        const float *w = weights + g * HEAD_DIM;
+        for (int t = 0; t < BLOCK; t += 2 * LANES) {
+            vec sums[AT_ONCE][2] = {{{0}}};
+            for (int c = 0; c < HEAD_DIM; c++) {
+                vec left = *(const vec *)&codes[c][t], right = *(const vec *)&codes[c][t + LANES];
+                for (int i = 0; i < AT_ONCE; i++) {
+                    sums[i][0] += w[i * HEAD_DIM + c] * left;
+                    sums[i][1] += w[i * HEAD_DIM + c] * right;
+                }
+            }
+            for (int i = 0; i < AT_ONCE; i++) memcpy(&scores[g + i][t], sums[i], sizeof sums[i]);
+        }
+    }
+    for (int t = 0; t < BLOCK; t++) step[t] = step_of(steps[t]);
+    for (int g = 0; g < group; g++)
+        for (int t = 0; t < BLOCK; t++) scores[g][t] = (scores[g][t] - middle[g]) * step[t] * scale[g] + shift[g];
+}
+
+static float largest(const float *restrict x) {
+    float lanes[LANES];
+    for (int j = 0; j < LANES; j++) lanes[j] = x[j];
+    for (int t = LANES; t < BLOCK; t += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] = lanes[j] > x[t + j] ? lanes[j] : x[t + j];
+    float most = lanes[0];
+    for (int j = 1; j < LANES; j++) most = lanes[j] > most ? lanes[j] : most;
+    return most;
+}
+
+/* out[g] += the values of one block under weights[g][t], which have the steps in them. */
+static void add_values(const uint8_t *restrict values, float weights[][BLOCK], int group, float out[][HEAD_DIM]) {
+    float rows[BLOCK][HEAD_DIM] __attribute__((aligned(64)));
+    for (int t = 0; t < BLOCK; t++)
+        for (int field = 0; field < FIELDS; field++)
+            for (int c = 0; c < VALUE_BYTES; c++) {
+                int code = (values[t * VALUE_BYTES + c] >> (VALUE_BITS * field)) & ((1 << VALUE_BITS) - 1);
+                rows[t][field * VALUE_BYTES + c] = (float)code - ((1 << VALUE_BITS) - 1) * 0.5f;
+            }
+    for (int g = 0; g < group; g += AT_ONCE)
+        for (int c = 0; c < HEAD_DIM; c += 2 * LANES) {
+            vec sums[AT_ONCE][2];
+            for (int i = 0; i < AT_ONCE; i++) memcpy(sums[i], &out[g + i][c], sizeof sums[i]);
+            for (int t = 0; t < BLOCK; t++) {
+                vec left = *(const vec *)&rows[t][c], right = *(const vec *)&rows[t][c + LANES];
+                for (int i = 0; i < AT_ONCE; i++) {
+                    sums[i][0] += weights[g + i][t] * left;
+                    sums[i][1] += weights[g + i][t] * right;
+                }
+            }
+            for (int i = 0; i < AT_ONCE; i++) memcpy(&out[g + i][c], sums[i], sizeof sums[i]);
+        }
+}
+
+/* One KV head over `count` blocks: hidden[t] is 0 where token t of them counts, else 1. */
+static void attend_head(const uint8_t *blocks, const float *weights, const float *middle, const float *scale,
+                        const float *shift, const uint8_t *hidden, int64_t count, int group,
+                        float out[][HEAD_DIM], float *peak, float *total) {
+    float scores[MOST_QUERIES][BLOCK], sums[MOST_QUERIES][LANES];
+    memset(sums, 0, sizeof sums);
+    for (int g = 0; g < group; g++) {
+        peak[g] = -3e38f;
+        memset(out[g], 0, sizeof out[g]);
+    }
+    for (int64_t b = 0; b < count; b++) {
+        const uint8_t *block = blocks + b * BLOCK_BYTES, *hides = hidden + b * BLOCK;
+        const uint8_t *steps = block + BLOCK * (KEY_BYTES + VALUE_BYTES + 1);
+        float shown[BLOCK], step[BLOCK];
+        int any = 0;
+        for (int t = 0; t < BLOCK; t++) {
+            shown[t] = 1.0f - (float)hides[t];
+            step[t] = step_of(steps[t]);
+            any |= !hides[t];
+        }
+        if (!any) continue;
+        block_scores(block, weights, middle, scale, shift, group, scores);
+        for (int g = 0; g < group; g++) {
+            float *s = scores[g];
+            for (int t = 0; t < BLOCK; t++) s[t] = shown[t] > 0.0f ? s[t] : -3e38f;
+            float most = largest(s);
+            if (most > peak[g]) {
+                float kept = exp_of(peak[g] - most);
+                for (int c = 0; c < HEAD_DIM; c++) out[g][c] *= kept;
+                for (int j = 0; j < LANES; j++) sums[g][j] *= kept;
+                peak[g] = most;
+            }
+            float high = peak[g];
+            for (int t = 0; t < BLOCK; t++) s[t] = shown[t] * exp_of(s[t] - high);
+            for (int t = 0; t < BLOCK; t += LANES)
+                for (int j = 0; j < LANES; j++) sums[g][j] += s[t + j];
+            for (int t = 0; t < BLOCK; t++) s[t] *= step[t];
+        }
+        add_values(block + BLOCK * KEY_BYTES, scores, group, out);
+    }
+    for (int g = 0; g < group; g++) {
+        total[g] = 0.0f;
+        for (int j = 0; j < LANES; j++) total[g] += sums[g][j];
+    }
+}
+
+/* Attention of all heads over blocks [first, last): outs [heads * group][HEAD_DIM] not yet divided, peaks and totals
+[heads * group]. The blocks of a head lie head_stride bytes after those of the one before; hidden [heads][(last - first)
+* 64]; weights [heads * group][HEAD_DIM], a multiple of AT_ONCE queries in a group; middle, scale, shift [heads * group]. */
+void attend(const uint8_t *storage, int64_t head_stride, int heads, int group, const float *weights,
+            const float *middle, const float *scale, const float *shift, const uint8_t *hidden, int64_t first,
+            int64_t last, float *outs, float *peaks, float *totals) {
+    for (int head = 0; head < heads; head++) {
+        int64_t row = (int64_t)head * group;
+        attend_head(storage + head * head_stride + first * BLOCK_BYTES, weights + row * HEAD_DIM, middle + row,
+                    scale + row, shift + row, hidden + head * (last - first) * BLOCK, last - first, group,
+                    (float(*)[HEAD_DIM])(outs + row * HEAD_DIM), peaks + row, totals + row);
+    }
+}
+
+/* scores [heads * group][(last - first) * 64] of blocks [first, last). */
+void score(const uint8_t *storage, int64_t head_stride, int heads, int group, const float *weights,
+           const float *middle, const float *scale, const float *shift, int64_t first, int64_t last, float *scores) {
+    float found[MOST_QUERIES][BLOCK];
+    int64_t tokens = (last - first) * BLOCK;
+    for (int head = 0; head < heads; head++) {
+        int64_t row = (int64_t)head * group;
+        for (int64_t b = first; b < last; b++) {
+            block_scores(storage + head * head_stride + b * BLOCK_BYTES, weights + row * HEAD_DIM, middle + row,
+                         scale + row, shift + row, group, found);
+            for (int g = 0; g < group; g++)
+                memcpy(scores + (row + g) * tokens + (b - first) * BLOCK, found[g], sizeof found[g]);
+        }
+    }
+}

@@ -1,0 +1,108 @@
+"""Scores with low-bit keys and attention over low-bit rows on a processor: one pass in C where there is a compiler
+(`low_bit.c`), else in torch by integer products over the bytes. Float32; what they compute is defined in `low_bit.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import native
+from .low_bit import BLOCK, KEY_BITS, Layout, decode_steps, unpack_rows
+from .selection import quantise_query
+
+
+def suits(q: torch.Tensor) -> bool:
+    """Whether queries q are computed here."""
+    return q.device.type == "cpu" and q.dtype == torch.float32
+
+
+def low_bit_scores(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
+) -> torch.Tensor:
+    """See `low_bit.low_bit_scores`."""
+    blocks = _blocks_of(tokens)
+    first = blocks.start * BLOCK
+    weights, scale = quantise_query(q)
+    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
+    if library is not None:
+        scores = library.scores(weights, scale.squeeze(-1), shift, storage, blocks)
+    else:
+        scores = _scores(weights, scale, shift, storage, layout, blocks)
+    return scores[:, :, tokens.start - first : tokens.stop - first]
+
+
+def tail_attention(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `low_bit.tail_attention`; values are weighted by float32 in C, by bfloat16 in torch."""
+    blocks = _blocks_of(tokens)
+    hidden = _hidden(tokens, skip, blocks)
+    weights, scale = quantise_query(q)
+    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
+    if library is not None:
+        return library.attend(weights, scale.squeeze(-1), shift, storage, hidden, blocks)
+    scores = _scores(weights, scale, shift, storage, layout, blocks)
+    scores.masked_fill_(hidden.view(torch.bool).unsqueeze(1), -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+    return _mix(scores, storage, layout, blocks), lse
+
+
+def _blocks_of(tokens: range) -> range:
+    return range(tokens.start // BLOCK, -(-tokens.stop // BLOCK))
+
+
+def _hidden(tokens: range, skip: torch.Tensor, blocks: range) -> torch.Tensor:
+    """uint8 `[Hkv, blocks * 64]`: 1 where a token of `blocks` is not among `tokens`, or is skipped."""
+    first, count = blocks.start * BLOCK, len(blocks) * BLOCK
+    hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.uint8)
+    hidden[:, tokens.start - first : tokens.stop - first] = 0
+    hidden.scatter_(1, torch.where(skip < 0, count, skip - first), 1)
+    return hidden[:, :-1].contiguous()
+
+
+def _scores(
+    weights: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    storage: torch.Tensor,
+    layout: Layout,
+    blocks: range,
+) -> torch.Tensor:
+    """`[Hkv, G, blocks * 64]` from the query's int8 weights `[Hkv, G, d]` and their scale `[Hkv, G, 1]`: one integer
+    product for each half of the channels, head by head in the cache."""
+    heads, group, _ = weights.shape
+    width, count = layout.key_bytes, len(blocks)
+    packed, steps = (part[:, blocks.start : blocks.stop] for part in layout.keys(storage))
+    codes = torch.empty(width, count, BLOCK, dtype=torch.uint8)
+    out = torch.empty(heads, group, count * BLOCK)
+    middle = weights.sum(-1, keepdim=True, dtype=torch.int32) * (((1 << KEY_BITS) - 1) / 2)
+    for head in range(heads):
+        rows = packed[head].permute(2, 0, 1)
+        low = torch._int_mm(weights[head, :, :width], _masked(rows, codes))
+        high = torch._int_mm(weights[head, :, width:], _shifted(rows, codes))
+        out[head] = (low.add_(high) - middle[head]) * scale[head]
+    return out.mul_(decode_steps(steps).flatten(1).unsqueeze(1)).add_(shift.unsqueeze(-1))
+
+
+def _masked(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    return torch.bitwise_and(rows, (1 << KEY_BITS) - 1, out=codes).view(torch.int8).flatten(1)
+
+
+def _shifted(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    return torch.bitwise_right_shift(rows, KEY_BITS, out=codes).view(torch.int8).flatten(1)
+
+
+def _mix(weights: torch.Tensor, storage: torch.Tensor, layout: Layout, blocks: range) -> torch.Tensor:
+    """The values of `blocks` weighted by `[Hkv, G, blocks * 64]`: `[Hkv, G, d]`. Codes are whole numbers, exact in
+    bfloat16; the weights, steps in them, are rounded to it."""
+    packed, steps = (part[:, blocks.start : blocks.stop] for part in layout.values(storage))
+    rounded = weights.mul_(decode_steps(steps).flatten(1).unsqueeze(1)).bfloat16()
+    middle = rounded.sum(-1, keepdim=True, dtype=torch.float32) * (((1 << layout.value_bits) - 1) / 2)
+    sums = [
+        own @ unpack_rows(codes, layout.value_bits).bfloat16()
+        for own, codes in zip(rounded, packed.flatten(1, 2), strict=True)
+    ]
+    return torch.stack(sums).float() - middle

@@ -1,0 +1,130 @@
+"""C code of this package, compiled on first use for the processor that it runs on and kept in the user's cache folder.
+
+There is no compiler everywhere: where none is found, or it fails, callers take their torch path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .low_bit import BLOCK
+
+SOURCE = Path(__file__).with_name("low_bit.c")
+FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c11")
+QUERIES = 4
+"""Query heads of a group that the code computes together; groups are padded to a multiple."""
+
+MOST_QUERIES = 32
+"""The largest group that it takes."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LowBitLibrary:
+    """`low_bit.c` for one head dimension and one number of bits of a value."""
+
+    library: ctypes.CDLL
+
+    def scores(
+        self, weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, blocks: range
+    ) -> torch.Tensor:
+        """`[Hkv, G, blocks * 64]` of queries that are int8 weights `[Hkv, G, d]`, scale and shift `[Hkv, G]`."""
+        heads, group, _ = weights.shape
+        queries, count = _queries(weights, scale, shift), len(blocks) * BLOCK
+        padded = queries[0].shape[1]
+        out = torch.empty(heads, padded, count)
+        self.library.score(
+            *_storage(storage), heads, padded, *map(_pointer, queries),
+            ctypes.c_int64(blocks.start), ctypes.c_int64(blocks.stop), _pointer(out),
+        )  # fmt: skip
+        return out[:, :group]
+
+    def attend(
+        self,
+        weights: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        storage: torch.Tensor,
+        hidden: torch.Tensor,
+        blocks: range,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out `[Hkv, G, d]` and lse `[Hkv, G]` of the same queries over the tokens of `blocks` whose `hidden` uint8
+        `[Hkv, blocks * 64]` is 0."""
+        heads, group, d = weights.shape
+        queries = _queries(weights, scale, shift)
+        padded = queries[0].shape[1]
+        out, peak, total = torch.empty(heads, padded, d), torch.empty(heads, padded), torch.empty(heads, padded)
+        assert hidden.is_contiguous() and hidden.shape == (heads, len(blocks) * BLOCK)
+        self.library.attend(
+            *_storage(storage), heads, padded, *map(_pointer, queries), _pointer(hidden),
+            ctypes.c_int64(blocks.start), ctypes.c_int64(blocks.stop), _pointer(out), _pointer(peak), _pointer(total),
+        )  # fmt: skip
+        out, peak, total = out[:, :group], peak[:, :group], total[:, :group]
+        return out / total.clamp_min(1e-30).unsqueeze(-1), torch.where(total > 0, peak + total.log(), -torch.inf)
+
+
+def _queries(weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the C code reads of queries, groups padded: weights, their middle, scale and shift, float32."""
+    more = -weights.shape[1] % QUERIES
+    wide = torch.nn.functional.pad(weights.float(), (0, 0, 0, more)).contiguous()
+    padded = (torch.nn.functional.pad(each, (0, more)).contiguous() for each in (scale, shift))
+    return wide, wide.sum(-1).mul_(7.5), *padded
+
+
+def _storage(storage: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    assert storage.stride(2) == 1 and storage.stride(1) == storage.shape[2]
+    return _pointer(storage), ctypes.c_int64(storage.stride(0))
+
+
+def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
+    """The library for these shapes; None where the code does not take them, or cannot be compiled."""
+    if head_dim % 32 or group > MOST_QUERIES:
+        return None
+    return _load(head_dim, value_bits)
+
+
+@functools.cache
+def _load(head_dim: int, value_bits: int) -> LowBitLibrary | None:
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    command = [compiler, *FLAGS, f"-DHEAD_DIM={head_dim}", f"-DVALUE_BITS={value_bits}", "-shared", "-fPIC"]
+    described = " ".join(command).encode() + SOURCE.read_bytes() + _processor()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt" / "native"
+    path = cache / f"low_bit-{hashlib.sha256(described).hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                built = Path(folder) / path.name
+                subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, timeout=120)
+                os.replace(built, path)
+        return LowBitLibrary(ctypes.CDLL(str(path)))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.info("low-bit attention runs in torch: %s", error)
+        return None
+
+
+def _processor() -> bytes:
+    """What tells this processor from others that share the cache folder."""
+    described = Path("/proc/cpuinfo")
+    if not described.exists():
+        return b""
+    lines = described.read_bytes().split(b"\n")
+    return b"".join(line for line in lines if line.startswith((b"model name", b"flags")))
