@@ -16,7 +16,7 @@ from ..storage.chunk_store import NamedChunk
 class Lineage:
     """What the names of all chunks of a session have in common.
 
-    root: the parent key of first chunks (`ChunkStore.root`). policy: the policy's lineage, of which decoded tokens'
+    root: the parent key of first chunks (`ChunkStore.root`). policy: the policy's lineage, on which decoded tokens'
     rows depend. truncation_id: what was cut out of the session. owner: keeps the chunks to one session and its forks;
     empty where all sessions share them.
     """
