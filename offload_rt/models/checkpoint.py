@@ -55,7 +55,8 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
 
 
 def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrainedConfig:
-    """See `read_config`. ModelError where the package that reads GGUF files is missing."""
+    """The configuration in the header of a GGUF file. Raises what `read_config` raises, and ModelError where the
+    package that reads such files is missing."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 

@@ -80,11 +80,11 @@ class Native:
     exact = True
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `KVFormat.encode`."""
+        """Returns `rows` as they are."""
         return rows
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """See `KVFormat.decode`."""
+        """Returns `stored` as it is."""
         return stored
 
 
@@ -125,7 +125,7 @@ class Quantised:
     exact = False
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `KVFormat.encode`."""
+        """Codes of `[..., d]` numbers, and behind them minimum and step of each group, as bytes `[..., width]`."""
         grouped = rows.float().unflatten(-1, (self.groups, -1))
         low, high = grouped.aminmax(dim=-1, keepdim=True)
         levels = (1 << self.bits) - 1
@@ -136,7 +136,7 @@ class Quantised:
         return torch.cat((self._pack(codes.flatten(-2)), scales), dim=-1)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """See `KVFormat.decode`."""
+        """Numbers `[..., d]` of the model's dtype from codes, minima and steps."""
         codes = self._unpack(stored[..., : self._code_bytes]).float().unflatten(-1, (self.groups, -1))
         scales = stored[..., self._code_bytes :].contiguous().view(torch.float16).float().unflatten(-1, (-1, 2))
         rows: torch.Tensor = torch.addcmul(scales[..., :1], codes, scales[..., 1:]).flatten(-2).to(self.dtype)
@@ -145,10 +145,10 @@ class Quantised:
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes `[..., d]`, 8 / bits neighbours to a byte, the first in the lowest bits."""
         fields = 8 // self.bits
-        apart = codes.unflatten(-1, (-1, fields))
-        packed: torch.Tensor = apart[..., 0].clone()
+        split = codes.unflatten(-1, (-1, fields))
+        packed: torch.Tensor = split[..., 0].clone()
         for field in range(1, fields):
-            packed |= apart[..., field] << (self.bits * field)
+            packed |= split[..., field] << (self.bits * field)
         return packed
 
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:

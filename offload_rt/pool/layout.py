@@ -5,8 +5,8 @@ The pool is one tensor of equal slabs, each
     [layer, kv_head, 2 (K, V), slab_chunks * 64, d]
 
 so that over a run of neighbouring chunk slots of one slab, K of one (layer, head) is a single contiguous matrix
-`[tokens, d]`, and so is V: attention on a CPU reads it in place. DESIGN section 4 first had K and V of a token side by
-side; then the products of attention walk over strided rows, which is slower. The price: a selected token is two reads
+`[tokens, d]`, and so is V: attention on a CPU reads it in place. With K and V of a token side by side, the
+products of attention would walk over strided rows, which is slower. The price: a selected token is two reads
 of `d` numbers instead of one of `2d`, and one layer of one chunk is `2 * Hkv` contiguous pieces of `64 * d` numbers
 instead of one.
 

@@ -273,9 +273,9 @@ class HostPool:
         """Forgets the tokens from `length` on and gives back the chunks that held only those."""
         assert 0 <= length <= blocks.length
         blocks.length = length
-        kept = _chunks_of(length)
-        self._drop(blocks.chunks[kept:])
-        del blocks.chunks[kept:]
+        held = _chunks_of(length)
+        self._drop(blocks.chunks[held:])
+        del blocks.chunks[held:]
 
     def release(self, blocks: BlockTable) -> None:
         """Gives all chunks back and empties the block table; a second call does nothing."""

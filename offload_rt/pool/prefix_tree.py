@@ -137,7 +137,7 @@ class PrefixTree:
         return fresh, instead
 
     def release(self, chunks: Iterable[int]) -> None:
-        """Nobody but the tree holds `chunks` any more (those that it does not know are ignored)."""
+        """Marks `chunks` idle: only the tree holds them now. Those that it does not know are ignored."""
         self._clock += 1
         for chunk in chunks:
             node = self._of.get(chunk)

@@ -119,7 +119,8 @@ class _ScatteredPart(KVPart):
         return self._scratch.gather(1, self._ids)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """See `KVPart.mix`; a bag of an embedding is a weighted sum of rows."""
+        """The values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`; a bag of an embedding is a weighted sum of
+        rows."""
         rows, (kv_heads, n) = self._scratch.planes[1], self._ids.shape
         if weights.shape[1] > 1:
             return super().mix(weights)

@@ -65,9 +65,9 @@ class Residency:
         """Neighbouring places of the resident tokens of `visible`, in token order."""
         sinks, recent = self._sinks, visible.recent
         first = max(recent.start, sinks)
-        turns = -(-(first - sinks) // self._recent)
-        cut = min(recent.stop, sinks + turns * self._recent)
-        ring = [run for run in (range(first, cut), range(cut, recent.stop)) if run]
+        rounds = -(-(first - sinks) // self._recent)
+        ring_start = min(recent.stop, sinks + rounds * self._recent)
+        ring = [run for run in (range(first, ring_start), range(ring_start, recent.stop)) if run]
         starts = [place(run.start, sinks, self._recent) for run in ring]
         placed = [range(start, start + len(run)) for start, run in zip(starts, ring, strict=True)]
         return [visible.sinks, range(recent.start, min(recent.stop, sinks)), *placed]

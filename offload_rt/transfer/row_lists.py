@@ -202,7 +202,7 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """See `Arriving`."""
+        """`Arriving.tally`: rows that crossed for each sequence and rows that its working set had, int64 `[B, 2]`."""
         if not found and again is None:
             return None
         if counts is None:

@@ -52,30 +52,30 @@ class CudaStream:
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """See `Stream.behind_compute`."""
+        """Queues the work of this context in the CUDA stream, behind the compute stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
     def mark(self) -> torch.cuda.Event:
-        """See `Stream.mark`."""
+        """Records an event in the CUDA stream."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def wait_for(self, mark: Any) -> None:
-        """See `Stream.wait_for`."""
+        """Makes the CUDA stream wait for an event."""
         self._stream.wait_event(mark)
 
     def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
-        """See `Stream.hold_compute`."""
+        """Makes the compute stream wait for an event, and tells the allocator that it uses `tensors`."""
         compute = torch.cuda.current_stream(self._device)
         compute.wait_event(mark)
         for tensor in tensors:
             tensor.record_stream(compute)
 
     def borrow(self, *tensors: torch.Tensor) -> None:
-        """See `Stream.borrow`."""
+        """Tells the allocator that the CUDA stream uses `tensors`."""
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
@@ -91,19 +91,19 @@ class InlineStream:
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """See `Stream.behind_compute`."""
+        """Runs the work of this context at once."""
         with nullcontext():
             yield
 
     def mark(self) -> Event:
-        """See `Stream.mark`."""
+        """A point that is reached already."""
         return _Reached()
 
     def wait_for(self, mark: Event) -> None:
-        """See `Stream.wait_for`."""
+        """Does nothing: every mark is reached."""
 
     def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
-        """See `Stream.hold_compute`."""
+        """Does nothing: every mark is reached."""
 
     def borrow(self, *tensors: torch.Tensor) -> None:
-        """See `Stream.borrow`."""
+        """Does nothing: there is no other stream."""

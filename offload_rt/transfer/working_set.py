@@ -67,7 +67,7 @@ class Table:
     def __init__(self, lists: int, capacity: int, device: torch.device, decay: float = DECAY) -> None:
         assert capacity >= 1 and 0 <= decay <= 1
         self.capacity, self._decay = capacity, decay
-        # One slot more than there are takes what is to be kept nowhere, so that every scatter has a static shape.
+        # One slot more than there are takes what is to be stored nowhere, so that every scatter has a static shape.
         self._tokens = torch.full((lists, capacity + 1), _EMPTY, dtype=torch.int32, device=device)
         self._scores = torch.full((lists, capacity + 1), -torch.inf, device=device)
 
@@ -96,9 +96,9 @@ class Table:
         scores.mul_(self._decay).add_(used)
         # SlotTable by rising score, those just used behind all others: the j-th missing token takes the j-th of them.
         leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
-        turn = missing.cumsum(1) - 1
-        kept = missing & (turn < capacity - hit.sum(1, keepdim=True))
-        into = leaving.gather(1, turn.clamp(0, capacity - 1)).where(kept, capacity)
+        rank = missing.cumsum(1) - 1
+        admitted = missing & (rank < capacity - hit.sum(1, keepdim=True))
+        into = leaving.gather(1, rank.clamp(0, capacity - 1)).where(admitted, capacity)
         self._tokens.scatter_(1, into, wanted)
         self._scores.scatter_(1, into, 1.0)
         return LookUp(slots.where(hit, _EMPTY), into, hit.sum())
@@ -167,14 +167,14 @@ class WorkingSet:
         first = torch.arange(0, rows.shape[1] * rows.shape[2], rows.shape[2], device=rows.device).view(-1, 1)
         ids = (first + found.slots).where(found.slots >= 0, _EMPTY)
         counts = torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device=rows.device)
-        for kept, plane in zip(rows, out, strict=True):
-            gather_rows(kept.flatten(0, 1), ids, counts, plane)
+        for own, plane in zip(rows, out, strict=True):
+            gather_rows(own.flatten(0, 1), ids, counts, plane)
 
     def write(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
         """Of rows `[2, Hkv, n, width]` those that were missing take the slots they got."""
-        kept = self._layers[layer].rows
-        index = found.into[None, :, :, None].expand(2, -1, -1, kept.shape[3])
-        kept.scatter_(2, index, rows)
+        own = self._layers[layer].rows
+        index = found.into[None, :, :, None].expand(2, -1, -1, own.shape[3])
+        own.scatter_(2, index, rows)
 
     def forget(self, layer: int, token: int) -> None:
         """The row of `token` is another one from now on."""
