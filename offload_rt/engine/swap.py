@@ -143,8 +143,8 @@ class Swap:
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
-        """Of the prefill, and of decoding again what a prefill would give other rows; as if the prefix tree had kept
-        nothing of it."""
+        """Returns the seconds of the prefill, and of decoding again what a prefill would give other rows; as if the
+        prefix tree had kept nothing of it."""
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:

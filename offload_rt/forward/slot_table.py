@@ -161,8 +161,8 @@ class InPlaceEviction:
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Evicts the victims of every layer: survivors of the last chunk fill their places, the ring
         moves down in order. From then on the sequence overwrites."""
-        kept, used = blocks.capacity - CHUNK, self.context
-        first, dropped = kept - self._recent, used - kept
+        remaining, used = blocks.capacity - CHUNK, self.context
+        first, dropped = remaining - self._recent, used - remaining
         if first <= self._sinks or dropped <= 0 or not self._owns(blocks, first):
             return None
         protected = self._protected(blocks, used - self._recent)[:used]
@@ -174,7 +174,7 @@ class InPlaceEviction:
         moves = [_filled(set(layer), range(first, used - self._recent)) + ring for layer in gone.tolist()]
         for layer, pairs in enumerate(moves):
             state.follow(layer, pairs)
-        self._state, self.context = state.cut(kept), kept
+        self._state, self.context = state.cut(remaining), remaining
         if self._victims is None:
             self._victims, self._ring_start = [], self._known
         return moves
