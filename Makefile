@@ -2,6 +2,7 @@
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
 #   make test-training  the tests of scripts/reference that train
+#   make mutants one-line faults all over the package, each of which a test must catch; MUTANT=name runs one
 #   make soak    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written), sessions (50
 #                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|
@@ -22,7 +23,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demo-real docs test test-training soak gpu bench paper lint venv clean
+.PHONY: demo demo-real docs test test-training mutants soak gpu bench paper lint venv clean
 
 venv: $(READY)
 
@@ -50,6 +51,9 @@ test: lint docs
 
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
+
+mutants: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
 SOAK_PARTS := disk sessions composition
 SOAK_disk := tests/test_disk.py
