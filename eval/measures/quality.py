@@ -83,6 +83,7 @@ def _tasks_flags(parser: argparse.ArgumentParser) -> None:
     size = parser.add_argument_group("size")
     size.add_argument("--num-fewshot", type=int, metavar="N", help="examples in front of each request")
     size.add_argument("--limit", type=int, metavar="N", help="documents of each task (default: all)")
+    size.add_argument("--lengths", type=counts, metavar="4k,8k", help="tokens of RULER's documents")
     size.add_argument("--decode-from", type=int, metavar="N", help="tokens of a request prefilled exactly at most")
     size.add_argument("--include-path", metavar="DIR", help="more task files of the harness")
     size.add_argument("--harness-class", action="store_true", help="the harness' own transformers class beside full")
@@ -94,7 +95,7 @@ def tasks(args: argparse.Namespace) -> int:
     reference --tasks piqa_local,copa_local --num-fewshot 5 --limit 50 --budgets 0.1 --harness-class --out DIR"""
     from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 
-    names = ("num_fewshot", "limit", "decode_from", "include_path")
+    names = ("num_fewshot", "limit", "decode_from", "include_path", "lengths")
     config = TasksConfig(tasks=tuple(args.tasks), **given(args, names))
     say, tested = say_on_stderr(args.quiet), model_under_test(args)
     report = run_tasks(tested, variants(args, tested), config, Path(args.out), own_class=args.harness_class, say=say)

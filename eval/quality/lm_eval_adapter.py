@@ -1,6 +1,8 @@
 """The LM Evaluation Harness (0.4) with our runtime as a model: its own tasks, prompts and metrics, our decode path.
 
     offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
+    offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
+        --metadata '{"max_seq_lengths": [4096]}' --limit 20          (RULER, extra lm_eval[ruler], no download)
 
 The harness finds no models by plugin, so this module registers ours as "offload-rt" and calls the harness' own entry
 point with the arguments that it was given (`--model offload-rt` is added where no model is named).
@@ -9,9 +11,11 @@ point with the arguments that it was given (`--model offload-rt` is added where 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -19,6 +23,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ...config import DType, EngineConfig, SamplingParams
+from ...engine.stats import Stats
 from ...errors import ConfigError, InputError
 from ...llm import LLM
 
@@ -96,6 +101,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         self.decode_from, self.add_bos_token = decode_from, add_bos_token
         self.link_fractions: list[float] = []
         self.attended_fractions: list[float] = []
+        self.shares: dict[str, list[tuple[float, float]]] = {}  # of each task: (attended, link) of its requests
 
     @property
     def eot_token_id(self) -> int:
@@ -166,7 +172,8 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations up to a stop string or the end of the text, greedy unless the task samples."""
-        prompts, params = [], []
+        prompts: list[list[int]] = []
+        params: list[SamplingParams] = []
         for context, settings in (request.args for request in requests):
             kwargs = dict(normalize_gen_kwargs(settings, 256))
             room = self.max_length - int(kwargs["max_gen_toks"])
@@ -174,10 +181,81 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
                 raise InputError(f"max_gen_toks={kwargs['max_gen_toks']} leaves no room in {self.max_length} tokens")
             prompts.append(self.tok_encode(context)[-room:])
             params.append(_sampling(kwargs))
-        completions = self.llm.generate(prompts, params)
-        for request, completion in zip(requests, completions, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, completion.text)
-        return [completion.text for completion in completions]
+        texts: list[str] = []
+        for start in range(0, len(prompts), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            for request, completion in zip(requests[part], self.llm.generate(prompts[part], params[part]), strict=True):
+                self._spent(completion.stats, request.task_name)
+                self.cache_hook.add_partial("generate_until", request.args, completion.text)
+                texts.append(completion.text)
+        self._say_shares()
+        return texts
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(sum of log-probabilities, whether greedy) of each (context, continuation)."""
+        before = len(self.attended_fractions)
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        names = [request.task_name for request in requests]
+        shares = zip(self.attended_fractions[before:], self.link_fractions[before:], strict=True)
+        for name, (attended, link) in zip(names, shares, strict=True):
+            self.shares.setdefault(str(name), []).append((attended, link))
+        self._say_shares()
+        return found
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The dialogue as the tokenizer's template writes it. Raises InputError where it has none."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise InputError(f"{self.llm.name} has no chat template: leave --apply_chat_template out")
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into its results: the mean shares (attended, over the link) of each task."""
+        means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
+        return {"attended_and_link_fractions": means}
+
+    def _spent(self, stats: Stats, task: str | None) -> None:
+        """Enters what a request of `task` cost."""
+        self.attended_fractions.append(stats.attended_fraction)
+        self.link_fractions.append(stats.link_fraction)
+        self.shares.setdefault(str(task), []).append((stats.attended_fraction, stats.link_fraction))
+
+    def _say_shares(self) -> None:
+        """A line on stderr for each task so far."""
+        for name, shares in self.shares.items():
+            attended, link = _mean_shares(shares)
+            what = f"{name}: {len(shares)} requests, attended {attended:.2%}, over the link {link:.2%} (means)"
+            print(what, file=sys.stderr, flush=True)
+
+
+def _mean_shares(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Means of (attended, link) shares."""
+    attended, link = zip(*shares, strict=True)
+    return sum(attended) / len(shares), sum(link) / len(shares)
+
+
+@contextmanager
+def without_downloads() -> Iterator[None]:
+    """RULER's tasks fetch a trained sentence splitter when they are imported, whether they need it or not: here they
+    find it. A task that does need it fails with nltk's own message."""
+    try:
+        import nltk
+    except ModuleNotFoundError:
+        yield
+        return
+    find = nltk.data.find
+
+    def found(name: str, *places: Any) -> Any:
+        return name if name == "tokenizers/punkt_tab" else find(name, *places)
+
+    with patch.object(nltk.data, "find", found):
+        yield
 
 
 def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
@@ -221,11 +299,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given += ["--model", "offload-rt"]
         if "--device" not in flags:
             given += ["--device", "auto"]  # the harness' own default is cuda:0 on every machine
+        if not flags & {"--batch_size", "-b"}:
+            given += ["--batch_size", "auto"]  # the harness' own default is one sequence at a time
         if "--include_path" not in flags:
             given += ["--include_path", str(TASKS)]
     before, sys.argv = sys.argv, ["lm-eval", *given]
     try:
-        cli_evaluate()
+        with without_downloads():
+            cli_evaluate()
     finally:
         sys.argv = before
     return 0

@@ -27,7 +27,8 @@ Say = Callable[[str], None]
 class TasksConfig:
     """tasks: the harness' names, or ours over local files (piqa_local ...). num_fewshot: None takes each task's own.
     limit: documents of each task (None: all). decode_from: tokens of a request that are prefilled at most (None: all
-    of the context but its last; 1 sends every token through the policy). include_path: more task files."""
+    of the context but its last; 1 sends every token through the policy). include_path: more task files.
+    lengths: of the documents of RULER's tasks, in tokens (none: the tasks have documents of their own)."""
 
     tasks: tuple[str, ...]
     num_fewshot: int | None = None
@@ -35,12 +36,26 @@ class TasksConfig:
     decode_from: int | None = None
     include_path: str | None = None
     seed: int = 1234
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tasks:
             raise ConfigError("name at least one task, such as piqa_local")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit} must be at least 1")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What rows are kept by; without `lengths` where there are none, so that rows measured before they were are
+        found."""
+        found = asdict(self)
+        return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
+
+    @property
+    def jobs(self) -> list[tuple[str, int | None, str]]:
+        """(task, length of its documents, what tables call it)."""
+        pairs = [(task, length) for task in self.tasks for length in self.lengths or (None,)]
+        return [(task, length, task if length is None else f"{task}, {length:,} tokens") for task, length in pairs]
 
 
 def run_tasks(
@@ -55,27 +70,33 @@ def run_tasks(
     """Runs every task under every variant, compared with the first, which should be full; with `own_class` also under
     the harness' transformers class. Writes tasks.json, .csv and .md to `out`; rows that it holds are not run again."""
     store = RowStore(out)
-    shared = {"suite": "tasks", **tested.identity, **asdict(config)}
+    shared = {"suite": "tasks", **tested.identity, **config.about}
     runs: list[tuple[str, Variant | None]] = [(variant.label, variant) for variant in variants]
     runs += [(OWN, None)] if own_class else []
     rows: list[Row] = []
     base: dict[str, Row] = {}
     for label, variant in runs:
         model: Any = None
-        for task in config.tasks:
-            key = shared | {"tasks": task, "variant": tested.key(variant) if variant else OWN}
+        for task, length, name in config.jobs:
+            key = (
+                shared
+                | {"tasks": task}
+                | ({} if length is None else {"lengths": [length]})
+                | {"variant": tested.key(variant) if variant else OWN}
+            )
             row = store.get(key)
             if row is None:
                 model = model or make_model(tested, variant, config)
-                row = measure(model, task, config)
+                row = measure(model, task, config, length, tested.model)
                 store.put(key, row)
             row = (tested.describe(variant) if variant else tested.identity | {"variant": label}) | row
-            row |= {"task": task}
-            base.setdefault(task, row)
-            rows.append(row | compare(row, base[task]))
-            say(f"{task}, {label}: {rows[-1]['metrics_shown']}")
-    rows.sort(key=lambda row: config.tasks.index(row["task"]))
-    about = {**tested.identity, **asdict(config), "harness": "lm-eval 0.4"}
+            row |= {"task": name}
+            base.setdefault(name, row)
+            rows.append(row | compare(row, base[name]))
+            say(f"{name}, {label}: {rows[-1]['metrics_shown']}")
+    names = [name for _, _, name in config.jobs]
+    rows.sort(key=lambda row: names.index(row["task"]))
+    about = {**tested.identity, **config.about, "harness": "lm-eval 0.4"}
     report = Report("tasks", f"Harness tasks under {tested.name}", about, COLUMNS, rows, NOTES)
     report.write(out)
     return report
@@ -94,30 +115,34 @@ def make_model(tested: ModelUnderTest, variant: Variant | None, config: TasksCon
     return OffloadLM.around(llm, decode_from=config.decode_from, batch_size=tested.batch)
 
 
-def measure(model: Any, task: str, config: TasksConfig) -> Row:
+def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
     """One task: `metrics` {name: [value, standard error]}, and of each document its metrics, its requests'
-    log-likelihoods and its text; what the model spent on it."""
+    log-likelihoods and its text; what the model spent on it. `length`: of RULER's documents, in tokens of the model
+    `tokenizer`."""
     from lm_eval import simple_evaluate
 
-    from .lm_eval_adapter import TASKS
+    from .lm_eval_adapter import TASKS, without_downloads
 
     for spent in (getattr(model, name, []) for name in ("attended_fractions", "link_fractions")):
         spent.clear()
-    done = simple_evaluate(
-        model=model,
-        tasks=[task],
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-        task_manager=_task_manager(str(TASKS), *([config.include_path] if config.include_path else [])),
-        log_samples=True,
-        bootstrap_iters=1000,
-        random_seed=config.seed,
-        numpy_random_seed=config.seed,
-        torch_random_seed=config.seed,
-        fewshot_random_seed=config.seed,
-    )
+    folders = (str(TASKS), *([config.include_path] if config.include_path else []))
+    with without_downloads():
+        done = simple_evaluate(
+            model=model,
+            tasks=[task],
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            task_manager=_task_manager(*folders, length=length, tokenizer=tokenizer),
+            log_samples=True,
+            bootstrap_iters=1000,
+            random_seed=config.seed,
+            numpy_random_seed=config.seed,
+            torch_random_seed=config.seed,
+            fewshot_random_seed=config.seed,
+        )
     found = done["results"][task]
     names = [key.removesuffix(",none") for key in found if key.endswith(",none") and "_stderr" not in key]
+    names = [name for name in names if length is None or name == str(length)]  # RULER's scores of other lengths: -1
     samples = done["samples"][task]
     return {
         "metrics": {name: [float(found[f"{name},none"]), _number(found.get(f"{name}_stderr,none"))] for name in names},
@@ -133,11 +158,13 @@ def measure(model: Any, task: str, config: TasksConfig) -> Row:
 
 
 @functools.cache
-def _task_manager(*folders: str) -> Any:
-    """Returns the harness' tasks with those of `folders`; the harness takes seconds to read its thousands of files."""
+def _task_manager(*folders: str, length: int | None, tokenizer: str) -> Any:
+    """Returns the harness' tasks with those of `folders`; the harness takes seconds to read its thousands of files.
+    With `length` RULER's documents have so many tokens of the model `tokenizer`."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=list(folders))
+    metadata = None if length is None else {"max_seq_lengths": [length], "tokenizer": str(locate(tokenizer))}
+    return TaskManager(include_path=list(folders), metadata=metadata)
 
 
 def _number(value: Any) -> float | None:
