@@ -10,6 +10,8 @@
 #   make bench   the speed measurements, written to out/
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
 #                (about half an hour on two cores; what is done is not done again)
+#   make real    what a selection loses on trained models (MODEL=smollm2 runs one), written to eval/results/MODEL; in
+#                parts that begin nothing new after 50 minutes: PART=perplexity|needles|ablation|bytes|tasks|ruler
 #   make docs    the documentation as a site in out/docs, warnings as errors; part of make test
 #   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
 #   make lint    ruff and mypy alone
@@ -23,7 +25,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demo-real docs test test-training mutants soak gpu bench paper lint venv clean
+.PHONY: demo demo-real docs test test-training mutants soak gpu bench paper real lint venv clean
 
 venv: $(READY)
 
@@ -94,6 +96,15 @@ docs: $(READY)
 	$(BIN)/python docs/house.py docs/pages/house.svg
 	$(BIN)/python docs/commands.py docs/pages/reference/commands.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
+
+# Trained models: fetched once by the tool of GET_MODELS where it is at hand.
+MODELS := $(or $(MODEL),smollm2 qwen)
+GET_MODELS ?= ../shared/tools/get_models.py
+
+real: $(READY)
+	$(if $(wildcard $(GET_MODELS)),$(BIN)/python $(GET_MODELS) $(MODELS))
+	HF_HUB_OFFLINE=1 OFFLOAD_RT_DATA=$(DATA) $(BIN)/offload-rt eval real --models $(MODELS) \
+		$(if $(PART),--parts $(PART)) $(REAL_FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

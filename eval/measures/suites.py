@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ..core.registry import measure
+from .flags import say_on_stderr, words
 from .quality import PACKAGED
 
 
@@ -49,6 +51,27 @@ def gpu(args: argparse.Namespace) -> int:
     if args.part is not None:
         check_choice("part", args.part, PARTS)
     return run_gpu(args.part, args.device, args.small, args.out)
+
+
+def _real_flags(parser: argparse.ArgumentParser) -> None:
+    data = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data"))
+    parser.add_argument("--models", nargs="+", default=["smollm2", "qwen"], help="folders, or below $OFFLOAD_RT_MODELS")
+    parser.add_argument("--parts", type=words, metavar="A,B", help="perplexity,needles,ablation,bytes,tasks,ruler")
+    parser.add_argument("--minutes", type=float, default=50, metavar="N", help="a part begins no row after that (50)")
+    parser.add_argument("--out", type=Path, default=Path("eval") / "results", metavar="DIR", help="(eval/results)")
+    parser.add_argument("--data", type=Path, default=data, metavar="DIR", help="books/, wikitext-2/, tasks/")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+
+
+@measure("real", "what a selection loses on trained models that people use (`make real`)", _real_flags)
+def real(args: argparse.Namespace) -> int:
+    """Perplexity on a novel, code and Wikipedia, needles, RULER, question tasks, and the ablation, under every policy
+    at stated budgets, for models given by folder. What is done is not done again."""
+    from ..suites.real import PARTS, run_real
+
+    parts, say = args.parts or list(PARTS), say_on_stderr(False)
+    run_real(args.models, parts, args.out, data=args.data, minutes=args.minutes, small=args.small, say=say)
+    return 0
 
 
 def _gpu_readme_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,248 @@
+"""What a selection loses on trained models that people use: `make real`, `offload-rt eval real`.
+
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). Everything is measured in parts; a part stops
+beginning new rows after `--minutes`, what is done is not done again, and its tables are written from what there is: a
+second run goes on. Perplexity and ablation are computed layer by layer in bfloat16 with few windows; RULER and question
+tasks go through the LM Evaluation Harness and the decode path. Tables: eval/results/MODEL.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...config import check_choice
+from ...errors import InputError
+from ...select.options import InfiniGenOptions
+from ...texts import read_file
+from ..core.model_under_test import ModelUnderTest, Variant
+from ..core.report import Column, Report, Row
+from ..quality.ablation import parts as ablation_parts
+from ..quality.lm_eval_tasks import COLUMNS as TASK_COLUMNS
+from ..quality.lm_eval_tasks import TasksConfig, run_tasks
+from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
+from ..quality.retrieval import RetrievalConfig, run_retrieval
+
+WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
+"""Resident tokens of every policy where budgets are compared."""
+
+BUDGETS = (0.05, 0.02)
+CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
+"""Tokens of a window, by model; of any other the first that are below its positions."""
+
+RULER = (
+    "niah_single_1", "niah_multikey_2", "niah_multikey_3", "niah_multivalue_local", "niah_multiquery_local",
+    "ruler_vt", "ruler_cwe", "ruler_fwe",
+)  # fmt: skip
+TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RealSize:
+    """How much is measured. windows, decoded: of a text, and tokens of each that are decoded; limit: documents of a
+    task; passages: of needles, of each kind; contexts: tokens of a window (none: the model's own list)."""
+
+    windows: int = 3
+    decoded: int = 512
+    limit: int = 25
+    passages: int = 4
+    contexts: tuple[int, ...] = ()
+
+
+SMALL = RealSize(1, 16, 2, 1, (256,))
+"""Shows that all of it runs; measures nothing."""
+
+
+def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
+    """full; infinigen as it is and as in its paper; at every budget infinigen without and with the tail, and the
+    rivals; the low bits alone."""
+    found = [Variant("full"), Variant("infinigen"), Variant("infinigen", {"preset": "paper"})]
+    for budget in budgets:
+        sized = WINDOW | {"budget": budget}
+        found += [Variant("infinigen", sized | {"tail": tail}) for tail in ("off", "int4", "int2")]
+        found += [Variant(policy, sized) for policy in ("oracle", "quest", "h2o", "streaming")]
+    return found
+
+
+@dataclass(frozen=True)
+class Real:
+    """One model's tables. `out`: its folder; `until`: when no new row is begun, of `time.monotonic`."""
+
+    tested: ModelUnderTest
+    size: RealSize
+    out: Path
+    data: Path
+    until: float
+    say: Say
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens of windows, at most the model's positions."""
+        most = self.tested.geometry.max_positions
+        wanted = self.size.contexts or CONTEXTS.get(self.tested.name, (4096, 8192))
+        return tuple(context for context in wanted if context <= most)
+
+    @property
+    def late(self) -> bool:
+        """Whether no new row is to be begun."""
+        return time.monotonic() > self.until
+
+    def texts(self) -> list[tuple[str, str, str]]:
+        """(kind, name, text): a held-out novel, code, Wikipedia. Code is Python source of the installed standard
+        library, since no corpus is at hand: the models may have seen it, so it shows code's attention, not skill."""
+        novel, wiki = self.data / "books" / "war_and_peace.txt", self.data / "wikitext-2" / "valid_raw.txt"
+        library = Path(sysconfig.get_paths()["stdlib"])
+        sources = (library / name for name in ("argparse.py", "tarfile.py", "typing.py", "subprocess.py", "ast.py"))
+        code = "\n\n".join(read_file(str(source)) for source in sources)
+        return [
+            ("novel", novel.name, read_file(str(novel))),
+            ("code", "standard library (Python)", code),
+            ("wikipedia", f"wikitext-2 {wiki.name}", read_file(str(wiki))),
+        ]
+
+    def perplexity(self) -> None:
+        """Perplexity of three kinds of text under every policy at stated budgets."""
+        rows: list[Row] = []
+        for context in self.contexts:
+            config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
+            for _, name, text in self.texts():
+                rows += self._rows(text, name, compared(), config)
+        self._write("perplexity", f"Perplexity of {self.tested.name} under each policy", rows)
+
+    def ablation(self) -> None:
+        """Each part of the selection replaced in turn at 5 %, on a novel."""
+        _, name, text = self.texts()[0]
+        config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
+        variants = [Variant("full"), *(variant for _, variant in ablation_parts(BUDGETS[0]))]
+        rows = self._rows(text, name, variants, config)
+        self._write("ablation", f"Parts of the selection replaced, {self.tested.name}", rows)
+
+    def bytes(self) -> None:
+        """Low bits alone and with exact rows: what each point costs and loses, on a novel."""
+        _, name, text = self.texts()[0]
+        config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
+        rounded = [Variant("full", {}, {"kv_format": bits}) for bits in ("int8", "int4", "int2")]
+        points = [(0.02, "int4"), (0.05, "int4"), (0.05, "int2"), (0.01, "int4"), (0.1, "off")]
+        tails = [Variant("infinigen", WINDOW | {"budget": budget, "tail": tail}) for budget, tail in points]
+        rows = self._rows(text, name, [Variant("full"), *rounded, *tails], config)
+        self._write("bytes", f"Low bits with and without exact rows, {self.tested.name}", rows)
+
+    def needles(self) -> None:
+        """Needles in a held-out novel, 5 % attended."""
+        _, name, text = self.texts()[0]
+        config = RetrievalConfig(self.contexts[:1], self.size.passages)
+        variants = [v for v in compared(BUDGETS[:1]) if v.options.get("preset") is None]
+        for count in range(2, len(variants) + 1):
+            if count > 2 and self.late:
+                break
+            run_retrieval(self.tested, text, name, variants[:count], config, self.out, self.say)
+
+    def ruler(self) -> None:
+        """RULER's tasks that need no download."""
+        sizes = tuple(context for context in self.contexts if context >= 4096)
+        self._tasks("ruler", RULER, TasksConfig(RULER, limit=self.size.limit, lengths=sizes[:1] or (4096,)))
+
+    def tasks(self) -> None:
+        """Question tasks with five examples."""
+        self._tasks("questions", TASKS, TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit))
+
+    def _tasks(self, name: str, tasks: Sequence[str], config: TasksConfig) -> None:
+        """Harness tasks one by one under each variant, as far as the time goes."""
+        variants = [v for v in compared(BUDGETS[:1]) if v.policy in ("full", "infinigen", "quest", "streaming")]
+        rows: list[Row] = []
+        for task in tasks:
+            one = TasksConfig((task,), config.num_fewshot, config.limit, lengths=config.lengths)
+            done: list[Row] = []
+            for count in range(1, len(variants) + 1):
+                if self.late:
+                    break
+                done = run_tasks(self.tested, variants[:count], one, self.out / name, say=self.say).rows
+            rows += done
+        about = {**self.tested.identity, **config.about}
+        Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, rows).write(self.out)
+
+    def _rows(self, text: str, name: str, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
+        """Rows of the variants that were measured before the time was up, or in an earlier run."""
+        rows: list[Row] = []
+        for variant in variants[1:]:
+            if self.late:
+                break
+            pair = measure_all(self.tested, text, name, [variants[0], variant], config, self.out, lambda line: None)
+            pair[1]["low_bits"] = estimated(variant, pair[1]["sparse_attended"])
+            rows += pair[1:] if rows else pair
+            self.say(f"{name}, {config.context} tokens, {variant.label}: {pair[1]['against_full_shown']}")
+        return rows
+
+    def _write(self, name: str, title: str, rows: list[Row]) -> None:
+        about = {**self.tested.identity, "decoded": self.size.decoded, "windows": self.size.windows}
+        Report(name, title, about, COLUMNS, rows, NOTES).write(self.out)
+
+
+def estimated(variant: Variant, exact: float) -> float:
+    """Share of the rows of selecting layers that are read in low bits: with a tail all that are not read exactly."""
+    if variant.policy != "infinigen":
+        return 0.0
+    options = InfiniGenOptions.preset(**{"name": "default"} | _named(variant.options))
+    return 0.0 if options.tail == "off" else 1.0 - exact
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with their preset as `InfiniGenOptions.preset` takes it."""
+    return {"name" if key == "preset" else key: value for key, value in options.items()}
+
+
+PARTS: dict[str, Callable[[Real], None]] = {
+    "perplexity": Real.perplexity,
+    "needles": Real.needles,
+    "ablation": Real.ablation,
+    "bytes": Real.bytes,
+    "tasks": Real.tasks,
+    "ruler": Real.ruler,
+}
+"""What `PART=` may say."""
+
+COLUMNS = (
+    *WHAT,
+    Column("exact rows, selecting layers", "sparse_attended", ".1%"),
+    Column("all layers", "attended", ".1%"),
+    Column("rows in low bits", "low_bits", ".1%"),
+    Column("over the link", "link", ".1%"),
+    Column("missed mass", "missed", ".3f"),
+    Column("worst layer", "missed_worst", ".3f"),
+    Column("perplexity", "perplexity", ".3f"),
+    Column("against full [95 %]", "against_full_shown"),
+)
+
+
+def model_folders(names: Sequence[str], folder: Path | None = None) -> list[Path]:
+    """The models' folders: paths as they are, names below `folder` (default: $OFFLOAD_RT_MODELS). Raises InputError
+    with what to do where one is not there."""
+    place = folder or Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
+    found = [Path(name) if Path(name).is_dir() else place / name for name in names]
+    for path in found:
+        if not (path / "config.json").is_file():
+            raise InputError(
+                f"there is no model in {str(path)!r}: `make real` fetches it, or give a folder that holds one"
+            )
+    return found
+
+
+def run_real(
+    names: Sequence[str], parts: Sequence[str], out: Path, *, data: Path, minutes: float, small: bool, say: Say
+) -> None:
+    """Runs `parts` for each model, each within `minutes`. Raises InputError where a model or text is missing."""
+    for part in parts:
+        check_choice("part", part, PARTS)
+    for folder in model_folders(names):
+        tested = ModelUnderTest(str(folder), dtype="bfloat16", batch=4)
+        for part in parts:
+            until = time.monotonic() + 60 * minutes
+            say(f"{folder.name}: {part}")
+            PARTS[part](Real(tested, SMALL if small else RealSize(), out / folder.name, data, until, say))
