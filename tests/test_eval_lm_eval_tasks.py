@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_rt.errors import ConfigError
+from offload_rt.errors import ConfigError, InputError
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 with warnings.catch_warnings():
@@ -155,6 +155,35 @@ def test_sparse_policies_change_only_what_they_leave_out() -> None:
     assert same[0][0] == pytest.approx(exact[0][0], abs=1e-3)
     assert sparse.loglikelihood(asked, True)[0][0] != pytest.approx(exact[0][0], abs=0.05)
     assert sparse.attended_fractions[0] < 0.5
+
+
+def test_shares_are_told_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of what is generated in batches smaller than the number of requests."""
+    few = OffloadLM.around(ours.llm, batch_size=2)
+    few.loglikelihood(requests("loglikelihood", ("The captain was", " old"), ("The captain was", " young")), True)
+    settings = {"until": ["."], "max_gen_toks": 4}
+    asked = requests("generate_until", *[(f"The {name} was", settings) for name in ("old man", "ship", "sea")])
+    for request in asked:
+        request.task_name = "told"
+    assert few.generate_until(asked) == ours.generate_until(asked)
+    said = capsys.readouterr().err
+    assert "None: 2 requests, attended 100.00%" in said and "told: 3 requests, attended 100.00%" in said
+    assert few.get_model_info()["attended_and_link_fractions"]["told"][0] == 1.0
+    assert len(few.attended_fractions) == len(few.link_fractions) == 5
+    with pytest.raises(InputError, match="leave --apply_chat_template out"):
+        few.apply_chat_template([{"role": "user", "content": "Who?"}])
+
+
+def test_a_chat_template_is_the_tokenizers(ours: OffloadLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    monkeypatch.setattr(ours.tokenizer, "chat_template", template)
+    dialogue = [{"role": "user", "content": "Who?"}]
+    assert ours.apply_chat_template(dialogue) == "<user>Who?>"
+    assert (
+        ours.apply_chat_template([*dialogue, {"role": "assistant", "content": "I"}], False) == "<user>Who?<assistant>I"
+    )
 
 
 def test_arguments_of_the_command_line() -> None:
