@@ -83,6 +83,7 @@ def policies() -> list[tuple[str, dict[str, Any]]]:
         ("infinigen", {}),
         ("infinigen", {"preset": "paper"}),
         ("infinigen", {"scorer": "int4", "source": "normed_input", "recent": 8}),
+        ("infinigen", {"tail": "int2", "budget": 0.2, "recent": 8, "dense_layers": ()}),
     ]
 
 

@@ -58,9 +58,10 @@ def roomy(**options: Any) -> list[list[int]]:
         ("full", {}, False),
         ("infinigen", {"recent": 8, "sinks": 2}, True),
         ("infinigen", {"scorer": "int4", "recent": 16, "max_missed_mass": 0.05}, False),
+        ("infinigen", {"tail": "int2", "recent": 16, "budget": 0.3}, True),
         ("quest", {"budget": 0.4, "recent": 16}, False),
     ],
-    ids=["full in place", "infinigen staged", "int4 in place", "quest in place"],
+    ids=["full in place", "infinigen staged", "int4 in place", "tail staged", "quest in place"],
 )
 def test_what_comes_back_from_disk_goes_on_as_if_nothing_had_been(
     tmp_path: Path, policy: str, options: dict[str, Any], staged: bool

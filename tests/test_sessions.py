@@ -23,6 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
     "int4 keys": {"policy": "infinigen", "policy_options": {"recent": 16, "scorer": "int4"}},
+    "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int4", "budget": 0.3}},
 }
 
 

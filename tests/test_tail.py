@@ -1,0 +1,120 @@
+"""The tail in whole models: what it estimates is what was not selected, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import NAMES, tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.select.low_bit_rows import LowBitRows
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0)
+
+
+def make_llm(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float32, **more: Any) -> LLM:
+    model = tiny_model(name, dtype=dtype)
+    kind = str(dtype).removeprefix("torch.")
+    return LLM(model, policy="infinigen", policy_options=options, dtype=kind, host_memory="32MiB", **more)
+
+
+def full_tokens(name: str, prompt: list[int]) -> list[int]:
+    llm = LLM(tiny_model(name), policy="full", dtype="float32", host_memory="32MiB")
+    return list(llm.generate([prompt], GREEDY)[0].token_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
+    options = {"tail": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
+    prompt = tiny_prompt(150)
+    [found] = make_llm(name, options).generate([prompt], GREEDY)
+    assert list(found.token_ids) == full_tokens(name, prompt)
+
+
+def attend_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tuple[float, ...]) -> Any:
+    """`LowBitRows.attend` over rows that were never rounded."""
+
+    def attend(
+        self: LowBitRows, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = kept[layer]
+        heads = k.shape[0]
+        scores = torch.einsum("hgd,hnd->hgn", q.view(heads, -1, q.shape[1]), k) * scales[layer]
+        shown = torch.zeros(k.shape[:2], dtype=torch.bool)
+        shown[:, tokens.start : tokens.stop] = True
+        shown.scatter_(1, skip, False)
+        scores = scores.masked_fill(~shown.unsqueeze(1), -torch.inf)
+        out = scores.softmax(-1).nan_to_num() @ v
+        return out.reshape(q.shape), scores.logsumexp(-1).flatten()
+
+    return attend
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("budget", [1e-6, 0.3])
+def test_an_estimate_without_rounding_is_full(name: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is selected, exact rows and tail together are attention over everything."""
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    keys: dict[int, torch.Tensor] = {}
+    write, write_values = LowBitRows.write, LowBitRows.write_values
+
+    def spy(self: LowBitRows, layer: int, k: torch.Tensor, start: int) -> None:
+        keys[layer] = torch.cat((keys[layer][:, :start], k), 1) if start else k.clone()
+        write(self, layer, k, start)
+
+    def spy_values(self: LowBitRows, layer: int, v: torch.Tensor, start: int) -> None:
+        kept[layer] = keys[layer], torch.cat((kept[layer][1][:, :start], v), 1) if start else v.clone()
+        write_values(self, layer, v, start)
+
+    options = {"tail": "int2", "budget": budget, "dense_layers": (), "recent": 8}
+    llm, prompt = make_llm(name, options), tiny_prompt(150)
+    monkeypatch.setattr(LowBitRows, "write", spy)
+    monkeypatch.setattr(LowBitRows, "write_values", spy_values)
+    monkeypatch.setattr(LowBitRows, "attend", attend_exactly(kept, llm.runner.adapter.geometry.scales))
+    [found] = llm.generate([prompt], GREEDY)
+    assert list(found.token_ids) == full_tokens(name, prompt)
+    assert found.stats.attended_fraction < 0.4
+
+
+@pytest.mark.parametrize("tail", ["int4", "int2"])
+def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
+    """Forks share low-bit rows until one of them writes."""
+    options = {"tail": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
+    llm, prompt = make_llm("llama", options, torch.float64), tiny_prompt(100)
+    drawn = SamplingParams(max_new_tokens=16, temperature=1.0, seed=5, n=3)
+    samples = [c.token_ids for c in llm.generate([prompt], drawn)]
+    first = SamplingParams(max_new_tokens=16, temperature=1.0, seed=5)
+    assert samples[0] == llm.generate([prompt], first)[0].token_ids
+    assert len({tuple(sample) for sample in samples}) == 3
+    beams = SamplingParams(max_new_tokens=16, temperature=0, num_beams=3, n=1)
+    [best] = llm.generate([prompt], beams)
+    assert best.token_ids == make_llm("llama", options, torch.float64).generate([prompt], beams)[0].token_ids
+    llm.runner.check_integrity()
+
+
+def test_low_bit_rows_take_what_is_said_of_them() -> None:
+    """Keys 4 bits and values 2 or 4, with one byte each for their steps; up to a sixteenth and a block more."""
+    for tail, bits in (("int2", 2), ("int4", 4)):
+        llm = make_llm("llama", {"tail": tail, "dense_layers": (0,)})
+        [found] = llm.generate([tiny_prompt(500)], GREEDY)
+        geometry = llm.runner.adapter.geometry
+        row = geometry.head_dim * (4 + bits) // 8 + 2
+        least = (geometry.layers - 1) * geometry.kv_heads * row * 523
+        assert least <= found.stats.scoring_bytes_device <= least * 1.0625 + (least // 523) * 128
+
+
+def test_a_tail_scores_with_its_own_keys() -> None:
+    for wrong in ({"scorer": "partial"}, {"scorer": "int2"}, {"scorer": "partial", "columns": "prompt"}):
+        with pytest.raises(ConfigError, match="its own 4-bit keys"):
+            make_llm("llama", {"tail": "int4", **wrong})
+    with pytest.raises(ConfigError, match="tail='int3'"):
+        make_llm("llama", {"tail": "int3"})
+
+
+def test_a_tail_is_in_the_lineage_only_where_there_is_one() -> None:
+    plain, off, on = (
+        make_llm("llama", options).runner.policy.lineage for options in ({}, {"tail": "off"}, {"tail": "int4"})
+    )
+    assert plain == off != on
