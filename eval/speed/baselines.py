@@ -76,6 +76,8 @@ SHAPES = {
     "small": Shape(4, 512, 1376, 8, 8, 64, 4096, torch.float32),
     "medium": Shape(8, 1024, 2752, 16, 16, 64, 4096, torch.float32),
     "large": Shape(12, 1536, 4096, 24, 24, 64, 4096, torch.float32),
+    "smollm2": Shape(30, 576, 1536, 9, 3, 64, 49_152, torch.bfloat16),
+    "qwen-0.5b": Shape(24, 896, 4864, 14, 2, 64, 151_936, torch.bfloat16),
     "llama-1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256, torch.bfloat16),
     "llama-3b": Shape(28, 3072, 8192, 24, 8, 128, 128_256, torch.bfloat16),
     "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128_256, torch.bfloat16),
@@ -177,12 +179,13 @@ class Ours:
         )  # fmt: skip
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """The policy learns the keys; the rows are in the context already."""
+        """The policy learns the rows; the rows are in the context already."""
         if layer not in self._policy.dense_layers:
             adapter = self.runner.adapter
-            keys = kv.k.to(adapter.device, adapter.dtype)
+            keys, values = (rows.to(adapter.device, adapter.dtype) for rows in (kv.k, kv.v))
             for sequence in self._batch:
                 sequence.state.on_keys(layer, keys, 0)
+                sequence.state.on_values(layer, values, 0)
 
     def step(self) -> None:
         """One `Runner.decode` of all sequences."""
@@ -354,6 +357,8 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "infinigen-int8": _infinigen("int8", scorer="int8"),
     "infinigen-int4": _infinigen("int4", scorer="int4"),
     "infinigen-int2": _infinigen("int2", scorer="int2"),
+    "infinigen-tail2": _infinigen("int2 tail", tail="int2"),
+    "infinigen-tail4": _infinigen("int4 tail", tail="int4"),
     "ideal": _ideal,
     "floor": _floor_peer,
     "floor-ours": _floor_ours,

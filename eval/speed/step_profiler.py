@@ -19,7 +19,14 @@ ADAPTER = {
     "mlp": "MLP",
     "logits": "embedding and head",
 }
-STATE = {"select": "selection", "on_keys": "scoring keys", "on_attended": "selection", "repair": "selection"}
+STATE = {
+    "select": "selection",
+    "on_keys": "scoring keys",
+    "on_values": "scoring keys",
+    "tail": "tail",
+    "on_attended": "selection",
+    "repair": "selection",
+}
 LINK = {"append": "write-back", "fetch": "plan"}
 GATHER, ATTENTION = "gather", "attention"
 
