@@ -212,3 +212,33 @@ def tail_attention(
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, shift, storage, layout, tokens, skip)
     return part
+
+
+def select_low_bit(
+    q: torch.Tensor,
+    shift: torch.Tensor,
+    storage: torch.Tensor,
+    layout: Layout,
+    tokens: range,
+    alpha: float,
+    max_fraction: float,
+) -> torch.Tensor:
+    """See `low_bit.select_tokens`."""
+    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
+    chosen: torch.Tensor = module.select_tokens(q, shift, storage, layout, tokens, alpha, max_fraction)
+    return chosen
+
+
+def top_low_bit(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+) -> torch.Tensor:
+    """See `low_bit.top_scored`."""
+    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
+    chosen: torch.Tensor = module.top_scored(q, shift, storage, layout, tokens, n)
+    return chosen
+
+
+def store_low_bit(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
+    """See `low_bit.store_rows`."""
+    module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
+    module.store_rows(storage, layout, rows, start, values=values)

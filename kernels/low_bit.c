@@ -166,18 +166,97 @@ void attend(const uint8_t *storage, int64_t head_stride, int heads, int group, c
     }
 }
 
-/* scores [heads * group][(last - first) * 64] of blocks [first, last). */
+/* Scores of tokens [start, stop) in blocks [first, last): scores [heads * group][(last - first) * 64], of the tokens in
+these blocks outside [start, stop) very small; of each query the largest, peaks, and the sum of exp(score - largest),
+totals [heads * group]. */
 void score(const uint8_t *storage, int64_t head_stride, int heads, int group, const float *weights,
-           const float *middle, const float *scale, const float *shift, int64_t first, int64_t last, float *scores) {
+           const float *middle, const float *scale, const float *shift, int64_t start, int64_t stop, float *scores,
+           float *peaks, float *totals) {
     float found[MOST_QUERIES][BLOCK];
-    int64_t tokens = (last - first) * BLOCK;
+    int64_t first = start / BLOCK, last = (stop + BLOCK - 1) / BLOCK, tokens = (last - first) * BLOCK;
     for (int head = 0; head < heads; head++) {
         int64_t row = (int64_t)head * group;
+        float sums[MOST_QUERIES][LANES];
+        memset(sums, 0, sizeof sums);
+        for (int g = 0; g < group; g++) peaks[row + g] = -3e38f;
         for (int64_t b = first; b < last; b++) {
             block_scores(storage + head * head_stride + b * BLOCK_BYTES, weights + row * HEAD_DIM, middle + row,
                          scale + row, shift + row, group, found);
-            for (int g = 0; g < group; g++)
-                memcpy(scores + (row + g) * tokens + (b - first) * BLOCK, found[g], sizeof found[g]);
+            int from = b * BLOCK < start ? (int)(start - b * BLOCK) : 0;
+            int to = stop < (b + 1) * BLOCK ? (int)(stop - b * BLOCK) : BLOCK;
+            for (int g = 0; g < group; g++) {
+                float *s = found[g];
+                for (int t = 0; t < from; t++) s[t] = -3e38f;
+                for (int t = to; t < BLOCK; t++) s[t] = -3e38f;
+                float most = largest(s);
+                if (most > peaks[row + g]) {
+                    float kept = exp_of(peaks[row + g] - most);
+                    for (int j = 0; j < LANES; j++) sums[g][j] *= kept;
+                    peaks[row + g] = most;
+                }
+                float high = peaks[row + g], shares[BLOCK];
+                for (int t = 0; t < BLOCK; t++) shares[t] = exp_of(s[t] - high);
+                for (int t = 0; t < BLOCK; t += LANES)
+                    for (int j = 0; j < LANES; j++) sums[g][j] += shares[t + j];
+                memcpy(scores + (row + g) * tokens + (b - first) * BLOCK, s, sizeof found[g]);
+            }
+        }
+        for (int g = 0; g < group; g++) {
+            totals[row + g] = 0.0f;
+            for (int j = 0; j < LANES; j++) totals[row + g] += sums[g][j];
         }
     }
+}
+
+/* values[heads][n]: the largest score - lse of a KV head's first `group` of `padded` queries, of tokens that lie
+`stride` floats apart from query to query. passing[t] is 1 where a score reaches its query's threshold in any head;
+returns how many scores do. */
+int64_t rank(const float *scores, int64_t stride, int heads, int group, int padded, int64_t n, const float *lse,
+             const float *threshold, float *restrict values, uint8_t *restrict passing) {
+    int64_t count = 0;
+    memset(passing, 0, (size_t)n);
+    for (int head = 0; head < heads; head++)
+        for (int g = 0; g < group; g++) {
+            const float *restrict s = scores + ((int64_t)head * padded + g) * stride;
+            float *restrict best = values + head * n;
+            float less = lse[head * padded + g], least = threshold[head * padded + g];
+            int32_t more = 0;
+            for (int64_t t = 0; t < n; t++) {
+                float value = s[t] - less;
+                best[t] = g == 0 || value > best[t] ? value : best[t];
+                passing[t] |= s[t] >= least;
+                more += s[t] >= least;
+            }
+            count += more;
+        }
+    return count;
+}
+
+/* Rows [heads][count][HEAD_DIM] take the slots from `slot` on: as keys, or as values. */
+void store(uint8_t *storage, int64_t head_stride, int heads, int64_t slot, int64_t count, const float *rows,
+           int values) {
+    int bits = values ? VALUE_BITS : 4, half = 1 << (bits - 1), most_code = 2 * half - 1, width = HEAD_DIM * bits / 8;
+    for (int head = 0; head < heads; head++)
+        for (int64_t i = 0; i < count; i++) {
+            const float *row = rows + (head * count + i) * HEAD_DIM;
+            uint8_t *block = storage + head * head_stride + (slot + i) / BLOCK * BLOCK_BYTES;
+            int t = (int)((slot + i) % BLOCK);
+            float most = 0.0f;
+            for (int c = 0; c < HEAD_DIM; c++) most = fabsf(row[c]) > most ? fabsf(row[c]) : most;
+            float step = most / (float)half;
+            uint32_t pattern;
+            memcpy(&pattern, &step, 4);
+            int upper = (int)((pattern + ((1u << 20) - 1)) >> 20) - ((127 - 20) << 3);
+            uint8_t code = (uint8_t)(upper < 0 ? 0 : upper > 255 ? 255 : upper);
+            step = step_of(code);
+            block[BLOCK * (KEY_BYTES + VALUE_BYTES) + (values ? BLOCK : 0) + t] = code;
+            for (int c = 0; c < width; c++) {
+                int byte = 0;
+                for (int field = 0; field < 8 / bits; field++) {
+                    int level = (int)floorf(row[field * width + c] / step) + half;
+                    byte |= (level < 0 ? 0 : level > most_code ? most_code : level) << (bits * field);
+                }
+                block[values ? BLOCK * KEY_BYTES + t * VALUE_BYTES + c : c * BLOCK + t] = (uint8_t)byte;
+            }
+        }
 }

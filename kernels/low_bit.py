@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .selection import quantise_query
+from . import selection
+from .selection import group_lse, group_scores, quantise_query, top_tokens
 
 BLOCK = 64
 """Tokens of a block."""
@@ -124,6 +125,14 @@ class Layout:
         return storage[:, :, first:steps].unflatten(2, (BLOCK, -1)), storage[:, :, steps + BLOCK :]
 
 
+def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
+    """Rows `[Hkv, m, d]` take the slots from `start` on, as keys or as values."""
+    parts, bits = (layout.values(storage), layout.value_bits) if values else (layout.keys(storage), KEY_BITS)
+    slots = torch.arange(start, start + rows.shape[1], device=rows.device)
+    for part, data in zip(parts, quantise_rows(rows, bits), strict=True):
+        part[:, slots // BLOCK, slots % BLOCK] = data
+
+
 # -------------------------------------------------------------------------------------------------------- attention
 
 
@@ -141,6 +150,28 @@ def low_bit_scores(
     sums = torch.bmm(weights.to(q.dtype), unpack_rows(packed, KEY_BITS).to(q.dtype).transpose(1, 2))
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
     return (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1) * scale + shift.unsqueeze(-1)
+
+
+def select_tokens(
+    q: torch.Tensor,
+    shift: torch.Tensor,
+    storage: torch.Tensor,
+    layout: Layout,
+    tokens: range,
+    alpha: float,
+    max_fraction: float,
+) -> torch.Tensor:
+    """`selection.select_tokens` of these scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+    return selection.select_tokens(low_bit_scores(q, shift, storage, layout, tokens), alpha, max_fraction)
+
+
+def top_scored(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+) -> torch.Tensor:
+    """The n tokens of each KV head with the largest of these scores, over its queries after softmax: int64
+    `[Hkv, n]`, counted from the first of `tokens`."""
+    scores = low_bit_scores(q, shift, storage, layout, tokens)
+    return top_tokens(group_scores(scores, group_lse(scores)), n)
 
 
 def tail_attention(

@@ -8,9 +8,9 @@ import math
 
 import torch
 
-from . import native
+from . import low_bit, native, selection
 from .low_bit import BLOCK, KEY_BITS, Layout, decode_steps, unpack_rows
-from .selection import quantise_query
+from .selection import quantise_query, token_count, top_tokens
 
 
 def suits(q: torch.Tensor) -> bool:
@@ -27,10 +27,51 @@ def low_bit_scores(
     weights, scale = quantise_query(q)
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is not None:
-        scores = library.scores(weights, scale.squeeze(-1), shift, storage, blocks)
-    else:
-        scores = _scores(weights, scale, shift, storage, layout, blocks)
+        return library.scores(weights, scale.squeeze(-1), shift, storage, tokens).scores[:, : q.shape[1]]
+    scores = _scores(weights, scale, shift, storage, layout, blocks)
     return scores[:, :, tokens.start - first : tokens.stop - first]
+
+
+def select_tokens(
+    q: torch.Tensor,
+    shift: torch.Tensor,
+    storage: torch.Tensor,
+    layout: Layout,
+    tokens: range,
+    alpha: float,
+    max_fraction: float,
+) -> torch.Tensor:
+    """See `low_bit.select_tokens`."""
+    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
+    if library is None:
+        return selection.select_tokens(low_bit_scores(q, shift, storage, layout, tokens), alpha, max_fraction)
+    weights, scale = quantise_query(q)
+    found = library.scores(weights, scale.squeeze(-1), shift, storage, tokens)
+    values, passing, within = library.rank(found, alpha)
+    n = token_count(within, q.shape[0] * q.shape[1], len(tokens), max_fraction)
+    passed = passing.nonzero().squeeze(1)
+    return passed[top_tokens(values[:, passed], n)]
+
+
+def top_scored(
+    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+) -> torch.Tensor:
+    """See `low_bit.top_scored`."""
+    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
+    if library is None:
+        return low_bit.top_scored(q, shift, storage, layout, tokens, n)
+    weights, scale = quantise_query(q)
+    found = library.scores(weights, scale.squeeze(-1), shift, storage, tokens)
+    return top_tokens(library.rank(found, math.inf)[0], n)
+
+
+def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
+    """See `low_bit.store_rows`."""
+    library = native.low_bit(layout.head_dim, layout.value_bits, 1)
+    if library is None:
+        low_bit.store_rows(storage, layout, rows, start, values=values)
+    else:
+        library.store(storage, rows, start, values=values)
 
 
 def tail_attention(

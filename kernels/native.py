@@ -32,24 +32,55 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class ScoredTokens:
+    """scores `[Hkv, G, n]`, and each query's largest and lse over them `[Hkv, G]`, where the first `group` queries of
+    each KV head are meant."""
+
+    scores: torch.Tensor
+    peak: torch.Tensor
+    lse: torch.Tensor
+    group: int
+
+
+@dataclass(frozen=True)
 class LowBitLibrary:
     """`low_bit.c` for one head dimension and one number of bits of a value."""
 
     library: ctypes.CDLL
 
     def scores(
-        self, weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, blocks: range
-    ) -> torch.Tensor:
-        """`[Hkv, G, blocks * 64]` of queries that are int8 weights `[Hkv, G, d]`, scale and shift `[Hkv, G]`."""
+        self, weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, tokens: range
+    ) -> ScoredTokens:
+        """Of queries that are int8 weights `[Hkv, G, d]`, scale and shift `[Hkv, G]`."""
         heads, group, _ = weights.shape
-        queries, count = _queries(weights, scale, shift), len(blocks) * BLOCK
-        padded = queries[0].shape[1]
-        out = torch.empty(heads, padded, count)
+        queries = _queries(weights, scale, shift)
+        padded, first = queries[0].shape[1], tokens.start // BLOCK * BLOCK
+        out = torch.empty(heads, padded, -(-tokens.stop // BLOCK) * BLOCK - first)
+        peak, total = torch.empty(heads, padded), torch.empty(heads, padded)
         self.library.score(
             *_storage(storage), heads, padded, *map(_pointer, queries),
-            ctypes.c_int64(blocks.start), ctypes.c_int64(blocks.stop), _pointer(out),
+            ctypes.c_int64(tokens.start), ctypes.c_int64(tokens.stop), _pointer(out), _pointer(peak), _pointer(total),
         )  # fmt: skip
-        return out[:, :group]
+        return ScoredTokens(out[:, :, tokens.start - first : tokens.stop - first], peak, peak + total.log(), group)
+
+    def rank(self, found: ScoredTokens, alpha: float) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Of each token the best score less lse of a KV head's queries `[Hkv, n]`; whether any query's score is within
+        alpha of its largest, uint8 `[n]`; how many scores are."""
+        heads, padded, n = found.scores.shape
+        values, passing = torch.empty(heads, n), torch.empty(n, dtype=torch.uint8)
+        threshold, count = found.peak - alpha, self.library.rank
+        count.restype = ctypes.c_int64
+        within = count(
+            _pointer(found.scores), ctypes.c_int64(found.scores.stride(1)), heads, found.group, padded,
+            ctypes.c_int64(n), _pointer(found.lse), _pointer(threshold), _pointer(values), _pointer(passing),
+        )  # fmt: skip
+        return values, passing, int(within)
+
+    def store(self, storage: torch.Tensor, rows: torch.Tensor, start: int, *, values: bool) -> None:
+        """Rows `[Hkv, m, d]` take the slots from `start` on, as keys or as values."""
+        rows = rows.contiguous()
+        count = ctypes.c_int64(rows.shape[1])
+        self.library.store(*_storage(storage), len(rows), ctypes.c_int64(start), count, _pointer(rows), int(values))
 
     def attend(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_rt.kernels import low_bit_cpu, low_bit_lists, native
+from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native
 from offload_rt.kernels.low_bit import (
     BLOCK,
     KEY_BITS,
@@ -177,3 +177,30 @@ def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPat
     skip = torch.arange(3, 120).repeat(2, 1)
     out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 2), storage, layout, range(3, 120), skip)
     assert out.eq(0).all() and lse.isneginf().all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("alpha", "max_fraction"), [(1.0, 0.3), (4.0, 0.5), (float("inf"), 1.0)])
+@pytest.mark.parametrize(("group", "tokens"), [(1, range(5, 177)), (7, range(5, 320)), (3, range(64, 65))])
+def test_a_processor_selects_and_stores_what_is_defined(
+    monkeypatch: pytest.MonkeyPatch, group: int, tokens: range, alpha: float, max_fraction: float, compiled: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
+    layout = Layout(64, 2)
+    storage, q, shift = stored(layout, 2, 320), torch.randn(2, group, 64) / 4, torch.randn(2, group)
+    chosen = [
+        module.select_tokens(q, shift, storage, layout, tokens, alpha, max_fraction).sort(1).values
+        for module in (low_bit, low_bit_cpu)
+    ]
+    assert chosen[0].equal(chosen[1])
+    n = len(tokens) // 3
+    best = [module.top_scored(q, shift, storage, layout, tokens, n).sort(1).values for module in (low_bit, low_bit_cpu)]
+    assert best[0].equal(best[1])
+    rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
+    rows[:, 3] = 0
+    other = storage.clone()
+    for values in (False, True):
+        low_bit.store_rows(storage, layout, rows, 61, values=values)
+        low_bit_cpu.store_rows(other, layout, rows, 61, values=values)
+    assert storage.equal(other)

@@ -14,7 +14,7 @@ from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.low_bit import Layout
-from ..kernels.selection import extend_selection, floor_share, group_lse, group_scores, top_tokens
+from ..kernels.selection import extend_selection, floor_share
 from ..skewing.artifact import SkewArtifact, artifact_bytes
 from ..skewing.guess import SOURCES
 from .base import KeyReader, QuerySource
@@ -84,8 +84,7 @@ class InfiniGenState(PassiveState):
         if options.budget is None:
             tokens = self._keys.select(layer, query, candidates, self._policy.alpha, options.max_fraction)
         else:
-            scores = self._keys.scores(layer, query, candidates)
-            tokens = top_tokens(group_scores(scores, group_lse(scores)), budget_tokens(options.budget, visible))
+            tokens = self._keys.top(layer, query, candidates, budget_tokens(options.budget, visible))
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: Visible) -> Selection:

@@ -17,13 +17,11 @@ from ..kernels import dispatch
 from ..kernels.lists import Scores
 from ..kernels.low_bit import (
     BLOCK,
-    KEY_BITS,
     Layout,
     mixing,
-    quantise_rows,
 )
 from ..kernels.pointer_table import PointerTable
-from ..kernels.selection import select_tokens, skew
+from ..kernels.selection import skew
 from ..skewing.artifact import SkewArtifact
 from .bases import Basis
 from .growing import GrowingTensor
@@ -97,19 +95,18 @@ class LowBitRows:
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Keys k `[Hkv, m, d]` enter the slots from `start` on."""
         own = self._bases[layer]
-        parts = self._layout.keys(self.storage(layer, start + k.shape[1]))
+        storage = self.storage(layer, start + k.shape[1])
         for at, rows in _pieces(k, start):
             turned = skew(rows, own.basis.key).sub_(own.mean.unsqueeze(1))
-            _store(parts, quantise_rows(turned, KEY_BITS), at)
+            dispatch.store_low_bit(storage, self._layout, turned, at, values=False)
 
     def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         """Values v `[Hkv, m, d]` enter the slots from `start` on, whose keys came before."""
         assert start + v.shape[1] <= self.length(layer), "keys come before values"
         own = self._bases[layer]
-        parts = self._layout.values(self.storage(layer, start + v.shape[1]))
+        storage = self.storage(layer, start + v.shape[1])
         for at, rows in _pieces(v, start):
-            turned = rows.to(own.mixing.dtype) @ own.mixing
-            _store(parts, quantise_rows(turned, self._layout.value_bits), at)
+            dispatch.store_low_bit(storage, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """Queries `[H, m, d]` of the prompt change nothing: the basis is calibrated."""
@@ -128,7 +125,13 @@ class LowBitRows:
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
         """As `ScoringKeys.select`."""
-        return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
+        queries, storage = self._bases[layer].queries(q), self._blocks[layer].data
+        return dispatch.select_low_bit(*queries, storage, self._layout, tokens, alpha, max_fraction)
+
+    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
+        """As `ScoringKeys.top`."""
+        queries, storage = self._bases[layer].queries(q), self._blocks[layer].data
+        return dispatch.top_low_bit(*queries, storage, self._layout, tokens, n)
 
     def basis(self, layer: int) -> Basis:
         """As `ScoringKeys.basis`."""
@@ -189,10 +192,3 @@ def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
     """`rows` `[Hkv, m, d]` in pieces of so many as are rounded together, each with the slot of its first."""
     firsts = range(0, rows.shape[1], LEARNED_AT_ONCE)
     return [(start + first, rows[:, first : first + LEARNED_AT_ONCE]) for first in firsts]
-
-
-def _store(parts: tuple[torch.Tensor, torch.Tensor], rows: tuple[torch.Tensor, torch.Tensor], start: int) -> None:
-    """Codes and steps take the slots from `start` on."""
-    slots = torch.arange(start, start + rows[1].shape[1], device=rows[1].device)
-    for part, data in zip(parts, rows, strict=True):
-        part[:, slots // BLOCK, slots % BLOCK] = data

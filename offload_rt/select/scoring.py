@@ -20,12 +20,15 @@ from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import (
     GAUSSIAN_STEP,
     dot_scores,
+    group_lse,
+    group_scores,
     pack,
     quantise,
     quantised_scores,
     select_quantised,
     select_tokens,
     skew,
+    top_tokens,
     unpack,
 )
 from .bases import Basis, Columns, kept_columns
@@ -85,6 +88,11 @@ class ScoringKeys(Protocol):
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
         """`select_tokens` of those scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        ...
+
+    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
+        """The n of `tokens` with the largest scores after softmax, the best of the group's: int64 `[Hkv, n]`, counted
+        from the first of `tokens`."""
         ...
 
     def basis(self, layer: int) -> Basis:
@@ -171,6 +179,11 @@ class PartialKeys:
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
         """As `ScoringKeys.select`."""
         return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
+
+    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
+        """As `ScoringKeys.top`."""
+        scores = self.scores(layer, q, tokens)
+        return top_tokens(group_scores(scores, group_lse(scores)), n)
 
     def basis(self, layer: int) -> Basis:
         """As `ScoringKeys.basis`."""
@@ -302,6 +315,11 @@ class QuantisedKeys:
         quantiser = self._quantisers[layer]
         skewed = quantiser.basis.skew_query(q)
         return select_quantised(skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction)
+
+    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
+        """As `ScoringKeys.top`."""
+        scores = self.scores(layer, q, tokens)
+        return top_tokens(group_scores(scores, group_lse(scores)), n)
 
     def basis(self, layer: int) -> Basis:
         """As `ScoringKeys.basis`."""
