@@ -8,6 +8,9 @@ instructions. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #define BLOCK 64
 #define KEY_BYTES (HEAD_DIM / 2)
@@ -42,31 +45,82 @@ static inline float exp_of(float y) {
     return y < -60.0f ? 0.0f : two * power;
 }
 
-/* scores[g][t] of one block: (sum over channels of weight and code - middle) * step * scale + shift. */
-static void block_scores(const uint8_t *restrict block, const float *restrict weights, const float *restrict middle,
-                         const float *restrict scale, const float *restrict shift, int group,
-                         float scores[][BLOCK]) {
-    float codes[HEAD_DIM][BLOCK] __attribute__((aligned(64))), step[BLOCK];
-    const uint8_t *steps = block + BLOCK * (KEY_BYTES + VALUE_BYTES);
+#ifdef __AVX512VNNI__
+/* sums[g][t]: over channels of weight and code, whole numbers. Four bytes of a token side by side make one number of
+its own in a vector: vpdpbusd adds four products at once. */
+static void code_sums(const uint8_t *restrict block, const int8_t *restrict weights, int group,
+                      float sums[][BLOCK]) {
+    __m512i codes[2][KEY_BYTES / 4][4];
+    const __m512i nibble = _mm512_set1_epi8(15);
+    for (int i = 0; i < KEY_BYTES / 4; i++) {
+        const uint8_t *rows = block + 4 * i * BLOCK;
+        __m512i a = _mm512_loadu_si512(rows), b = _mm512_loadu_si512(rows + BLOCK);
+        __m512i c = _mm512_loadu_si512(rows + 2 * BLOCK), d = _mm512_loadu_si512(rows + 3 * BLOCK);
+        __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
+        __m512i ba = _mm512_unpackhi_epi8(a, b), dc = _mm512_unpackhi_epi8(c, d);
+        __m512i mixed[4] = {_mm512_unpacklo_epi16(ab, cd), _mm512_unpackhi_epi16(ab, cd),
+                            _mm512_unpacklo_epi16(ba, dc), _mm512_unpackhi_epi16(ba, dc)};
+        for (int k = 0; k < 4; k++) {
+            codes[0][i][k] = _mm512_and_si512(mixed[k], nibble);
+            codes[1][i][k] = _mm512_and_si512(_mm512_srli_epi16(mixed[k], 4), nibble);
+        }
+    }
+    for (int g = 0; g < group; g += AT_ONCE) {
+        __m512i found[AT_ONCE][4];
+        for (int j = 0; j < AT_ONCE; j++)
+            for (int k = 0; k < 4; k++) found[j][k] = _mm512_setzero_si512();
+        for (int half = 0; half < 2; half++)
+            for (int i = 0; i < KEY_BYTES / 4; i++)
+                for (int j = 0; j < AT_ONCE; j++) {
+                    int32_t four;
+                    memcpy(&four, weights + (g + j) * HEAD_DIM + half * KEY_BYTES + 4 * i, 4);
+                    __m512i w = _mm512_set1_epi32(four);
+                    for (int k = 0; k < 4; k++) found[j][k] = _mm512_dpbusd_epi32(found[j][k], codes[half][i][k], w);
+                }
+        /* found[j][k] has the tokens 16 l + 4 k and following in its quarter l */
+        for (int j = 0; j < AT_ONCE; j++)
+            for (int k = 0; k < 4; k++) {
+                __m512 f = _mm512_cvtepi32_ps(found[j][k]);
+                _mm_storeu_ps(&sums[g + j][4 * k], _mm512_extractf32x4_ps(f, 0));
+                _mm_storeu_ps(&sums[g + j][16 + 4 * k], _mm512_extractf32x4_ps(f, 1));
+                _mm_storeu_ps(&sums[g + j][32 + 4 * k], _mm512_extractf32x4_ps(f, 2));
+                _mm_storeu_ps(&sums[g + j][48 + 4 * k], _mm512_extractf32x4_ps(f, 3));
+            }
+    }
+}
+#else
+/* sums[g][t]: over channels of weight and code, whole numbers below 2^24. */
+static void code_sums(const uint8_t *restrict block, const int8_t *restrict weights, int group,
+                      float sums[][BLOCK]) {
+    float codes[HEAD_DIM][BLOCK] __attribute__((aligned(64)));
     for (int i = 0; i < KEY_BYTES; i++)
         for (int t = 0; t < BLOCK; t++) {
             codes[i][t] = (float)(block[i * BLOCK + t] & 15);
             codes[KEY_BYTES + i][t] = (float)(block[i * BLOCK + t] >> 4);
         }
-    for (int g = 0; g < group; g += AT_ONCE) {
-        const float *w = weights + g * HEAD_DIM;
+    for (int g = 0; g < group; g += AT_ONCE)
         for (int t = 0; t < BLOCK; t += 2 * LANES) {
-            vec sums[AT_ONCE][2] = {{{0}}};
+            vec found[AT_ONCE][2] = {{{0}}};
             for (int c = 0; c < HEAD_DIM; c++) {
                 vec left = *(const vec *)&codes[c][t], right = *(const vec *)&codes[c][t + LANES];
                 for (int i = 0; i < AT_ONCE; i++) {
-                    sums[i][0] += w[i * HEAD_DIM + c] * left;
-                    sums[i][1] += w[i * HEAD_DIM + c] * right;
+                    float weight = (float)weights[(g + i) * HEAD_DIM + c];
+                    found[i][0] += weight * left;
+                    found[i][1] += weight * right;
                 }
             }
-            for (int i = 0; i < AT_ONCE; i++) memcpy(&scores[g + i][t], sums[i], sizeof sums[i]);
+            for (int i = 0; i < AT_ONCE; i++) memcpy(&sums[g + i][t], found[i], sizeof found[i]);
         }
-    }
+}
+#endif
+
+/* scores[g][t] of one block: (sum over channels of weight and code - middle) * step * scale + shift. */
+static void block_scores(const uint8_t *restrict block, const int8_t *restrict weights, const float *restrict middle,
+                         const float *restrict scale, const float *restrict shift, int group,
+                         float scores[][BLOCK]) {
+    float step[BLOCK];
+    const uint8_t *steps = block + BLOCK * (KEY_BYTES + VALUE_BYTES);
+    code_sums(block, weights, group, scores);
     for (int t = 0; t < BLOCK; t++) step[t] = step_of(steps[t]);
     for (int g = 0; g < group; g++)
         for (int t = 0; t < BLOCK; t++) scores[g][t] = (scores[g][t] - middle[g]) * step[t] * scale[g] + shift[g];
@@ -82,6 +136,55 @@ static float largest(const float *restrict x) {
     return most;
 }
 
+#if defined(__AVX512BF16__) && VALUE_BYTES % 16 == 0
+/* out[g] += the values of one block under weights[g][t], which have the steps in them. Levels are exact in bfloat16,
+weights are rounded to it; vdpbf16ps adds the products of two tokens at once. */
+static void add_values(const uint8_t *restrict values, float weights[][BLOCK], int group, float out[][HEAD_DIM]) {
+    uint16_t levels[32];
+    for (int code = 0; code < 32; code++) {
+        float level = (float)(code & ((1 << VALUE_BITS) - 1)) - ((1 << VALUE_BITS) - 1) * 0.5f;
+        uint32_t bits;
+        memcpy(&bits, &level, 4);
+        levels[code] = (uint16_t)(bits >> 16);
+    }
+    const __m512i table = _mm512_loadu_si512(levels), fields = _mm512_set1_epi16((1 << VALUE_BITS) - 1);
+    __m512i rows[BLOCK / 2][HEAD_DIM / LANES];
+    for (int pair = 0; pair < BLOCK / 2; pair++)
+        for (int c = 0; c < VALUE_BYTES; c += LANES) {
+            const uint8_t *first = values + 2 * pair * VALUE_BYTES + c;
+            __m512i a = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)first));
+            __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(first + VALUE_BYTES)));
+            __m512i both = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+            for (int field = 0; field < FIELDS; field++) {
+                __m512i codes = _mm512_and_si512(_mm512_srli_epi32(both, VALUE_BITS * field), fields);
+                rows[pair][(field * VALUE_BYTES + c) / LANES] = _mm512_permutexvar_epi16(codes, table);
+            }
+        }
+    for (int g = 0; g < group; g += AT_ONCE) {
+        uint16_t pairs[AT_ONCE][BLOCK] __attribute__((aligned(64)));
+        for (int i = 0; i < AT_ONCE; i++)
+            for (int t = 0; t < BLOCK; t += 2 * LANES) {
+                __m512 low = _mm512_loadu_ps(&weights[g + i][t]), high = _mm512_loadu_ps(&weights[g + i][t + LANES]);
+                _mm512_store_si512((void *)&pairs[i][t], (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            }
+        for (int c = 0; c < HEAD_DIM / LANES; c += 2) {
+            __m512 sums[AT_ONCE][2];
+            for (int i = 0; i < AT_ONCE; i++)
+                for (int j = 0; j < 2; j++) sums[i][j] = _mm512_loadu_ps(&out[g + i][(c + j) * LANES]);
+            for (int pair = 0; pair < BLOCK / 2; pair++)
+                for (int i = 0; i < AT_ONCE; i++) {
+                    int32_t two;
+                    memcpy(&two, &pairs[i][2 * pair], 4);
+                    __m512bh w = (__m512bh)_mm512_set1_epi32(two);
+                    sums[i][0] = _mm512_dpbf16_ps(sums[i][0], (__m512bh)rows[pair][c], w);
+                    sums[i][1] = _mm512_dpbf16_ps(sums[i][1], (__m512bh)rows[pair][c + 1], w);
+                }
+            for (int i = 0; i < AT_ONCE; i++)
+                for (int j = 0; j < 2; j++) _mm512_storeu_ps(&out[g + i][(c + j) * LANES], sums[i][j]);
+        }
+    }
+}
+#else
 /* out[g] += the values of one block under weights[g][t], which have the steps in them. */
 static void add_values(const uint8_t *restrict values, float weights[][BLOCK], int group, float out[][HEAD_DIM]) {
     float rows[BLOCK][HEAD_DIM] __attribute__((aligned(64)));
@@ -105,9 +208,10 @@ static void add_values(const uint8_t *restrict values, float weights[][BLOCK], i
             for (int i = 0; i < AT_ONCE; i++) memcpy(&out[g + i][c], sums[i], sizeof sums[i]);
         }
 }
+#endif
 
 /* One KV head over `count` blocks: hidden[t] is 0 where token t of them counts, else 1. */
-static void attend_head(const uint8_t *blocks, const float *weights, const float *middle, const float *scale,
+static void attend_head(const uint8_t *blocks, const int8_t *weights, const float *middle, const float *scale,
                         const float *shift, const uint8_t *hidden, int64_t count, int group,
                         float out[][HEAD_DIM], float *peak, float *total) {
     float scores[MOST_QUERIES][BLOCK], sums[MOST_QUERIES][LANES];
@@ -155,7 +259,7 @@ static void attend_head(const uint8_t *blocks, const float *weights, const float
 /* Attention of all heads over blocks [first, last): outs [heads * group][HEAD_DIM] not yet divided, peaks and totals
 [heads * group]. The blocks of a head lie head_stride bytes after those of the one before; hidden [heads][(last - first)
 * 64]; weights [heads * group][HEAD_DIM], a multiple of AT_ONCE queries in a group; middle, scale, shift [heads * group]. */
-void attend(const uint8_t *storage, int64_t head_stride, int heads, int group, const float *weights,
+void attend(const uint8_t *storage, int64_t head_stride, int heads, int group, const int8_t *weights,
             const float *middle, const float *scale, const float *shift, const uint8_t *hidden, int64_t first,
             int64_t last, float *outs, float *peaks, float *totals) {
     for (int head = 0; head < heads; head++) {
@@ -169,7 +273,7 @@ void attend(const uint8_t *storage, int64_t head_stride, int heads, int group, c
 /* Scores of tokens [start, stop) in blocks [first, last): scores [heads * group][(last - first) * 64], of the tokens in
 these blocks outside [start, stop) very small; of each query the largest, peaks, and the sum of exp(score - largest),
 totals [heads * group]. */
-void score(const uint8_t *storage, int64_t head_stride, int heads, int group, const float *weights,
+void score(const uint8_t *storage, int64_t head_stride, int heads, int group, const int8_t *weights,
            const float *middle, const float *scale, const float *shift, int64_t start, int64_t stop, float *scores,
            float *peaks, float *totals) {
     float found[MOST_QUERIES][BLOCK];

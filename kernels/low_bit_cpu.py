@@ -77,7 +77,8 @@ def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start:
 def tail_attention(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `low_bit.tail_attention`; values are weighted by float32 in C, by bfloat16 in torch."""
+    """See `low_bit.tail_attention`; weights of values are rounded to bfloat16 (in C where
+    the processor multiplies it, else they are float32)."""
     blocks = _blocks_of(tokens)
     hidden = _hidden(tokens, skip, blocks)
     weights, scale = quantise_query(q)

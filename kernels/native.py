@@ -107,11 +107,12 @@ class LowBitLibrary:
 
 
 def _queries(weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the C code reads of queries, groups padded: weights, their middle, scale and shift, float32."""
+    """What the C code reads of queries, groups padded: int8 weights, and float32 their middle, scale and
+    shift."""
     more = -weights.shape[1] % QUERIES
-    wide = torch.nn.functional.pad(weights.float(), (0, 0, 0, more)).contiguous()
+    whole = torch.nn.functional.pad(weights, (0, 0, 0, more)).contiguous()
     padded = (torch.nn.functional.pad(each, (0, more)).contiguous() for each in (scale, shift))
-    return wide, wide.sum(-1).mul_(7.5), *padded
+    return whole, whole.sum(-1, dtype=torch.float32).mul_(7.5), *padded
 
 
 def _storage(storage: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
