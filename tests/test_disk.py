@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import stat
 import time
 from pathlib import Path
 
@@ -350,6 +351,25 @@ def test_damaged_documents_are_put_aside(tmp_path: Path) -> None:
     store.put("one", b"new")
     assert store.get("one") == b"new" and store.delete("one") and not store.delete("one")
     assert len(store.documents()) == 0
+
+
+def test_a_document_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes, then its name, then the folder that holds the name: a loss of power leaves the old one or the new."""
+    store, done = open_store(tmp_path), []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "bytes")
+        fsync(handle)
+
+    def named(*paths: Any) -> None:
+        done.append("name")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    store.put("one", b"history")
+    assert done == ["bytes", "name", "folder"]
 
 
 def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("infinigen", {"recent": 8, "max_fraction": 0.3}),
     "paper": ("infinigen", {"preset": "paper"}),
     "normed": ("infinigen", {"source": "normed_input", "recent": 4, "sinks": 1, "dense_layers": ()}),
-    "repair": ("infinigen", {"scorer": "int4", "recent": 4, "budget": 0.2, "max_missed_mass": 0.05}),
+    "repair": (
+        "infinigen",
+        {"scorer": "int4", "recent": 4, "budget": 0.1, "max_fraction": 0.6, "max_missed_mass": 0.05},
+    ),
     "oracle": ("oracle", {"budget": 0.25, "recent": 8}),
     "streaming": ("streaming", {"budget": 0.25, "recent": 8}),
     "h2o": ("h2o", {"budget": 0.25, "recent": 8}),

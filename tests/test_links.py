@@ -3,6 +3,7 @@ link."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from offload_rt.core import CHUNK, Selection, Visible
 from offload_rt.engine.request import Completion
 from offload_rt.pool.pool import HostPool
 from offload_rt.transfer.cuda import CudaLink
+from offload_rt.transfer.link import Ticket
 from offload_rt.transfer.residency import Residency
 from offload_rt.transfer.streams import InlineStream
 
@@ -109,6 +111,56 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_format: Any) -
     link.check_integrity()
     assert link.device_bytes == 0
     pool.check_integrity()
+
+
+class TellingStream(InlineStream):
+    """Tells who waits for which of its marks: (name of the waiting stream, mark)."""
+
+    def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
+        self.name, self.told, self.newest = name, told, None
+
+    def mark(self) -> Any:
+        self.newest = super().mark()
+        return self.newest
+
+    def wait_for(self, mark: Any) -> None:
+        self.told.append((self.name, mark))
+
+    def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
+        self.told.append(("compute", mark))
+
+
+def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
+    """The order that a device with streams is told, for each way to fetch."""
+    told: list[tuple[str, Any]] = []
+    prefetch, write_back = TellingStream("prefetch", told), TellingStream("write-back", told)
+    geometry = tiny_llama_geometry()
+    pool = HostPool(geometry, torch.float32, 1 << 21)
+    link = CudaLink(pool, geometry, torch.device("cpu"), streams=(prefetch, write_back))
+    blocks = pool.new_block_table(CHUNK)
+    link.storage.open(blocks, 2, 4)
+    rows = torch.randn(2, geometry.kv_heads, 40, geometry.head_dim)
+    visible = Visible.of(40, sinks=2, recent=4, window=None)
+    some = Selection(torch.arange(5, 15).expand(geometry.kv_heads, -1))
+    ways: list[Callable[[], Ticket]] = [
+        lambda: link.rows.fetch(blocks, 1, visible, None),
+        lambda: link.rows.fetch(blocks, 1, visible, some),
+        lambda: link.rows.fetch_range(blocks, 1, range(20)),
+        lambda: link.rows.fetch_more(blocks, 1, some),
+        lambda: link.rows.fetch_together([blocks], 1, [visible], [some])[0],
+    ]
+    for fetch in ways:
+        link.storage.append(blocks, 1, 0, *rows)
+        written = write_back.newest
+        told.clear()
+        ticket = fetch()
+        assert ("prefetch", written) in told
+        arrived = prefetch.newest
+        told.clear()
+        ticket.wait()
+        assert told == [("compute", arrived)]
+    link.storage.close(blocks)
+    pool.release(blocks)
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
