@@ -103,6 +103,11 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
         row = geometry.head_dim * (4 + bits) // 8 + 2
         least = (geometry.layers - 1) * geometry.kv_heads * row * 523
         assert least <= found.stats.scoring_bytes_device <= least * 1.0625 + (least // 523) * 128
+        assert found.stats.tail_bytes_device == found.stats.scoring_bytes_device
+        assert found.stats.estimated_fraction == pytest.approx(1 - found.stats.sparse_attended_fraction)
+        assert 0.5 < found.stats.estimated_fraction < 1
+    [plain] = make_llm("llama", {}).generate([tiny_prompt(90)], GREEDY)
+    assert plain.stats.tail_bytes_device == plain.stats.estimated_fraction == 0
 
 
 def test_a_tail_scores_with_its_own_keys() -> None:

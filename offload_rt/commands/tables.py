@@ -62,6 +62,21 @@ def _working_set(stats: Stats) -> Rows:
     return [("working set", size), ("  had of the selected rows", _percent(stats.working_set_hit_rate))]
 
 
+def _estimated(stats: Stats) -> Rows:
+    """Of a run with a tail, the share of rows that it estimates."""
+    return [("  estimated from low bits", _percent(stats.estimated_fraction))] if stats.tail_bytes_device else []
+
+
+def _mass(stats: Stats) -> str:
+    """What becomes of the attention mass outside the attended rows."""
+    return "estimated attention mass" if stats.tail_bytes_device else "missed attention mass"
+
+
+def _scoring(stats: Stats) -> str:
+    """What selections are made from."""
+    return "low-bit rows on the device" if stats.tail_bytes_device else "scoring keys on the device"
+
+
 def _sections(stats: Stats) -> list[Rows]:
     """The table's sections."""
     steps = len(stats.attended_by_step)
@@ -92,13 +107,14 @@ def _sections(stats: Stats) -> list[Rows]:
             ("link fraction", _percent(stats.link_fraction)),
             ("attended fraction", _percent(stats.attended_fraction)),
             ("  in layers that select", _percent(stats.sparse_attended_fraction)),
-            ("missed attention mass", _percent(stats.missed_mass)),
+            *_estimated(stats),
+            (_mass(stats), _percent(stats.missed_mass)),
             ("  of the worst layer", _percent(stats.missed_mass_worst_layer)),
         ],
         [
             ("KV in host memory", format_size(stats.kv_bytes_host)),
             ("KV on the device", format_size(stats.kv_bytes_device)),
-            ("scoring keys on the device", format_size(stats.scoring_bytes_device)),
+            (_scoring(stats), format_size(stats.scoring_bytes_device)),
             *_present("scoring keys on the host", stats.scoring_bytes_host),
             ("weights", f"{format_size(stats.weight_bytes)}{_on_device(stats)}"),
             ("peak on the device", format_size(stats.peak_device_bytes)),

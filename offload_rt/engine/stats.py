@@ -32,12 +32,16 @@ class Stats:
     link_bytes_weights: weights that crossed for this sequence's prefill and steps, not in `link_bytes_to_device`; for a
         batch they cross once and are counted for its first sequence.
     kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
+    tail_bytes_device: of `scoring_bytes_device`, low-bit rows that are scoring keys and tail in one; 0 without a tail.
+    estimated_fraction: over the layers that select, mean share of the visible rows that the tail estimates: those that
+        are not attended; 0 without a tail.
     scoring_bytes_device / scoring_bytes_host: scoring keys of this sequence, on the device or where they are scored.
     weight_bytes / weight_bytes_device: all weights / those on the device, buffers for the others included.
     link_fraction, attended_fraction: mean over layers and decode steps, dense layers included.
     sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
     missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
-        `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured.
+        `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured. With a tail it
+        is not lost: it is the mass that the tail estimates.
     working_set_rows: rows of each KV head and layer that stay on the device (`working_set=`); working_set_bytes: what
         this sequence's take, tables included, in `kv_bytes_device`; working_set_hit_rate: share of the selected rows
         that they had, None without one. Such rows are not in `link_bytes_to_device` and `link_fraction`.
@@ -61,6 +65,7 @@ class Stats:
     kv_bytes_device: int
     scoring_bytes_device: int
     scoring_bytes_host: int
+    tail_bytes_device: int
     weight_bytes: int
     weight_bytes_device: int
     peak_device_bytes: int
@@ -68,6 +73,7 @@ class Stats:
     attended_fraction: float
     sparse_link_fraction: float
     sparse_attended_fraction: float
+    estimated_fraction: float
     dense_layers: tuple[int, ...]
     layers: int
     missed_mass: float | None
@@ -175,6 +181,7 @@ class Accounting:
             kv_bytes_device=self._link.device_bytes,
             scoring_bytes_device=sequence.state.device_bytes,
             scoring_bytes_host=sequence.state.host_bytes,
+            tail_bytes_device=sequence.state.tail_bytes,
             weight_bytes=self._model.weight_bytes,
             weight_bytes_device=self.weights_on_device,
             peak_device_bytes=peak_device_bytes,
@@ -182,6 +189,7 @@ class Accounting:
             attended_fraction=shares.attended,
             sparse_link_fraction=shares.sparse_link,
             sparse_attended_fraction=shares.sparse_attended,
+            estimated_fraction=1 - shares.sparse_attended if sequence.state.tail_bytes and trace.attended else 0.0,
             dense_layers=tuple(sorted(dense)),
             layers=adapter.geometry.layers,
             missed_mass=missed,

@@ -45,6 +45,11 @@ class PolicyState(Protocol):
         ...
 
     @property
+    def tail_bytes(self) -> int:
+        """Bytes, of `device_bytes`, of the low-bit rows that `tail` estimates from; 0 where it estimates nothing."""
+        ...
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of scoring keys held in host memory, where the device is short."""
         ...

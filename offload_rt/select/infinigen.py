@@ -47,6 +47,11 @@ class InfiniGenState(PassiveState):
         return 0 if self._policy.keys_on_host else self._keys.bytes
 
     @property
+    def tail_bytes(self) -> int:
+        """Low-bit rows are scoring keys and tail in one."""
+        return 0 if self._tail is None else self.device_bytes
+
+    @property
     def host_bytes(self) -> int:
         """The same, where they lie in host memory."""
         return self._keys.bytes if self._policy.keys_on_host else 0

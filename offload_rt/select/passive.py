@@ -17,6 +17,11 @@ class PassiveState:
         return 0
 
     @property
+    def tail_bytes(self) -> int:
+        """Nothing is estimated."""
+        return 0
+
+    @property
     def host_bytes(self) -> int:
         """Nothing is held."""
         return 0
