@@ -210,6 +210,8 @@ def tail_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `low_bit.tail_attention`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
+    if _compiled(q):
+        from . import triton_low_bit as module
     part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, shift, storage, layout, tokens, skip)
     return part
 

@@ -26,7 +26,10 @@ BLOCK = 64
 KEY_BITS = 4
 """Of a number of a key. Two bits ruin scores; values bear them."""
 
-_SMALLEST = (127 - 20) << 3
+SCORED_AT_ONCE = 4096
+"""Tokens whose keys are widened together: those of a long context would take ten times the room of their codes."""
+
+SMALLEST = (127 - 20) << 3
 """The step of code 0, 2^-20, as the upper eleven bits of a float32: exponent and three bits of the fraction."""
 
 
@@ -48,12 +51,12 @@ def mixing(d: int) -> torch.Tensor:
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
     """Positive steps of any shape as uint8: rounded up to a float with three bits of fraction, 2^-20 to 2^12."""
     upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
-    return (upper - _SMALLEST).clamp_(0, 255).to(torch.uint8)
+    return (upper - SMALLEST).clamp_(0, 255).to(torch.uint8)
 
 
 def decode_steps(codes: torch.Tensor) -> torch.Tensor:
     """float32 steps of `encode_steps`."""
-    return ((codes.to(torch.int32) + _SMALLEST) << 20).view(torch.float32)
+    return ((codes.to(torch.int32) + SMALLEST) << 20).view(torch.float32)
 
 
 def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +150,9 @@ def low_bit_scores(
     """
     weights, scale = quantise_query(q)
     packed, steps = (part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in layout.keys(storage))
-    sums = torch.bmm(weights.to(q.dtype), unpack_rows(packed, KEY_BITS).to(q.dtype).transpose(1, 2))
+    sums = q.new_empty(*q.shape[:2], len(tokens))
+    for codes, into in zip(packed.split(SCORED_AT_ONCE, 1), sums.split(SCORED_AT_ONCE, 2), strict=True):
+        into.copy_(torch.bmm(weights.to(q.dtype), unpack_rows(codes, KEY_BITS).to(q.dtype).transpose(1, 2)))
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
     return (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1) * scale + shift.unsqueeze(-1)
 
@@ -172,6 +177,17 @@ def top_scored(
     `[Hkv, n]`, counted from the first of `tokens`."""
     scores = low_bit_scores(q, shift, storage, layout, tokens)
     return top_tokens(group_scores(scores, group_lse(scores)), n)
+
+
+def hidden_tokens(tokens: range, skip: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """The first block that holds one of `tokens`, and of all tokens of the blocks that do, uint8 `[Hkv, blocks * 64]`,
+    whether each does not count: it is not among `tokens`, or in `skip` int64 `[Hkv, n]`, negative entries apart."""
+    first, stop = tokens.start // BLOCK, -(-tokens.stop // BLOCK)
+    offset, count = first * BLOCK, (stop - first) * BLOCK
+    hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.uint8, device=skip.device)
+    hidden[:, tokens.start - offset : tokens.stop - offset] = 0
+    hidden.scatter_(1, torch.where(skip < 0, count, skip - offset), 1)
+    return first, hidden[:, :-1].contiguous()
 
 
 def tail_attention(

@@ -9,7 +9,7 @@ import math
 import torch
 
 from . import low_bit, native, selection
-from .low_bit import BLOCK, KEY_BITS, Layout, decode_steps, unpack_rows
+from .low_bit import BLOCK, KEY_BITS, Layout, decode_steps, hidden_tokens, unpack_rows
 from .selection import quantise_query, token_count, top_tokens
 
 
@@ -80,7 +80,7 @@ def tail_attention(
     """See `low_bit.tail_attention`; weights of values are rounded to bfloat16 (in C where
     the processor multiplies it, else they are float32)."""
     blocks = _blocks_of(tokens)
-    hidden = _hidden(tokens, skip, blocks)
+    _, hidden = hidden_tokens(tokens, skip)
     weights, scale = quantise_query(q)
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is not None:
@@ -94,15 +94,6 @@ def tail_attention(
 
 def _blocks_of(tokens: range) -> range:
     return range(tokens.start // BLOCK, -(-tokens.stop // BLOCK))
-
-
-def _hidden(tokens: range, skip: torch.Tensor, blocks: range) -> torch.Tensor:
-    """uint8 `[Hkv, blocks * 64]`: 1 where a token of `blocks` is not among `tokens`, or is skipped."""
-    first, count = blocks.start * BLOCK, len(blocks) * BLOCK
-    hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.uint8)
-    hidden[:, tokens.start - first : tokens.stop - first] = 0
-    hidden.scatter_(1, torch.where(skip < 0, count, skip - first), 1)
-    return hidden[:, :-1].contiguous()
 
 
 def _scores(

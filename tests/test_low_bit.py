@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.low_bit import stored_rows
 
 from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native
 from offload_rt.kernels.low_bit import (
@@ -49,18 +50,6 @@ def test_rows_come_back_within_half_a_step(bits: int) -> None:
     assert unpack_rows(packed, bits).amax() == 2**bits - 1 and unpack_rows(packed, bits).amin() == 0
 
 
-def stored(layout: Layout, heads: int, tokens: int) -> torch.Tensor:
-    """Storage of random rows, everything behind them garbage."""
-    storage = torch.randint(0, 256, (heads, -(-tokens // BLOCK) + 1, layout.block_bytes), dtype=torch.uint8)
-    slots = torch.arange(tokens)
-    halves = ((layout.keys(storage), KEY_BITS), (layout.values(storage), layout.value_bits))
-    for parts, bits in halves:
-        rows = quantise_rows(torch.randn(heads, tokens, layout.head_dim), bits)
-        for part, data in zip(parts, rows, strict=True):
-            part[:, slots // BLOCK, slots % BLOCK] = data
-    return storage
-
-
 def plain_tail(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +72,7 @@ def plain_tail(
 @pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(130, 131)])
 def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, tokens: range) -> None:
     layout = Layout(32, value_bits)
-    storage, q, shift = stored(layout, 2, 180), torch.randn(2, 3, 32) / 6, torch.randn(2, 3)
+    storage, q, shift = stored_rows(layout, 2, 180), torch.randn(2, 3, 32) / 6, torch.randn(2, 3)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     out, lse = tail_attention(q, shift, storage, layout, tokens, skip)
@@ -94,14 +83,14 @@ def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, token
 
 def test_without_a_token_the_tail_is_nothing() -> None:
     layout = Layout(16, 2)
-    storage, q = stored(layout, 2, 70), torch.randn(2, 2, 16)
+    storage, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
     out, lse = tail_attention(q, torch.zeros(2, 2), storage, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
 def test_lists_are_the_sequences_by_themselves() -> None:
     layout = Layout(16, 2)
-    storages = [stored(layout, 2, 100), stored(layout, 2, 190)]
+    storages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 190)]
     q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
     table = PointerTable.of(storages)
     starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 180, 180])
@@ -121,7 +110,7 @@ def test_lists_are_the_sequences_by_themselves() -> None:
 
 def test_a_batch_appends_as_each_sequence_does() -> None:
     layout = Layout(16, 4)
-    storages = [stored(layout, 2, 63), stored(layout, 2, 128)]
+    storages = [stored_rows(layout, 2, 63), stored_rows(layout, 2, 128)]
     before = [storage.clone() for storage in storages]
     table = PointerTable.of(storages)
     slots = torch.tensor([63, 63, 5, 5])
@@ -154,7 +143,7 @@ def test_a_processor_computes_what_is_defined(
     elif native.low_bit(d, value_bits, group) is None:
         pytest.skip("no C compiler")
     layout = Layout(d, value_bits)
-    storage, q, shift = stored(layout, 2, 320), torch.randn(2, group, d) / 4, torch.randn(2, group)
+    storage, q, shift = stored_rows(layout, 2, 320), torch.randn(2, group, d) / 4, torch.randn(2, group)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     expected = low_bit_scores(q, shift, storage, layout, tokens)
@@ -172,7 +161,7 @@ def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPat
     if not compiled:
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     layout = Layout(32, 2)
-    storage, q = stored(layout, 2, 130), torch.randn(2, 2, 32)
+    storage, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
     out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 2), storage, layout, range(3, 120), skip)
     assert out.eq(0).all() and lse.isneginf().all()
@@ -187,7 +176,7 @@ def test_a_processor_selects_and_stores_what_is_defined(
     if not compiled:
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     layout = Layout(64, 2)
-    storage, q, shift = stored(layout, 2, 320), torch.randn(2, group, 64) / 4, torch.randn(2, group)
+    storage, q, shift = stored_rows(layout, 2, 320), torch.randn(2, group, 64) / 4, torch.randn(2, group)
     chosen = [
         module.select_tokens(q, shift, storage, layout, tokens, alpha, max_fraction).sort(1).values
         for module in (low_bit, low_bit_cpu)

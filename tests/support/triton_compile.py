@@ -15,6 +15,7 @@ from offload_rt.kernels import (
     triton_append,
     triton_attention,
     triton_gather,
+    triton_low_bit,
     triton_resident,
     triton_scores,
     triton_segments,
@@ -55,6 +56,10 @@ def main(capability: int) -> None:
         types = f"*{kind} *i64 *fp32 *fp32 fp32 i32 i32 i32"
         for queries in sorted({16, triton_segments.most_queries(d, size)}):
             build(triton_segments._attend, types, **shape, ALIGN=8, QUERIES=queries)
+    for bits, d in ((2, 64), (4, 128)):
+        types = "*i8 *fp32 *fp32 *fp32 *u8 *u8 *fp32 *fp32 I32 i32 i32"
+        sizes = {"KEYS": d // 2, "K": d // 2, "VALUES": d * bits // 8, "V": d * bits // 8, "BITS": bits}
+        build(triton_low_bit._attend, types, d=d, **sizes, G=4, GROUP=16, PIECE=8, WIDEN=False)
     partial = "*fp32 *i64 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i32"
     wide = {"KEYS": tl.float16, "BYTES": 16, "ALIGN": 8}
     build(triton_scores._partial, partial, **wide, G=4, GROUP=16, BLOCK=256, COLUMNS=16)
