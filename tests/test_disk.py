@@ -309,6 +309,23 @@ def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:
     assert [load(store, n) is not None for n in (1, 2, 3, 4)] == [False, False, False, True]
 
 
+def test_time_to_live_of_fifo_counts_from_the_writing(tmp_path: Path) -> None:
+    now = 10**18
+    stores = {
+        policy: open_store(tmp_path / policy, policy=policy, ttl=60, clock=lambda: now) for policy in LIVE_POLICIES
+    }
+    for store in stores.values():
+        save(store, 1)
+    now += 50 * 10**9
+    for store in stores.values():
+        assert load(store, 1) and store.find(store.root, "exact", tokens_of(1)) is not None
+        store.touch([chunk_key(store.root, "exact", tokens_of(1))])
+    now += 20 * 10**9
+    for policy, store in stores.items():
+        save(store, 2)
+        assert (load(store, 1) is None) == (policy == "fifo"), policy
+
+
 def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(StoreError, match=f"written by another process .process {os.getpid()}"):

@@ -107,8 +107,18 @@ def test_nothing_of_a_stop_string_is_ever_shown(tokenizer: PreTrainedTokenizerBa
     assert stream.stopped == bool(ends)
     if ends:
         assert whole.startswith(shown) and not any(s in shown for s in stop)
+        assert any(whole.startswith(s, len(shown)) for s in stop), "all that comes before it is shown"
     else:
         assert shown == whole
+
+
+def test_each_of_n_completions_has_a_seed_of_its_own() -> None:
+    """The first one that of the request; with 500 equal logits, eight tokens are never the same twice by chance."""
+    params, even = SamplingParams(seed=3, n=3), torch.zeros(500)
+    drawn = []
+    for sampler in (Sampler(params), *(Sampler(params, sample) for sample in range(3))):
+        drawn.append(tuple(sampler.pick(even, [1]) for _ in range(8)))
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 3
 
 
 def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> None:
