@@ -146,6 +146,20 @@ def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
     session.close()
 
 
+def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
+    """They were computed when the tokens that are gone were still there: a prompt of the tokens that are left finds
+    nothing to reuse in the prefix tree."""
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    session.truncate(keep_last=100)
+    answer(session, TURNS[1])
+    prompt = [*session.tokens, 5]
+    session.close()
+    [done] = llm.generate([prompt], SHORT)
+    assert done.stats.reused_tokens == 0 and done.token_ids == expected([], prompt)
+
+
 def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) -> None:
     """Sampled flips in chunks, the history and the originals of sinks."""
     llm = make_llm()
