@@ -176,13 +176,6 @@ def append_low_bit_keys(
     low_bit_lists.append_keys(k, basis, mean, layout, storages, slots)
 
 
-def append_low_bit_values(
-    v: torch.Tensor, mixing: torch.Tensor, layout: Layout, storages: PointerTable, slots: torch.Tensor
-) -> None:
-    """See `low_bit_lists.append_values`."""
-    low_bit_lists.append_values(v, mixing, layout, storages, slots)
-
-
 def low_bit_list_scores(
     q: torch.Tensor,
     mean: torch.Tensor,

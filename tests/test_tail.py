@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +124,19 @@ def test_a_tail_is_in_the_lineage_only_where_there_is_one() -> None:
         make_llm("llama", options).runner.policy.lineage for options in ({}, {"tail": "off"}, {"tail": "int4"})
     )
     assert plain == off != on
+
+
+def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:
+    options = {"tail": "int2", "budget": 0.3, "recent": 8}
+    prompt = tiny_prompt(150)
+    model = tiny_model("llama", dtype=torch.float64)
+    model.save_pretrained(tmp_path)
+    [plain] = make_llm("llama", options, torch.float64).generate([prompt], GREEDY)
+    for more in ({"working_set": 32}, {"device_memory": "2.7MiB", "max_context": 256}):
+        llm = LLM(
+            str(tmp_path), policy="infinigen", policy_options=options, dtype="float64", host_memory="32MiB", **more
+        )
+        [found] = llm.generate([prompt], GREEDY)
+        assert found.token_ids == plain.token_ids
+        assert (found.stats.link_bytes_weights > 0) == ("device_memory" in more)
+        llm.runner.check_integrity()

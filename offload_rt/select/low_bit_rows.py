@@ -158,10 +158,6 @@ class LowBitRows:
         """As `ScoringKeys.enter`."""
         dispatch.append_low_bit_keys(k, basis.key, self._bases[layer].mean, self._layout, storages, slots)
 
-    def enter_values(self, layer: int, v: torch.Tensor, storages: PointerTable, slots: torch.Tensor) -> None:
-        """The values v `[P, d]` of the keys that came with `enter` last."""
-        dispatch.append_low_bit_values(v, self._bases[layer].mixing, self._layout, storages, slots)
-
     def found(
         self,
         layer: int,
