@@ -40,12 +40,11 @@ demo: $(READY)
 	$(BIN)/offload-rt generate reference --prompt-file offload_rt/data/black_arrow.txt --max-new-tokens 200 \
 		--temperature 0.8 --top-p 0.95 --seed 1 --plot $(OUT)/demo.png --stats-json $(OUT)/demo.json
 
-# Where the models of MODELS (OFFLOAD_RT_MODELS) are fetched to, else the hub.
-MODELS := $(or $(OFFLOAD_RT_MODELS),$(HOME)/.cache/offload-rt-models)
-MODEL ?= $(or $(wildcard $(MODELS)/smollm2),HuggingFaceTB/SmolLM2-135M-Instruct)
+MODEL_FOLDER := $(or $(OFFLOAD_RT_MODELS),$(HOME)/.cache/offload-rt-models)
 
 demo-real: $(READY)
-	$(BIN)/python scripts/examples/read_chapter.py --model $(MODEL)
+	$(BIN)/python scripts/examples/read_chapter.py \
+		--model $(or $(MODEL),$(wildcard $(MODEL_FOLDER)/smollm2),HuggingFaceTB/SmolLM2-135M-Instruct)
 
 # pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
 # to `import kernels`, the name of another project's package.

@@ -28,8 +28,11 @@ from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
-WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
-"""Resident tokens of every policy where budgets are compared."""
+WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16, "dense_layers": ()}
+"""Resident tokens of every policy where budgets are compared; every layer selects, so that a budget is one of all rows."""
+
+ALONE = 1e-4
+"""A budget below the window: no exact rows but the resident ones, so that low bits stand alone."""
 
 BUDGETS = (0.05, 0.02)
 CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
@@ -61,14 +64,15 @@ SMALL = RealSize(1, 16, 2, 1, (256,))
 
 
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
-    """full; infinigen as it is and as in its paper; at every budget infinigen without and with the tail, and the
-    rivals; the low bits alone."""
-    found = [Variant("full"), Variant("infinigen"), Variant("infinigen", {"preset": "paper"})]
+    """full; infinigen as it is, lean, and as in its paper; at every budget infinigen without and with the tail, and the
+    true top tokens; the rivals at the first budget; low bits alone."""
+    found = [Variant("full"), *(Variant("infinigen", {"preset": name}) for name in ("default", "lean", "paper"))]
     for budget in budgets:
         sized = WINDOW | {"budget": budget}
         found += [Variant("infinigen", sized | {"tail": tail}) for tail in ("off", "int4", "int2")]
-        found += [Variant(policy, sized) for policy in ("oracle", "quest", "h2o", "streaming")]
-    return found
+        found += [Variant("oracle", sized)]
+    found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in ("quest", "h2o", "streaming")]
+    return found + [Variant("infinigen", WINDOW | {"budget": ALONE, "tail": tail}) for tail in ("int4", "int2")]
 
 
 @dataclass(frozen=True)
