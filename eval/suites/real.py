@@ -29,7 +29,7 @@ from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16, "dense_layers": ()}
-"""Resident tokens of every policy where budgets are compared; every layer selects, so that a budget is one of all rows."""
+"""Resident tokens of every policy where budgets are compared. Every layer selects: a budget is a share of all rows."""
 
 ALONE = 1e-4
 """A budget below the window: no exact rows but the resident ones, so that low bits stand alone."""
