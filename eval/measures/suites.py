@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..core.registry import measure
-from .flags import say_on_stderr, words
+from .flags import counts, given, say_on_stderr, words
 from .quality import PACKAGED
 
 
@@ -61,17 +63,28 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("eval") / "results", metavar="DIR", help="(eval/results)")
     parser.add_argument("--data", type=Path, default=data, metavar="DIR", help="books/, wikitext-2/, tasks/")
     parser.add_argument("--small", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+    parser.add_argument("--contexts", type=counts, metavar="N,N", help="tokens of a window (default: by model)")
+    parser.add_argument("--windows", type=int, metavar="N", help="of a text (3)")
+    parser.add_argument("--decoded", type=int, metavar="N", help="tokens of a window that are decoded (512)")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of a task (25)")
+    parser.add_argument("--texts", type=words, metavar="A,B", help="novel,code,wikipedia (all)")
 
 
 @measure("real", "what a selection loses on trained models that people use (`make real`)", _real_flags)
 def real(args: argparse.Namespace) -> int:
     """Perplexity on a novel, code and Wikipedia, needles, RULER, question tasks, and the ablation, under every policy
     at stated budgets, for models given by folder. What is done is not done again."""
-    from ..suites.real import PARTS, run_real
+    from ..suites.real import PARTS, SMALL, RealSize, run_real
 
+    sizes = given(args, ("contexts", "windows", "decoded", "limit", "texts"))
+    size = replace(SMALL if args.small else RealSize(), **{name: _tupled(value) for name, value in sizes.items()})
     parts, say = args.parts or list(PARTS), say_on_stderr(False)
-    run_real(args.models, parts, args.out, data=args.data, minutes=args.minutes, small=args.small, say=say)
+    run_real(args.models, parts, args.out, data=args.data, minutes=args.minutes, size=size, say=say)
     return 0
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _gpu_readme_flags(parser: argparse.ArgumentParser) -> None:

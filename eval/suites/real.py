@@ -50,13 +50,19 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class RealSize:
     """How much is measured. windows, decoded: of a text, and tokens of each that are decoded; limit: documents of a
-    task; passages: of needles, of each kind; contexts: tokens of a window (none: the model's own list)."""
+    task; passages: of needles, of each kind; contexts: tokens of a window (none: the model's own list); texts: kinds
+    of text."""
 
     windows: int = 3
     decoded: int = 512
     limit: int = 25
     passages: int = 4
     contexts: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ("novel", "code", "wikipedia")
+
+    def __post_init__(self) -> None:
+        for kind in self.texts:
+            check_choice("text", kind, ("novel", "code", "wikipedia"))
 
 
 SMALL = RealSize(1, 16, 2, 1, (256,))
@@ -106,11 +112,12 @@ class Real:
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = (library / name for name in ("argparse.py", "tarfile.py", "typing.py", "subprocess.py", "ast.py"))
         code = "\n\n".join(read_file(str(source)) for source in sources)
-        return [
+        found = [
             ("novel", novel.name, read_file(str(novel))),
             ("code", "standard library (Python)", code),
             ("wikipedia", f"wikitext-2 {wiki.name}", read_file(str(wiki))),
         ]
+        return [text for text in found if text[0] in self.size.texts]
 
     def perplexity(self) -> None:
         """Perplexity of three kinds of text under every policy at stated budgets."""
@@ -240,7 +247,7 @@ def model_folders(names: Sequence[str], folder: Path | None = None) -> list[Path
 
 
 def run_real(
-    names: Sequence[str], parts: Sequence[str], out: Path, *, data: Path, minutes: float, small: bool, say: Say
+    names: Sequence[str], parts: Sequence[str], out: Path, *, data: Path, minutes: float, size: RealSize, say: Say
 ) -> None:
     """Runs `parts` for each model, each within `minutes`. Raises InputError where a model or text is missing."""
     for part in parts:
@@ -250,4 +257,4 @@ def run_real(
         for part in parts:
             until = time.monotonic() + 60 * minutes
             say(f"{folder.name}: {part}")
-            PARTS[part](Real(tested, SMALL if small else RealSize(), out / folder.name, data, until, say))
+            PARTS[part](Real(tested, size, out / folder.name, data, until, say))
