@@ -6,7 +6,6 @@ import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..core.registry import measure
 from .flags import counts, given, say_on_stderr, words
@@ -77,14 +76,10 @@ def real(args: argparse.Namespace) -> int:
     from ..suites.real import PARTS, SMALL, RealSize, run_real
 
     sizes = given(args, ("contexts", "windows", "decoded", "limit", "texts"))
-    size = replace(SMALL if args.small else RealSize(), **{name: _tupled(value) for name, value in sizes.items()})
+    size = replace(SMALL if args.small else RealSize(), **sizes)
     parts, say = args.parts or list(PARTS), say_on_stderr(False)
     run_real(args.models, parts, args.out, data=args.data, minutes=args.minutes, size=size, say=say)
     return 0
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _gpu_readme_flags(parser: argparse.ArgumentParser) -> None:
