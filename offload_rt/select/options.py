@@ -14,6 +14,9 @@ Scorer = Literal["partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
 TailBits = Literal["off", "int4", "int2"]
 
+OWN_KEYS = frozenset({"scorer", "columns", "partial_ratio"})
+"""Options of InfiniGen that describe scoring keys of its own, which a tail makes superfluous."""
+
 
 def _check_window(sinks: int, recent: int, dense_layers: tuple[int, ...]) -> None:
     check(sinks >= 0, f"sinks={sinks} must not be negative")
@@ -73,6 +76,13 @@ class InfiniGenOptions(PolicyOptions):
             "dense_layers": (0,),
         },
     }
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """As every policy's. Where no preset is named, scoring keys of one's own (`scorer`, `columns`, `partial_ratio`)
+        go on top of "lean": the tail of "default" scores with its own."""
+        lean = "preset" not in options and "tail" not in options and not OWN_KEYS.isdisjoint(options)
+        return super().parse({"preset": "lean", **options} if lean else options)
 
     alpha: float | None = option(None, help="threshold below a head's largest score", metavar="A")
     partial_ratio: float = option(0.3, help="share of the head dimension scored, (0, 1]", metavar="R")
