@@ -70,16 +70,16 @@ SMALL = RealSize(1, 16, 2, 1, (256,))
 
 
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
-    """full; infinigen as it is; at every budget infinigen without and with the tail, and the true top tokens; the
-    rivals at the first budget; low bits alone; infinigen lean, and as in its paper."""
-    found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
+    """full; infinigen with preset tail; at every budget infinigen with and without the tail, and the true top tokens;
+    the rivals at the first budget; low bits alone; infinigen as it is, and as in its paper."""
+    found = [Variant("full"), Variant("infinigen", {"preset": "tail"})]
     for budget in budgets:
         sized = WINDOW | {"budget": budget}
         found += [Variant("infinigen", sized | {"tail": tail}) for tail in ("int4", "int2", "off")]
         found += [Variant("oracle", sized)]
     found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in ("quest", "h2o", "streaming")]
     found += [Variant("infinigen", WINDOW | {"budget": ALONE, "tail": tail}) for tail in ("int4", "int2")]
-    return found + [Variant("infinigen", {"preset": name}) for name in ("lean", "paper")]
+    return found + [Variant("infinigen", {"preset": name}) for name in ("default", "paper")]
 
 
 @dataclass(frozen=True)
