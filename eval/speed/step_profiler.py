@@ -31,7 +31,7 @@ LINK = {"append": "write-back", "fetch": "plan"}
 GATHER, ATTENTION = "gather", "attention"
 
 BREAKDOWN = {
-    "attention": ("projections", ATTENTION),
+    "attention": ("projections", ATTENTION, "tail"),
     "FFN": ("MLP",),
     "transfer": ("plan", GATHER, "write-back"),
     "prediction": ("speculated query", "selection", "scoring keys"),
