@@ -356,7 +356,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "path", ["./nowhere", "/nowhere/at all", "~/nowhere", "models/", "a/b/c", "..", "", "C:\\models\\llama", "x y"]
     )
-    def test_a_path_never_reaches_the_network(self, path: str, no_network: list[str]) -> None:
+    def test_a_path_never_reaches_the_network(
+        self, path: str, no_network: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")  # what lies beside this repository is no model to be found by ".."
         self.refused(path, "does not exist|no config.json")
         assert no_network == []
 
