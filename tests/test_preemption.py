@@ -14,6 +14,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import StoreOptions
 from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
+from offload_rt.engine.request import Request
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.engine.swap import FOLDER, Swap
 from offload_rt.errors import StoreError
@@ -170,3 +171,31 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
     llm = make(chunks=6, swap=tmp_path)
     assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == roomy()
     assert swapped and not list(tmp_path.rglob("*.kv"))
+
+
+def test_the_youngest_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempt, choices = Scheduler.preempt, []
+
+    def noted(self: Scheduler, request: Request) -> None:
+        if self.prefilling is None:
+            choices.append([one is request for one in self.running])
+        preempt(self, request)
+
+    monkeypatch.setattr(Scheduler, "preempt", noted)
+    run(*tight(tmp_path))
+    assert any(len(choice) > 1 for choice in choices), "somebody could have been chosen wrongly"
+    assert all(choice[-1] for choice in choices)
+
+
+def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
+    """What a policy decoded depends on more than its tokens: no other sequence may find it by them."""
+    llm, swap = tight(tmp_path, chunks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
+    sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + CHUNK)
+    llm.runner.prefill(sequence, len(PROMPTS[0]))
+    for token in tiny_prompt(CHUNK, seed=9):
+        sequence.tokens.append(token)
+        llm.runner.decode([sequence])
+    first, second = list(swap._names(sequence)), list(swap._names(sequence))
+    alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
+    assert alike == [True, False, False], "one chunk is exact, one in part, one decoded"
+    llm.runner.free(sequence)

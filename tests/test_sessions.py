@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams
 from offload_rt.errors import StoreError
+from offload_rt.sessions import truncate as truncation
+from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
 from offload_rt.storage.loader import ChunkLoader, read_buffer_layers
 
@@ -356,7 +359,6 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
 ) -> None:
     """With a buffer of one layer: layer l + 1 is read while l is computed, never before l - 1 is. Every layer is
     offered to the saver when it is computed, and all are computed though no save has ended."""
-    import threading
 
     llm = make_llm()
     session = llm.session("s", tmp_path)
@@ -432,3 +434,33 @@ def test_rounded_rows_come_back_as_they_were_left(bits: str, tmp_path: Path) -> 
         assert answer(session, turn) == right
         session.close()
     straight.close()
+
+
+def test_what_was_decoded_before_a_gap_stays_marked() -> None:
+    history = History("s", "m", tokens=list(range(200)), computed=200, decoded=[(64, 100), (150, 180)])
+    history.forget_from(90)
+    assert (history.computed, history.decoded) == (90, [(64, 90)])
+
+
+def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, calls = make_llm(), []
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    storage, settle, copy = llm.runner.link.storage, llm.runner.link.storage.settle, truncation.copy_rows
+
+    def settled(blocks: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # the saver's waits end where a store is full
+            calls.append(("settle", id(blocks)))
+        settle(blocks)
+
+    monkeypatch.setattr(storage, "settle", settled)
+
+    def copied(pool: Any, source: Any, target: Any, kept: Any) -> None:
+        calls.append(("copy", id(source)))
+        copy(pool, source, target, kept)
+
+    monkeypatch.setattr(truncation, "copy_rows", copied)
+    session.truncate(keep_last=64)
+    at = next(i for i, (what, _) in enumerate(calls) if what == "copy")
+    assert ("settle", calls[at][1]) in calls[:at], "the source of the copy is waited for"
+    session.close()

@@ -282,3 +282,13 @@ def test_many_requests_in_a_pool_too_small_for_them() -> None:
     assert [requests[i].completions()[0].token_ids for i in checked] == expected
     assert llm.runner.pool.bytes_held == 0
     llm.runner.check_integrity()
+
+
+@pytest.mark.parametrize(("policy", "beyond"), [("full", True), ("infinigen", False)])
+def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: bool) -> None:
+    options = {} if policy == "full" else {"recent": 8, "sinks": 2, "max_fraction": 0.1, "dense_layers": ()}
+    llm = make(policy=policy, policy_options=options)
+    prompt = tiny_prompt(2 * CHUNK + 5)
+    [first] = llm.generate([prompt], greedy(2 * CHUNK))
+    [again] = llm.generate([prompt + first.token_ids], greedy(1))
+    assert again.stats.reused_tokens == (len(prompt + first.token_ids) // CHUNK if beyond else 2) * CHUNK
