@@ -76,6 +76,22 @@ def test_package_is_complete(built: dict[str, set[str]], kind: str) -> None:
     assert any(name.endswith("LICENSE") for name in names)
 
 
+@pytest.mark.parametrize("kind", ["sdist", "wheel", "wheel from sdist"])
+def test_what_code_reads_beside_itself_is_there(built: dict[str, set[str]], kind: str) -> None:
+    """Every file of the package's rooms that is not Python: C code, texts, models, task files. Pages for readers of the
+    repository and measured results are not read."""
+    rooms = {f"{name}/": f"offload_rt/{name}/" for name in LINKED} | {"offload_rt/": "offload_rt/"}
+    files = [name for name in tracked_or_new() if (ROOT / name).is_file() and not name.endswith((".py", "README.md"))]
+    wanted = {
+        inside + name.removeprefix(outside)
+        for outside, inside in rooms.items()
+        for name in files
+        if name.startswith(outside) and not name.startswith("eval/results/")
+    }
+    assert {"offload_rt/kernels/low_bit.c", "offload_rt/eval/quality/tasks/piqa_local.yaml"} <= wanted
+    assert not wanted - built[kind]
+
+
 @pytest.mark.parametrize("kind", ["wheel", "wheel from sdist"])
 def test_wheel_holds_one_top_level_package(built: dict[str, set[str]], kind: str) -> None:
     tops = {name.split("/", 1)[0] for name in built[kind]}
