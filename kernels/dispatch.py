@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import lists, low_bit, low_bit_cpu, low_bit_lists, segments
+from . import lists, low_bit, low_bit_cpu, segments
 from .lists import Scores
 from .low_bit import Layout
 from .pointer_table import PointerTable
@@ -23,8 +23,9 @@ def _compiled(tensor: torch.Tensor) -> bool:
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """See `lists.gather_rows`. `rows` lies in device memory or in page-locked host memory, of any dtype; without Triton
-    the host is asked for the ids."""
+    """Copies the first `counts[p]` of each list's rows, by row ids `[P, n]`, from `rows` `[R, w]` to out `[P, n, w]`.
+    `rows` lies in device memory or in page-locked host memory, of any dtype; without Triton the host is asked for the
+    ids."""
     module: Any = lists
     if _compiled(ids):
         from . import triton_gather as module
@@ -32,7 +33,7 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
 
 
 def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) -> None:
-    """See `lists.scatter_rows`. Memory as in `gather_rows`."""
+    """Writes rows source `[M, w]` to the places ids `[M]` of `rows` `[R, w]`, in memory as `gather_rows` takes it."""
     module: Any = lists
     if _compiled(ids):
         from . import triton_gather as module
@@ -40,7 +41,7 @@ def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) ->
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """See `lists.keep_rows`."""
+    """Writes the newest rows k, v `[P, d]` to place `places[b]` of what each sequence keeps on the device."""
     module: Any = lists
     if _compiled(k):
         from . import triton_append as module
@@ -50,7 +51,7 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """See `lists.partial_scores`."""
+    """Scores of queries q `[P, G, r]` with partial keys, at tokens [start, stop) of each list."""
     module: Any = lists
     if _compiled(q):
         from . import triton_scores as module
@@ -68,7 +69,7 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """See `lists.quantised_scores`."""
+    """Scores of queries q `[P, G, d]` with keys packed in `bits` bits, at tokens [start, stop) of each list."""
     module: Any = lists
     if _compiled(q):
         from . import triton_scores as module
@@ -85,7 +86,8 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.select_tokens`."""
+    """The tokens that each sequence of a batch selects by threshold and best score: ids `[P, cap]` and how many of them
+    are meant `[P]`."""
     module: Any = lists
     if _compiled(found.scores):
         from . import triton_select as module
@@ -96,7 +98,7 @@ def select_tokens(
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.attend_counted`."""
+    """Attention of q `[P, G, d]` over the first `counts[p]` rows of k, v `[P, n, d]`: out and lse."""
     module: Any = lists
     if _compiled(q):
         from . import triton_attention as module
@@ -114,7 +116,8 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.attend_kept`."""
+    """Attention of q `[P, G, d]` over the places [start, stop) of each list's kept rows and the first `counts[p]` rows
+    of k, v `[P, n, d]` together: out and lse."""
     module: Any = lists
     if _compiled(q):
         from . import triton_resident as module
@@ -123,7 +126,7 @@ def attend_kept(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.merge_parts`."""
+    """One attention output `[R, d]` and lse `[R]` from those of S parts, by log-sum-exp."""
     module: Any = lists
     if _compiled(outs):
         from . import triton_attention as module
@@ -132,7 +135,7 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """See `lists.append_partial`."""
+    """Skews the newest key k `[P, d]` of each list and writes it as column `slots[p]` of its partial keys."""
     module: Any = lists
     if _compiled(k):
         from . import triton_append as module
@@ -148,7 +151,7 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """See `lists.append_quantised`."""
+    """Skews and rounds the newest key k `[P, d]` of each list and packs it into slot `slots[p]`."""
     module: Any = lists
     if _compiled(k):
         from . import triton_append as module
@@ -156,7 +159,7 @@ def append_quantised(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `segments.attend_runs`."""
+    """Attention of q `[H, B, d]` over runs of rows that neighbouring sequences share: out `[H, B, d]`, lse `[H, B]`."""
     module: Any = segments
     if _compiled(q):
         from . import triton_segments as module
@@ -164,35 +167,10 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     return whole
 
 
-def append_low_bit_keys(
-    k: torch.Tensor,
-    basis: torch.Tensor,
-    mean: torch.Tensor,
-    layout: Layout,
-    storages: PointerTable,
-    slots: torch.Tensor,
-) -> None:
-    """See `low_bit_lists.append_keys`."""
-    low_bit_lists.append_keys(k, basis, mean, layout, storages, slots)
-
-
-def low_bit_list_scores(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    layout: Layout,
-    storages: PointerTable,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    tokens: int,
-) -> Scores:
-    """See `low_bit_lists.scores`."""
-    return low_bit_lists.scores(q, mean, layout, storages, starts, stops, tokens)
-
-
 def low_bit_scores(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
 ) -> torch.Tensor:
-    """See `low_bit.low_bit_scores`."""
+    """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` with the low-bit keys of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     found: torch.Tensor = module.low_bit_scores(q, shift, storage, layout, tokens)
     return found
@@ -201,7 +179,7 @@ def low_bit_scores(
 def tail_attention(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `low_bit.tail_attention`."""
+    """Attention of q `[Hkv, G, d]` over the low-bit rows of `tokens` that are not among `skip` `[Hkv, n]`: out, lse."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     if _compiled(q):
         from . import triton_low_bit as module
@@ -218,7 +196,7 @@ def select_low_bit(
     alpha: float,
     max_fraction: float,
 ) -> torch.Tensor:
-    """See `low_bit.select_tokens`."""
+    """The tokens that low-bit scores select by threshold and best score: `[Hkv, n]` from the first of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     chosen: torch.Tensor = module.select_tokens(q, shift, storage, layout, tokens, alpha, max_fraction)
     return chosen
@@ -227,13 +205,13 @@ def select_low_bit(
 def top_low_bit(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
 ) -> torch.Tensor:
-    """See `low_bit.top_scored`."""
+    """The n of `tokens` with the largest low-bit scores after softmax: `[Hkv, n]` from the first of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     chosen: torch.Tensor = module.top_scored(q, shift, storage, layout, tokens, n)
     return chosen
 
 
 def store_low_bit(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """See `low_bit.store_rows`."""
+    """Rounds rows `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
     module.store_rows(storage, layout, rows, start, values=values)

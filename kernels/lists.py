@@ -78,8 +78,8 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """As `partial_scores` with packed keys int8 `[Hkv, m_b, d]` (`selection.pack`), N_b = m_b * 8 / bits; mean and step
-    `[Hkv, d]`, the same for every sequence."""
+    """Scores of queries q `[P, G, d]` with packed keys int8 `[Hkv, m_b, d]` (`selection.pack`), N_b = m_b * 8 / bits;
+    mean and step `[Hkv, d]`, the same for every sequence."""
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
         n = min(tokens, own.shape[1] * (8 // bits))
@@ -156,8 +156,9 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attend_counted`, over the places [start, stop) of each list's kept rows `[2 * Hkv, room, d]` (`keep_rows`;
-    one room for all) and the first `counts[p]` rows of k, v `[P, n, d]` together."""
+    """Decode attention of q `[P, G, d]` over the places [start, stop) of each list's kept rows `[2 * Hkv, room, d]`
+    (`keep_rows`; one room for all) and the first `counts[p]` rows of k, v `[P, n, d]` together: out `[P, G, d]` and lse
+    `[P, G]`."""
     keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
     place = torch.arange(keys.shape[1], device=q.device)
     hidden = (place < starts[:, None]) | (place >= stops[:, None])
@@ -213,8 +214,8 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """As `append_partial`, quantised by mean and step `[Hkv, r]` into packed `[Hkv, m_b, r]`; the other tokens of its
-    bytes keep their codes."""
+    """The key k `[P, d]` of each list's newest token, skewed by basis and rounded by mean and step `[Hkv, r]`, takes
+    slot `slots[p]` of packed `[Hkv, m_b, r]`; the other tokens of its bytes keep their codes."""
     fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
     entering = _skewed(k, basis).unsqueeze(1)
     codes = zip(entering.split(packed.heads), slots.split(packed.heads), packed.tensors, strict=True)

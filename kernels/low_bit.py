@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from . import selection
-from .selection import group_lse, group_scores, quantise_query, top_tokens
+from .selection import quantise_query
 
 BLOCK = 64
 """Tokens of a block."""
@@ -175,8 +175,7 @@ def top_scored(
 ) -> torch.Tensor:
     """The n tokens of each KV head with the largest of these scores, over its queries after softmax: int64
     `[Hkv, n]`, counted from the first of `tokens`."""
-    scores = low_bit_scores(q, shift, storage, layout, tokens)
-    return top_tokens(group_scores(scores, group_lse(scores)), n)
+    return selection.top_scored(low_bit_scores(q, shift, storage, layout, tokens), n)
 
 
 def hidden_tokens(tokens: range, skip: torch.Tensor) -> tuple[int, torch.Tensor]:

@@ -21,7 +21,7 @@ def suits(q: torch.Tensor) -> bool:
 def low_bit_scores(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
 ) -> torch.Tensor:
-    """See `low_bit.low_bit_scores`."""
+    """`low_bit.low_bit_scores`: integer products of the query's int8 weights with the codes, scaled afterwards."""
     blocks = _blocks_of(tokens)
     first = blocks.start * BLOCK
     weights, scale = quantise_query(q)
@@ -41,7 +41,7 @@ def select_tokens(
     alpha: float,
     max_fraction: float,
 ) -> torch.Tensor:
-    """See `low_bit.select_tokens`."""
+    """`low_bit.select_tokens`: with the library, thresholds and ranks come from the pass that scores."""
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is None:
         return selection.select_tokens(low_bit_scores(q, shift, storage, layout, tokens), alpha, max_fraction)
@@ -56,7 +56,7 @@ def select_tokens(
 def top_scored(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
 ) -> torch.Tensor:
-    """See `low_bit.top_scored`."""
+    """`low_bit.top_scored`: with the library, every token counts as within its threshold."""
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is None:
         return low_bit.top_scored(q, shift, storage, layout, tokens, n)
@@ -66,7 +66,7 @@ def top_scored(
 
 
 def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """See `low_bit.store_rows`."""
+    """`low_bit.store_rows`: with the library, rounded and packed in one pass."""
     library = native.low_bit(layout.head_dim, layout.value_bits, 1)
     if library is None:
         low_bit.store_rows(storage, layout, rows, start, values=values)
@@ -77,8 +77,8 @@ def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start:
 def tail_attention(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `low_bit.tail_attention`; weights of values are rounded to bfloat16 (in C where
-    the processor multiplies it, else they are float32)."""
+    """`low_bit.tail_attention`, with weights of values rounded to bfloat16 (in C where the processor multiplies it,
+    else they are float32)."""
     blocks = _blocks_of(tokens)
     _, hidden = hidden_tokens(tokens, skip)
     weights, scale = quantise_query(q)

@@ -1,4 +1,4 @@
-"""Low-bit rows of a batch's sequences, in torch: the definitions that the Triton kernels are tested against.
+"""Low-bit rows of a batch's sequences, in torch on every device.
 
 Lists are those of `lists.py`; each sequence's storage is uint8 `[Hkv, blocks, block_bytes]` (`low_bit.Layout`).
 """
@@ -39,7 +39,8 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """As `lists.partial_scores`, of queries q `[P, G, d]` in the keys' basis and scaled; mean `[Hkv, d]`."""
+    """Scores of queries q `[P, G, d]`, scaled and in the keys' basis, at tokens [start, stop) of each list, -inf
+    outside; mean `[Hkv, d]` was taken from the keys. Of `tokens` tokens, at least as many as any list has."""
     found = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = storages.heads
     for own, query, there in zip(storages.tensors, q.split(heads), found.split(heads), strict=True):

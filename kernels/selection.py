@@ -156,7 +156,7 @@ def floor_share(share: float, of: int) -> int:
 
 def token_count(passing: int, heads: int, candidates: int, max_fraction: float) -> int:
     """Tokens of a layer: the mean over `heads` query heads of how many tokens pass (`passing` in all), rounded up, at
-    least 1, at most `max_fraction` of the candidates but at least 1 (DESIGN section 6.3). 0 without candidates."""
+    least 1, at most `max_fraction` of the candidates but at least 1 (paper §4.3). 0 without candidates."""
     if candidates == 0:
         return 0
     return max(1, min(-(-passing // heads), floor_share(max_fraction, candidates)))
@@ -190,8 +190,14 @@ def top_tokens_reference(values: torch.Tensor, n: int) -> torch.Tensor:
     return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
 
 
+def top_scored(scores: torch.Tensor, n: int) -> torch.Tensor:
+    """The n tokens of each KV head with the largest scores `[Hkv, G, N]` after softmax, the best of the group's: int64
+    `[Hkv, n]`, as `top_tokens` orders them."""
+    return top_tokens(group_scores(scores, group_lse(scores)), n)
+
+
 def select_tokens(scores: torch.Tensor, alpha: float, max_fraction: float) -> torch.Tensor:
-    """InfiniGen's selection (paper §4.3, DESIGN section 6.3) from scores `[Hkv, G, N]` of N candidates: int64
+    """InfiniGen's selection (paper §4.3) from scores `[Hkv, G, N]` of N candidates: int64
     `[Hkv, n]`, candidate indices, no duplicates in a row."""
     if scores.device.type == "cpu":
         return _select_cpu(scores, alpha, max_fraction)

@@ -60,7 +60,7 @@ def _quantised(
     heads: tl.tensor, r: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `_partial`; the other tokens of the byte keep their codes."""
+    """Program (p, column block): the key of list p as codes in its byte, where other tokens keep theirs."""
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, heads, column, r, d, D)
@@ -94,7 +94,7 @@ def _keep(
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """See `lists.append_partial`."""
+    """`lists.append_partial` in one launch; a float32 basis."""
     (lists, d), (bases, _, r) = k.shape, basis.shape
     assert basis.shape[1] == d and lists == keys.lists and keys.tensors[0].shape[1] == r and slots.shape == (lists,)
     assert k.is_contiguous() and basis.is_contiguous() and basis.dtype == torch.float32 and lists % bases == 0
@@ -113,7 +113,7 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """See `lists.append_quantised`."""
+    """`lists.append_quantised` in one launch; float32 basis and scales."""
     (lists, d), (heads, _, r) = k.shape, basis.shape
     assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] == r
     assert k.is_contiguous() and basis.is_contiguous() and mean.is_contiguous() and step.is_contiguous()
@@ -126,7 +126,7 @@ def append_quantised(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """See `lists.keep_rows`; k, v and the kept rows of one dtype."""
+    """`lists.keep_rows` in one launch; k, v and the kept rows of one dtype."""
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
     assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)

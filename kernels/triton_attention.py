@@ -125,7 +125,7 @@ def block_rows(d: int, itemsize: int) -> int:
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.attend_counted`; q, k and v of one dtype: float32, float16 or bfloat16."""
+    """`lists.attend_counted` in one launch and a merge; q, k and v of one dtype: float32, float16 or bfloat16."""
     lists, group, d = q.shape
     pieces = max(1, triton.cdiv(k.shape[1], PIECE_ROWS))
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
@@ -157,7 +157,7 @@ def attend_pieces(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.merge_parts`; float32."""
+    """`lists.merge_parts` in one launch; float32."""
     parts, rows, d = outs.shape
     assert outs.dtype == lses.dtype == torch.float32 and outs.is_contiguous() and lses.is_contiguous()
     out, lse = outs.new_empty(rows, d), lses.new_empty(rows)

@@ -49,8 +49,8 @@ def _scatter(
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """See `lists.gather_rows`. `rows` `[R, w]`, contiguous, lies in device memory or in host memory that CUDA has
-    page-locked; all else on the device."""
+    """`lists.gather_rows` in one launch. `rows` `[R, w]`, contiguous, lies in device memory or in host memory that
+    CUDA has page-locked; all else on the device."""
     lists, listed = ids.shape
     assert rows.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
     assert out.shape == (lists, listed, rows.shape[1]) and out.dtype == rows.dtype and counts.shape == (lists,)
@@ -65,7 +65,7 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
 
 
 def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) -> None:
-    """See `lists.scatter_rows`; memory as in `gather_rows`."""
+    """`lists.scatter_rows` in one launch; memory as `gather_rows` takes it."""
     assert rows.is_contiguous() and ids.is_contiguous() and source.is_contiguous() and source.dtype == rows.dtype
     assert source.shape == (len(ids), rows.shape[1])
     kind, words = _words(rows)

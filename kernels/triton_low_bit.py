@@ -113,7 +113,7 @@ def _attend(
 def tail_attention(
     q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `low_bit.tail_attention`; float32."""
+    """`low_bit.tail_attention` of float32 queries: one launch over pieces of blocks, then a merge."""
     heads, group, d = q.shape
     assert q.dtype == torch.float32 and storage.stride(2) == 1 and storage.stride(1) == layout.block_bytes
     first, hidden = hidden_tokens(tokens, skip)

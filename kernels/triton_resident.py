@@ -49,7 +49,7 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.attend_kept`; all of one dtype: float32, float16 or bfloat16."""
+    """`lists.attend_kept` in two launches and a merge; all of one dtype: float32, float16 or bfloat16."""
     (lists, group, d), room = q.shape, kept.tensors[0].shape[1]
     assert kept.lists == 2 * lists and kept.dtype == q.dtype and starts.shape == stops.shape == (lists,)
     own, listed = triton.cdiv(room, PIECE_ROWS), triton.cdiv(k.shape[1], PIECE_ROWS)

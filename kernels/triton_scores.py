@@ -108,8 +108,8 @@ def _packed(
     tokens: tl.tensor, blocks: tl.tensor, heads: tl.tensor, ALIGN: tl.constexpr,
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `_partial`; the query is quantised as `selection.quantise_query` does, in every program anew: G * d numbers
-    against BLOCK * d * BITS / 8 bytes."""
+    """Program (p, block): packed keys of one block of list p. The query is quantised as `selection.quantise_query`
+    does, in every program anew: G * d numbers against BLOCK * d * BITS / 8 bytes."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
     F: tl.constexpr = 8 // BITS
@@ -145,7 +145,7 @@ def _packed(
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """See `lists.partial_scores`. Float32 whatever the keys' dtype."""
+    """`lists.partial_scores` in one launch; scores are float32 whatever the keys' dtype."""
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
     assert starts.shape == stops.shape == (lists,)
@@ -169,7 +169,7 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """See `lists.quantised_scores`."""
+    """`lists.quantised_scores` in one launch; float32 queries, scales and scores."""
     lists, group, d = q.shape
     assert packed.lists == lists and packed.tensors[0].shape[2] == d and packed.dtype == torch.int8
     assert q.is_contiguous() and mean.shape == step.shape == (packed.heads, d)

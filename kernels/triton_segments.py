@@ -64,7 +64,8 @@ def _attend(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `segments.attend_runs`; q and all rows of one dtype: float32, float16 or bfloat16, on one device."""
+    """`segments.attend_runs` in two launches and a merge; q and all rows of one dtype: float32, float16 or bfloat16, on
+    one device."""
     heads, batch, d = q.shape
     q = q.contiguous()
     shared = [run for run in runs if run.stop - run.first > 1 and run.k.shape[1]]

@@ -157,7 +157,7 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `lists.select_tokens`."""
+    """`lists.select_tokens` in seven launches; float32 scores, `[P, G, N]` contiguous."""
     (lists, group, tokens), device = found.scores.shape, found.scores.device
     assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and cap >= 1
     assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()

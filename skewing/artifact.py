@@ -1,5 +1,4 @@
-"""The skew artifact: what calibration learns of a model's queries, keys and guesses, as one safetensors file (DESIGN
-section 5).
+"""The skew artifact: what calibration learns of a model's queries, keys and guesses, as one safetensors file.
 
 The file carries its format version, the method, the model's fingerprint, a description of the calibration and a digest
 of its tensors; it holds no date and no path, so that the same calibration writes the same bytes.

@@ -164,7 +164,8 @@ def _segment_sums(
 def _sum_moments(
     adapter: ModelAdapter, layer: int, inputs: list[torch.Tensor], positions: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_segment_sums`, of one layer, from its attention inputs `[m, D]` in slices."""
+    """Of one layer, from its attention inputs `[m, D]` in slices: sums over tokens of q qᵀ and of k kᵀ `[Hkv, d, d]`
+    and of k `[Hkv, d]`, float64."""
     geometry = adapter.geometry
     key_sum = torch.zeros(geometry.kv_heads, geometry.head_dim, dtype=torch.float64, device=inputs[0].device)
     query, key = (key_sum.new_zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim) for _ in range(2))

@@ -1,5 +1,5 @@
-"""The bases in which queries and keys are scored, from second moments alone (paper §4.2, equations 2-3; DESIGN
-section 5). Pure functions in float64, batched over any leading axes (layers and KV heads).
+"""The bases in which queries and keys are scored, from second moments alone (paper §4.2, equations 2-3).
+Pure functions in float64, batched over any leading axes (layers and KV heads).
 
 Write M_q for the second moment of the queries and C_k for the covariance of the keys. Dropping the columns J of the
 skewed queries and keys changes the scores of a query by sum_J q~_j (k~_j - m_j), up to a constant that softmax

@@ -1,4 +1,4 @@
-"""Preset "paper" against DESIGN section 6 written down plainly: whole matrices, masks, loops over heads."""
+"""Preset "paper" against the published method written down plainly: whole matrices, masks, loops over heads."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_quest_forks_and_bytes() -> None:
     state.on_keys(0, -100 * k[0, :, :1].bfloat16(), 2048)
     for each in (state, fork):
         each.check_integrity()
-    one, other = (each._bounds[0].data[1, :, 128] for each in (state, fork))
+    one, other = (each._bounds.data(0)[1, :, 128] for each in (state, fork))
     assert torch.equal(other, (100 * k[0, :, 0].bfloat16())) and torch.equal(one, -other)
 
 

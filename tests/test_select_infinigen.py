@@ -1,4 +1,4 @@
-"""InfiniGen's selection against DESIGN section 6, written plainly here with dense matrices and loops."""
+"""InfiniGen's selection against its rules, written plainly here with dense matrices and loops."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plain_scores(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tens
 def plain_selection(
     scores: torch.Tensor, candidates: range, group: int, alpha: float, max_fraction: float
 ) -> list[set[int]]:
-    """DESIGN section 6.3 on a dense matrix of scores `[H, N]` with everything but the candidates masked."""
+    """Threshold and top-n (paper §4.3) on a dense matrix of scores `[H, N]`, all but the candidates masked."""
     if not candidates:
         return [set() for _ in range(len(scores) // group)]
     masked = torch.full_like(scores, -math.inf)

@@ -77,7 +77,7 @@ class Contiguous:
 
     @property
     def running(self) -> list[Job]:
-        """See `Memory`."""
+        """Who has a reservation, by its place in memory."""
         return [job for _, _, job in self._taken]
 
     def _size(self, job: Job) -> int:
@@ -86,7 +86,7 @@ class Contiguous:
         return {"longest": LONGEST, "power of two": rounded, "exact": job.total}[self._reserve]
 
     def admit(self, job: Job) -> bool:
-        """See `Memory.admit`."""
+        """Reserves the first gap that is large enough, if there is one."""
         size, start = self._size(job), 0
         for begin, stop, _ in self._taken:
             if begin - start >= size:
@@ -99,17 +99,17 @@ class Contiguous:
         return True
 
     def grow(self) -> list[Job]:
-        """See `Memory.grow`."""
+        """One more token for each; all have their room, so nobody gives way."""
         for job in self.running:
             job.held += 1
         return []
 
     def end(self, job: Job) -> None:
-        """See `Memory.end`."""
+        """Frees a request's reservation."""
         self._taken = [entry for entry in self._taken if entry[2] is not job]
 
     def slots_of(self, job: Job) -> int:
-        """See `Memory.slots_of`."""
+        """Token slots of the reservation."""
         return next(stop - begin for begin, stop, owner in self._taken if owner is job)
 
 
@@ -124,7 +124,7 @@ class Pool:
         self.running: list[Job] = []
 
     def admit(self, job: Job) -> bool:
-        """See `Memory.admit`."""
+        """Takes the prompt's chunks, if a chunk for each that runs stays free."""
         try:
             blocks = self._pool.new_block_table(job.prompt + 1)
         except PoolFullError:
@@ -141,7 +141,7 @@ class Pool:
         return True
 
     def grow(self) -> list[Job]:
-        """See `Memory.grow`."""
+        """One more token for each; where no chunk is free the youngest gives way."""
         gone: list[Job] = []
         for job in list(self.running):
             while job in self.running:
@@ -156,12 +156,12 @@ class Pool:
         return gone
 
     def end(self, job: Job) -> None:
-        """See `Memory.end`."""
+        """Gives a request's chunks back."""
         self._pool.release(self._block_tables.pop(id(job)))
         self.running.remove(job)
 
     def slots_of(self, job: Job) -> int:
-        """See `Memory.slots_of`."""
+        """Token slots of the request's chunks."""
         return self._block_tables[id(job)].capacity
 
 

@@ -53,7 +53,7 @@ class RankedCache:
         self._count = np.zeros(shape, np.float64)
 
     def use(self, layer: int, rows: NDArray[np.int32], step: int) -> int:
-        """See `Cache.use`."""
+        """All rows come in; what ranks lowest leaves. Returns how many were there."""
         heads = np.arange(len(rows))[:, None]
         held, used, count = self._held[layer], self._used[layer], self._count[layer]
         hits = int(held[heads, rows].sum())
@@ -73,7 +73,7 @@ class RankedCache:
         return hits
 
     def check_integrity(self) -> None:
-        """See `Cache.check_integrity`."""
+        """Asserts that no layer and head holds more than its capacity."""
         assert int(self._held.sum(axis=-1).max(initial=0)) <= self.capacity
 
 
@@ -86,11 +86,11 @@ class DecayedCache:
         self._tables = [Table(shape[1], capacity, torch.device("cpu"), decay) for _ in range(shape[0])]
 
     def use(self, layer: int, rows: NDArray[np.int32], step: int) -> int:
-        """See `Cache.use`."""
+        """Looks the rows up as the runtime does, which lets the missing in. Returns how many were there."""
         return int(self._tables[layer].look_up(torch.from_numpy(rows).long()).hits) if rows.size else 0
 
     def check_integrity(self) -> None:
-        """See `Cache.check_integrity`."""
+        """Asserts that every layer's table is sound."""
         for table in self._tables:
             table.check_integrity()
 
@@ -111,7 +111,7 @@ class OptimalCache:
                         self._needed.setdefault((layer, head, token), []).append(position)
 
     def use(self, layer: int, rows: NDArray[np.int32], step: int) -> int:
-        """See `Cache.use`."""
+        """Keeps the rows whose next use comes soonest. Returns how many were there."""
         hits = 0
         for head, row in enumerate(rows.tolist()):
             held = self._held.get((layer, head), set())
@@ -126,7 +126,7 @@ class OptimalCache:
         return hits
 
     def check_integrity(self) -> None:
-        """See `Cache.check_integrity`."""
+        """Asserts that no layer and head holds more than its capacity."""
         assert all(len(held) <= self.capacity for held in self._held.values())
 
 

@@ -56,8 +56,9 @@ class ReplayConfig:
 
 
 class ShrunkPool:
-    """A pool of `limit` token slots in which each layer overwrites victims of its own, as DESIGN section 7. The prompt
-    is cut to the limit before the first step, when nothing has been selected: oldest first but for what is spared."""
+    """A pool of `limit` token slots in which each layer overwrites victims of its own, as the runtime's does. The
+    prompt is cut to the limit before the first step, when nothing has been selected: oldest first but for what is
+    spared."""
 
     def __init__(self, options: EvictionOptions, limit: int, info: RunInfo) -> None:
         """Raises ConfigError where the limit does not hold what is always spared."""

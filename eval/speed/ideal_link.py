@@ -26,7 +26,7 @@ class _Ticket:
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        """As `Ticket.wait`."""
+        """The rows to attend to, by part; they are here already."""
         if self.selection is None:
             k, v = self.rows[:, :, self.all.start : self.all.stop]
             return [KVPart(k, v)]

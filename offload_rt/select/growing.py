@@ -1,6 +1,8 @@
-"""A tensor that grows along one dimension as tokens arrive, and that forks share until one of them writes."""
+"""Tensors that grow along one dimension as tokens arrive, and that forks share until one of them writes."""
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 import torch
 
@@ -57,3 +59,59 @@ class GrowingTensor:
         twin.dim, twin._multiple, twin.data = self.dim, self._multiple, self.data
         self._shared = twin._shared = True
         return twin
+
+
+class LayerTensors:
+    """What a sequence keeps of its tokens in every layer: a `GrowingTensor` along dimension `dim` for each open layer,
+    with `per_slot` tokens to a slot, and how many tokens it has."""
+
+    def __init__(
+        self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1, multiple: int = _ROUND
+    ) -> None:
+        """No layer is open. dim, multiple: as `GrowingTensor` takes them."""
+        self._dim, self._dtype, self._device = dim, dtype, device
+        self._per_slot, self._multiple = per_slot, multiple
+        self._tensors: dict[int, GrowingTensor] = {}
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated; storage that forks share counts for each of them."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def layers(self) -> Set[int]:
+        """Layers that are open."""
+        return self._tensors.keys()
+
+    def length(self, layer: int) -> int:
+        """Tokens that the layer has; 0 of one that is not open."""
+        return self._lengths.get(layer, 0)
+
+    def data(self, layer: int) -> torch.Tensor:
+        """All that the layer has room for, only to read."""
+        return self._tensors[layer].data
+
+    def open(self, layer: int, *shape: int) -> None:
+        """Opens a layer whose tensor has `shape`, 0 in dimension `dim`; nothing where it is open."""
+        if layer not in self._tensors:
+            self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device, self._multiple)
+            self._lengths[layer] = 0
+
+    def reserve(self, layer: int, tokens: int) -> torch.Tensor:
+        """`data`, private and with room for `tokens` tokens, which count as written from now on; no length shrinks."""
+        self._lengths[layer] = max(self._lengths[layer], tokens)
+        return self._tensors[layer].reserve(-(-self._lengths[layer] // self._per_slot))
+
+    def fork(self) -> LayerTensors:
+        """A second owner of the same contents."""
+        twin = LayerTensors(self._dim, self._dtype, self._device, self._per_slot, self._multiple)
+        twin._tensors = {layer: tensor.fork() for layer, tensor in self._tensors.items()}
+        twin._lengths = dict(self._lengths)
+        return twin
+
+    def check_integrity(self) -> None:
+        """Asserts that every open layer has room for its tokens."""
+        assert self._tensors.keys() == self._lengths.keys()
+        for layer, tensor in self._tensors.items():
+            assert self._lengths[layer] <= tensor.data.shape[self._dim] * self._per_slot

@@ -14,7 +14,7 @@ from ..kernels.selection import floor_share, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
 from .demand import MemoryDemand
-from .growing import GrowingTensor
+from .growing import LayerTensors
 from .options import BudgetOptions
 from .passive import PassiveState
 from .registry import PolicyContext
@@ -29,13 +29,12 @@ class H2OState(PassiveState):
 
     def __init__(self, policy: H2O) -> None:
         self._policy = policy
-        self._drawn: dict[int, GrowingTensor] = {}
-        self._lengths: dict[int, int] = {}
+        self._drawn = LayerTensors(1, torch.float32, policy.device)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the accumulated attention."""
-        return sum(drawn.nbytes for drawn in self._drawn.values())
+        return self._drawn.nbytes
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         """Adds the causal attention of queries q `[H, m, d]`, tokens [start, start + m), on keys k `[Hkv, n, d]`."""
@@ -69,14 +68,11 @@ class H2OState(PassiveState):
 
     def _room(self, layer: int, length: int) -> torch.Tensor:
         """The layer's accumulated attention `[Hkv, length]`, private, new tokens at 0."""
-        if layer not in self._drawn:
-            kv_heads = self._policy.geometry.kv_heads
-            self._drawn[layer] = GrowingTensor((kv_heads, 0), 1, torch.float32, self._policy.device)
-        known = self._lengths.get(layer, 0)
-        drawn = self._drawn[layer].reserve(length)
+        self._drawn.open(layer, self._policy.geometry.kv_heads, 0)
+        known = self._drawn.length(layer)
+        drawn = self._drawn.reserve(layer, length)
         drawn[:, known:length] = 0
-        self._lengths[layer] = max(known, length)
-        return drawn[:, : self._lengths[layer]]
+        return drawn[:, : max(known, length)]
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
         """Half of the budget is the newest tokens, the rest those that drew most attention. Candidates that are
@@ -95,22 +91,20 @@ class H2OState(PassiveState):
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Adds weights `[Hkv, n]` of tokens `[Hkv, n]`."""
-        drawn = self._room(layer, self._lengths[layer])
+        drawn = self._room(layer, self._drawn.length(layer))
         drawn.scatter_add_(1, tokens, weights.to(drawn.dtype))
 
     def fork(self, keys: KeyReader) -> H2OState:
         """Shares the accumulated attention until either side writes."""
         twin = H2OState(self._policy)
-        twin._drawn = {layer: drawn.fork() for layer, drawn in self._drawn.items()}
-        twin._lengths = dict(self._lengths)
+        twin._drawn = self._drawn.fork()
         return twin
 
     def check_integrity(self) -> None:
         """Asserts that no token drew less than nothing, unless it was dropped."""
-        assert self._drawn.keys() == self._lengths.keys()
-        for layer, drawn in self._drawn.items():
-            known = drawn.data[:, : self._lengths[layer]]
-            assert known.shape[1] == self._lengths[layer]
+        self._drawn.check_integrity()
+        for layer in self._drawn.layers:
+            known = self._drawn.data(layer)[:, : self._drawn.length(layer)]
             assert bool(((known >= 0) | (known == -math.inf)).all())
 
 

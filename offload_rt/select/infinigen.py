@@ -125,7 +125,7 @@ class InfiniGenState(PassiveState):
     def tail(
         self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `PolicyState.tail`: from low-bit rows, with option `tail`."""
+        """The estimate of what was not selected, from low-bit rows; None without option `tail`."""
         if self._tail is None or not visible.candidates:
             return None
         out, lse = self._tail.attend(

@@ -1,7 +1,7 @@
 """Selection for all sequences of a batch at once, by the kernels of the decode step: nothing is asked of the device,
-and whatever the batch, a layer is one chain of launches (DESIGN section 10). A batch may be one sequence.
+and whatever the batch, a layer is one chain of launches. A batch may be one sequence.
 
-What is selected is `kernels.selection.select_tokens` of each sequence by itself (DESIGN section 6.3), rising.
+What is selected is `kernels.selection.select_tokens` of each sequence by itself, rising.
 """
 
 from __future__ import annotations

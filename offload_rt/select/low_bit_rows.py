@@ -13,18 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from ..core import ModelGeometry
-from ..kernels import dispatch
+from ..kernels import dispatch, low_bit_lists
 from ..kernels.lists import Scores
-from ..kernels.low_bit import (
-    BLOCK,
-    Layout,
-    mixing,
-)
+from ..kernels.low_bit import BLOCK, Layout, mixing
 from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import skew
 from ..skewing.artifact import SkewArtifact
 from .bases import Basis
-from .growing import GrowingTensor
+from .growing import LayerTensors
 from .scoring import LEARNED_AT_ONCE
 
 VALUE_BITS = {"int4": 4, "int2": 2}
@@ -79,18 +75,17 @@ class LowBitRows:
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
         """bases: of every sparse layer."""
-        self._bases, self._layout, self._device = bases, layout, device
-        self._blocks: dict[int, GrowingTensor] = {}
-        self._lengths: dict[int, int] = {}
+        self._bases, self._layout = bases, layout
+        self._blocks = LayerTensors(1, torch.uint8, device, per_slot=BLOCK, multiple=1)
 
     @property
     def bytes(self) -> int:
         """Bytes allocated for this sequence."""
-        return sum(blocks.nbytes for blocks in self._blocks.values())
+        return self._blocks.nbytes
 
     def length(self, layer: int) -> int:
         """Tokens whose keys the layer has."""
-        return self._lengths.get(layer, 0)
+        return self._blocks.length(layer)
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Keys k `[Hkv, m, d]` enter the slots from `start` on."""
@@ -120,21 +115,21 @@ class LowBitRows:
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`."""
-        queries, storage = self._bases[layer].queries(q), self._blocks[layer].data
+        queries, storage = self._bases[layer].queries(q), self._blocks.data(layer)
         return dispatch.low_bit_scores(*queries, storage, self._layout, tokens)
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """As `ScoringKeys.select`."""
-        queries, storage = self._bases[layer].queries(q), self._blocks[layer].data
+        """Threshold and best score, from the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        queries, storage = self._bases[layer].queries(q), self._blocks.data(layer)
         return dispatch.select_low_bit(*queries, storage, self._layout, tokens, alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """As `ScoringKeys.top`."""
-        queries, storage = self._bases[layer].queries(q), self._blocks[layer].data
+        """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        queries, storage = self._bases[layer].queries(q), self._blocks.data(layer)
         return dispatch.top_low_bit(*queries, storage, self._layout, tokens, n)
 
     def basis(self, layer: int) -> Basis:
-        """As `ScoringKeys.basis`."""
+        """What keys and queries are multiplied with, all columns."""
         return self._bases[layer].basis
 
     def attend(
@@ -142,21 +137,17 @@ class LowBitRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`: out `[H, d]`, lse `[H]`."""
         own, heads = self._bases[layer], q.shape[0]
-        out, lse = dispatch.tail_attention(*own.queries(q), self._blocks[layer].data, self._layout, tokens, skip)
+        out, lse = dispatch.tail_attention(*own.queries(q), self._blocks.data(layer), self._layout, tokens, skip)
         return out.reshape(heads, -1) @ own.mixing.T, lse.reshape(heads)
 
     def storage(self, layer: int, slots: int) -> torch.Tensor:
         """Where the layer's rows lie, private and with room for `slots` slots, which count as written from now on."""
-        if layer not in self._blocks:
-            heads = self._bases[layer].mean.shape[0]
-            shape = (heads, 0, self._layout.block_bytes)
-            self._blocks[layer] = GrowingTensor(shape, 1, torch.uint8, self._device, multiple=1)
-        self._lengths[layer] = max(self.length(layer), slots)
-        return self._blocks[layer].reserve(-(-self._lengths[layer] // BLOCK))
+        self._blocks.open(layer, self._bases[layer].mean.shape[0], 0, self._layout.block_bytes)
+        return self._blocks.reserve(layer, slots)
 
     def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
-        """As `ScoringKeys.enter`."""
-        dispatch.append_low_bit_keys(k, basis.key, self._bases[layer].mean, self._layout, storages, slots)
+        """Rounds the newest keys k `[P, d]` of a batch into slot `slots[p]` of their storages."""
+        low_bit_lists.append_keys(k, basis.key, self._bases[layer].mean, self._layout, storages, slots)
 
     def found(
         self,
@@ -167,21 +158,19 @@ class LowBitRows:
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """As `ScoringKeys.found`."""
-        return dispatch.low_bit_list_scores(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
+        """Scores of queries q `[P, G, d]` of a batch with its low-bit keys."""
+        return low_bit_lists.scores(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
 
     def fork(self) -> LowBitRows:
         """Copies on the first write of either side."""
-        twin = LowBitRows(self._bases, self._layout, self._device)
-        twin._blocks = {layer: blocks.fork() for layer, blocks in self._blocks.items()}
-        twin._lengths = dict(self._lengths)
+        twin = object.__new__(LowBitRows)
+        twin._bases, twin._layout, twin._blocks = self._bases, self._layout, self._blocks.fork()
         return twin
 
     def check_integrity(self) -> None:
         """Asserts that every layer's storage holds its tokens."""
-        assert self._blocks.keys() == self._lengths.keys() <= self._bases.keys()
-        for layer, blocks in self._blocks.items():
-            assert 0 < self._lengths[layer] <= blocks.data.shape[1] * BLOCK
+        self._blocks.check_integrity()
+        assert self._blocks.layers <= self._bases.keys()
 
 
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:

@@ -13,7 +13,7 @@ from ..kernels.selection import group_lse, group_scores, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
 from .demand import MemoryDemand
-from .growing import GrowingTensor
+from .growing import LayerTensors
 from .options import QuestOptions
 from .passive import PassiveState
 from .registry import PolicyContext
@@ -24,33 +24,30 @@ class QuestState(PassiveState):
 
     def __init__(self, policy: Quest) -> None:
         self._policy = policy
-        self._bounds: dict[int, GrowingTensor] = {}
-        self._lengths: dict[int, int] = {}
+        self._bounds = LayerTensors(2, policy.dtype, policy.device, per_slot=policy.page)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the bounds."""
-        return sum(bounds.nbytes for bounds in self._bounds.values())
+        return self._bounds.nbytes
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Keys k `[Hkv, m, d]` of tokens [start, start + m) widen their pages' bounds."""
         if layer in self._policy.dense_layers:
             return
-        page, length = self._policy.page, self._lengths.get(layer, 0)
+        page, length = self._policy.page, self._bounds.length(layer)
         assert start == length, f"layer {layer} has {length} keys, not {start}"
         kv_heads, added, d = k.shape
-        if layer not in self._bounds:
-            self._bounds[layer] = GrowingTensor((2, kv_heads, 0, d), 2, self._policy.dtype, self._policy.device)
+        self._bounds.open(layer, 2, kv_heads, 0, d)
         first, stop = start // page, start + added
         last = -(-stop // page)
-        low, high = self._bounds[layer].reserve(last).unbind(0)
+        low, high = self._bounds.reserve(layer, stop).unbind(0)
         begun = -(-start // page)
         for bound, reduce, unset in ((low, "amin", torch.inf), (high, "amax", -torch.inf)):
             bound[:, begun:last] = unset
             pages = torch.arange(start, stop, device=k.device) // page - first
             index = pages.view(1, -1, 1).expand_as(k)
             bound[:, first:last].scatter_reduce_(1, index, k.to(bound.dtype), reduce, include_self=True)
-        self._lengths[layer] = stop
 
     def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
         """Tokens of the best pages, as many as the budget leaves; of the last page the first ones.
@@ -65,7 +62,7 @@ class QuestState(PassiveState):
             return Selection(torch.empty(policy.geometry.kv_heads, 0, dtype=torch.int64, device=q.device))
         first, last = candidates.start // policy.page, -(-candidates.stop // policy.page)
         compute = torch.promote_types(q.dtype, torch.float32)
-        low, high = self._bounds[layer].data[:, :, first:last].to(compute).transpose(2, 3).unbind(0)
+        low, high = self._bounds.data(layer)[:, :, first:last].to(compute).transpose(2, 3).unbind(0)
         query = q.to(compute).view(policy.geometry.kv_heads, policy.geometry.group, -1) * policy.geometry.scales[layer]
         bounds = torch.bmm(query.clamp(min=0), high) + torch.bmm(query.clamp(max=0), low)
         pages = group_scores(bounds, group_lse(bounds))
@@ -76,17 +73,15 @@ class QuestState(PassiveState):
     def fork(self, keys: KeyReader) -> QuestState:
         """Shares the bounds until either side writes."""
         twin = QuestState(self._policy)
-        twin._bounds = {layer: bounds.fork() for layer, bounds in self._bounds.items()}
-        twin._lengths = dict(self._lengths)
+        twin._bounds = self._bounds.fork()
         return twin
 
     def check_integrity(self) -> None:
         """Asserts that every page with a token has its bounds in order."""
-        assert self._bounds.keys() == self._lengths.keys()
-        for layer, bounds in self._bounds.items():
-            pages = -(-self._lengths[layer] // self._policy.page)
-            low, high = bounds.data[:, :, :pages]
-            assert low.shape[1] == pages and bool((low <= high).all())
+        self._bounds.check_integrity()
+        for layer in self._bounds.layers:
+            low, high = self._bounds.data(layer)[:, :, : -(-self._bounds.length(layer) // self._policy.page)]
+            assert bool((low <= high).all())
 
 
 class Quest(BudgetPolicy[QuestOptions]):

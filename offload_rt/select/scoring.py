@@ -1,5 +1,5 @@
 """Scoring keys: the compressed copy of a sequence's keys that stays on the device, only to score tokens with
-(DESIGN section 6: partial columns in the model's dtype or as int8, or every column as int4 or int2).
+(partial columns in the model's dtype or as int8, or every column as int4 or int2).
 
 The int8, int4 and int2 keys are quantised the moment they enter. That equals keeping the newest ones in full precision
 until they leave the resident window, because a selection reads only candidates, all older than the window: no score
@@ -20,19 +20,17 @@ from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import (
     GAUSSIAN_STEP,
     dot_scores,
-    group_lse,
-    group_scores,
     pack,
     quantise,
     quantised_scores,
     select_quantised,
     select_tokens,
     skew,
-    top_tokens,
+    top_scored,
     unpack,
 )
 from .bases import Basis, Columns, kept_columns
-from .growing import GrowingTensor
+from .growing import LayerTensors
 
 LEARNED_AT_ONCE = 4096
 """Keys that are skewed and rounded together: a prompt's would take several times the room of the layer's own."""
@@ -105,7 +103,7 @@ class ScoringKeys(Protocol):
         ...
 
     def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
-        """As `write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
+        """`write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
         slot `slots[p]` (int64) of its storage."""
         ...
 
@@ -118,7 +116,7 @@ class ScoringKeys(Protocol):
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """As `scores` for such a batch, from queries q `[P, G, r]` in the basis: of `tokens` slots, -inf outside
+        """`scores` for such a batch, from queries q `[P, G, r]` in the basis: of `tokens` slots, -inf outside
         [start, stop) of each list."""
         ...
 
@@ -137,19 +135,17 @@ class PartialKeys:
 
     def __init__(self, columns: Columns, dtype: torch.dtype, device: torch.device) -> None:
         self._columns = columns
-        self._dtype, self._device = dtype, device
-        self._keys: dict[int, GrowingTensor] = {}
+        self._keys = LayerTensors(2, dtype, device)
         self._bases: dict[int, Basis] = {}
-        self._lengths: dict[int, int] = {}
 
     @property
     def bytes(self) -> int:
         """Keys, and the matrices of columns chosen from the prompt."""
-        return sum(keys.nbytes for keys in self._keys.values()) + self._columns.nbytes
+        return self._keys.nbytes + self._columns.nbytes
 
     def length(self, layer: int) -> int:
         """Tokens whose keys the layer has."""
-        return self._lengths.get(layer, 0)
+        return self._keys.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """Queries `[H, m, d]` of the prompt, for columns chosen from it."""
@@ -160,7 +156,7 @@ class PartialKeys:
         if layer not in self._bases:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
-            self._keys[layer] = GrowingTensor((kv_heads, r, 0), 2, self._dtype, self._device)
+            self._keys.open(layer, kv_heads, r, 0)
         basis, data = self._bases[layer].key, self.storage(layer, start + k.shape[1])
         for rows in k.split(LEARNED_AT_ONCE, dim=1):
             stop = start + rows.shape[1]
@@ -169,33 +165,31 @@ class PartialKeys:
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copies a column."""
-        data = self._keys[layer].reserve(self.length(layer))
+        data = self._keys.reserve(layer, self.length(layer))
         data[:, :, target] = data[:, :, source]
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """As `ScoringKeys.scores`; reads r numbers per token and KV head."""
-        return dot_scores(self._bases[layer].skew_query(q), self._keys[layer].data[:, :, tokens.start : tokens.stop])
+        """Products of the skewed query and the columns; reads r numbers per token and KV head."""
+        return dot_scores(self._bases[layer].skew_query(q), self._keys.data(layer)[:, :, tokens.start : tokens.stop])
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """As `ScoringKeys.select`."""
+        """Threshold and best score, from the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
         return select_tokens(self.scores(layer, q, tokens), alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """As `ScoringKeys.top`."""
-        scores = self.scores(layer, q, tokens)
-        return top_tokens(group_scores(scores, group_lse(scores)), n)
+        """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        return top_scored(self.scores(layer, q, tokens), n)
 
     def basis(self, layer: int) -> Basis:
-        """As `ScoringKeys.basis`."""
+        """Of the layer's kept columns."""
         return self._bases[layer]
 
     def storage(self, layer: int, slots: int) -> torch.Tensor:
-        """As `ScoringKeys.storage`: `[Hkv, r, capacity]`."""
-        self._lengths[layer] = max(self.length(layer), slots)
-        return self._keys[layer].reserve(self._lengths[layer])
+        """The columns `[Hkv, r, capacity]`, with room for `slots` slots, which count as written from now on."""
+        return self._keys.reserve(layer, slots)
 
     def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
-        """As `ScoringKeys.enter`."""
+        """Skews the newest keys k `[P, d]` of a batch into column `slots[p]` of their storages."""
         dispatch.append_partial(k, basis.key, storages, slots)
 
     def found(
@@ -207,22 +201,21 @@ class PartialKeys:
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """As `ScoringKeys.found`."""
+        """Scores of queries q `[P, G, r]` of a batch with its columns."""
         return dispatch.partial_scores(q, storages, starts, stops, tokens)
 
     def fork(self) -> PartialKeys:
         """Copies on the first write of either side."""
-        twin = PartialKeys(self._columns.fork(), self._dtype, self._device)
-        twin._keys = {layer: keys.fork() for layer, keys in self._keys.items()}
-        twin._bases, twin._lengths = dict(self._bases), dict(self._lengths)
+        twin = object.__new__(PartialKeys)
+        twin._columns, twin._keys, twin._bases = self._columns.fork(), self._keys.fork(), dict(self._bases)
         return twin
 
     def check_integrity(self) -> None:
         """Asserts that every layer's storage holds its tokens."""
-        assert self._keys.keys() == self._bases.keys() == self._lengths.keys()
-        for layer, keys in self._keys.items():
-            assert keys.data.shape[:2] == (self._bases[layer].key.shape[0], self._bases[layer].key.shape[2])
-            assert 0 < self._lengths[layer] <= keys.data.shape[2]
+        self._keys.check_integrity()
+        assert self._keys.layers == self._bases.keys()
+        for layer, basis in self._bases.items():
+            assert self._keys.data(layer).shape[:2] == (basis.key.shape[0], basis.key.shape[2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,44 +243,40 @@ class QuantisedKeys:
         """quantisers: of every sparse layer; they belong to the policy, their bytes are not counted here."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
-        self._device = device
-        self._packed: dict[int, GrowingTensor] = {}
-        self._lengths: dict[int, int] = {}
+        self._packed = LayerTensors(1, torch.int8, device, per_slot=self._fields)
 
     @property
     def bytes(self) -> int:
         """Packed keys."""
-        return sum(packed.nbytes for packed in self._packed.values())
+        return self._packed.nbytes
 
     def length(self, layer: int) -> int:
         """Tokens whose keys the layer has."""
-        return self._lengths.get(layer, 0)
+        return self._packed.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """Nothing to choose: all columns are kept."""
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skews, quantises and packs keys k `[Hkv, m, d]`; other tokens in the same bytes keep their codes."""
-        if layer not in self._packed:
-            shape = (k.shape[0], 0, self._quantisers[layer].mean.shape[1])
-            self._packed[layer] = GrowingTensor(shape, 1, torch.int8, self._device)
-        self._packed[layer].reserve(-(-max(self.length(layer), start + k.shape[1]) // self._fields))
+        self._packed.open(layer, k.shape[0], 0, self._quantisers[layer].mean.shape[1])
+        known = self.length(layer)
+        data = self.storage(layer, start + k.shape[1])
         for rows in k.split(LEARNED_AT_ONCE, dim=1):
-            self._write(layer, rows, start)
+            self._write(layer, data, rows, start, max(known, start))
             start += rows.shape[1]
 
-    def _write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """`write` of as many keys as are rounded together."""
+    def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
+        """`write` of as many keys as are rounded together, into `data`, which has the codes of `known` tokens."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
-        begun, known = start - first * self._fields, self.length(layer)
-        data = self.storage(layer, start + added)
+        begun = start - first * self._fields
         entering = quantise(skew(k, quantiser.basis.key), quantiser.mean, quantiser.step, self._bits)
         if self._fields == 1:
             data[:, first:last] = pack(entering, self._bits)
             return
-        codes = torch.zeros(kv_heads, (last - first) * self._fields, d, dtype=torch.uint8, device=self._device)
+        codes = torch.zeros(kv_heads, (last - first) * self._fields, d, dtype=torch.uint8, device=k.device)
         if known > first * self._fields:
             there = min(last, -(-known // self._fields)) - first
             codes[:, : there * self._fields] = unpack(data[:, first : first + there], self._bits)
@@ -296,42 +285,41 @@ class QuantisedKeys:
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copies one token's codes between bytes."""
-        data = self._packed[layer].reserve(-(-self.length(layer) // self._fields))
+        data = self.storage(layer, self.length(layer))
         (byte, field), (into, place) = divmod(source, self._fields), divmod(target, self._fields)
         codes = unpack(data[:, into : into + 1], self._bits)
         codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """As `ScoringKeys.scores`; reads bits * d / 8 bytes per token and KV head."""
+        """Integer products of the rounded query and the codes; reads bits * d / 8 bytes per token and KV head."""
         packed, within = self._bytes_of(layer, tokens)
         quantiser = self._quantisers[layer]
         skewed = quantiser.basis.skew_query(q)
         return quantised_scores(skewed, packed, quantiser.mean, quantiser.step, self._bits)[:, :, within]
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """As `ScoringKeys.select`."""
+        """Threshold and best score, on integer sums where the group allows it: int64 `[Hkv, n]`, counted from the first
+        of `tokens`."""
         packed, within = self._bytes_of(layer, tokens)
         quantiser = self._quantisers[layer]
         skewed = quantiser.basis.skew_query(q)
         return select_quantised(skewed, packed, quantiser.mean, quantiser.step, self._bits, within, alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """As `ScoringKeys.top`."""
-        scores = self.scores(layer, q, tokens)
-        return top_tokens(group_scores(scores, group_lse(scores)), n)
+        """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        return top_scored(self.scores(layer, q, tokens), n)
 
     def basis(self, layer: int) -> Basis:
-        """As `ScoringKeys.basis`."""
+        """Of the layer's quantiser."""
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: int) -> torch.Tensor:
-        """As `ScoringKeys.storage`: `[Hkv, capacity / f, d]`."""
-        self._lengths[layer] = max(self.length(layer), slots)
-        return self._packed[layer].reserve(-(-self._lengths[layer] // self._fields))
+        """The codes `[Hkv, capacity / f, d]`, with room for `slots` slots, which count as written from now on."""
+        return self._packed.reserve(layer, slots)
 
     def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
-        """As `ScoringKeys.enter`."""
+        """Skews, rounds and packs the newest keys k `[P, d]` of a batch into slot `slots[p]` of their storages."""
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
@@ -344,7 +332,7 @@ class QuantisedKeys:
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
-        """As `ScoringKeys.found`."""
+        """Scores of queries q `[P, G, d]` of a batch with its codes."""
         own = self._quantisers[layer]
         return dispatch.quantised_scores(q, storages, own.mean, own.step, self._bits, starts, stops, tokens)
 
@@ -352,17 +340,15 @@ class QuantisedKeys:
         """The packed keys `[Hkv, m, d]` that hold `tokens`, and where these are among the codes."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
-        return self._packed[layer].data[:, first:last], slice(begin, begin + len(tokens))
+        return self._packed.data(layer)[:, first:last], slice(begin, begin + len(tokens))
 
     def fork(self) -> QuantisedKeys:
         """Copies on the first write of either side."""
-        twin = QuantisedKeys(self._quantisers, self._bits, self._device)
-        twin._packed = {layer: packed.fork() for layer, packed in self._packed.items()}
-        twin._lengths = dict(self._lengths)
+        twin = object.__new__(QuantisedKeys)
+        twin._quantisers, twin._bits, twin._fields = self._quantisers, self._bits, self._fields
+        twin._packed = self._packed.fork()
         return twin
 
     def check_integrity(self) -> None:
         """Asserts that every layer's storage holds its tokens."""
-        assert self._packed.keys() == self._lengths.keys()
-        for layer, packed in self._packed.items():
-            assert 0 < self._lengths[layer] <= packed.data.shape[1] * self._fields
+        self._packed.check_integrity()

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from offload_rt.kernels import low_bit, selection
+from offload_rt.kernels import selection
 from offload_rt.select import h2o, quest, scoring
 
 
@@ -31,7 +31,7 @@ def device_selection() -> Iterator[None]:
         patch.setattr(selection, "select_tokens", selection.select_tokens_reference)
         patch.setattr(scoring, "select_tokens", selection.select_tokens_reference)
         patch.setattr(scoring, "select_quantised", _select_from_scores)
-        for module in (low_bit, scoring, h2o, quest, selection):
+        for module in (h2o, quest, selection):
             patch.setattr(module, "top_tokens", selection.top_tokens_reference)
         yield
 
