@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import EngineConfig, SamplingParams, StoreOptions, configured
 from .core import CHUNK, ModelGeometry
-from .engine.build import build
+from .engine.build import build, build_beside
 from .engine.engine import Engine
 from .engine.recording import RunInfo, RunWriter
 from .engine.request import Completion, Request, TokenOutput
@@ -49,11 +49,23 @@ class LLM:
         **fields: Any,
     ) -> None:
         chosen = configured(EngineConfig, config, fields)
-        self._progress = Progress(enabled=chosen.progress)
-        self._runner = build(model, chosen, tokenizer)
-        self._swap = None if chosen.swap is None else Swap(self._runner, chosen.swap)
+        self._begin(build(model, chosen, tokenizer))
+
+    def _begin(self, runner: Runner) -> None:
+        """A runtime of `runner`, which nothing has been asked of."""
+        self._progress = Progress(enabled=runner.config.progress)
+        self._runner = runner
+        self._swap = None if runner.config.swap is None else Swap(runner, runner.config.swap)
         self._last: Request | None = None
         self._stores: dict[Path, SessionStore] = {}
+
+    def under(self, policy: str, policy_options: Mapping[str, Any] | None = None) -> LLM:
+        """The same weights and the same host pool under another policy, everything else as here: a prompt that was
+        prefilled under one of them is not prefilled again under the other. For comparing policies, one after another.
+        Raises ConfigError, also with `device_memory`."""
+        other = LLM.__new__(LLM)
+        other._begin(build_beside(self._runner, policy, policy_options or {}))
+        return other
 
     @property
     def config(self) -> EngineConfig:

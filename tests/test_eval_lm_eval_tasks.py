@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.resources
 import json
 import os
 import warnings
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from offload_rt import SamplingParams
+from offload_rt.core import CHUNK
 from offload_rt.errors import ConfigError, InputError
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
@@ -25,7 +28,15 @@ with warnings.catch_warnings():
     from offload_rt.cli import main
     from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
     from offload_rt.eval.quality.lm_eval_adapter import TASKS, OffloadLM, _batch, _option
-    from offload_rt.eval.quality.lm_eval_tasks import OWN, TasksConfig, compare, run_tasks
+    from offload_rt.eval.quality.lm_eval_tasks import (
+        OWN,
+        Models,
+        TasksConfig,
+        _loaded,
+        _task_manager,
+        compare,
+        run_tasks,
+    )
     from offload_rt.models.location import locate
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its data sets warn about themselves
@@ -226,8 +237,47 @@ def test_tasks_under_policies_resume_and_compare(tmp_path: Path, monkeypatch: py
     assert sparse["attended"] < 0.9
     assert set(rows["copa_local", "full"]["metrics"]) == {"acc"}
     assert "perplexity" in sparse["changes"]
-    monkeypatch.setattr("offload_rt.eval.quality.lm_eval_tasks.make_model", lambda *a: pytest.fail("measured again"))
-    assert run_tasks(tested, variants, config, tmp_path, own_class=True).rows == report.rows
+    assert all(row["largest_difference"] == 0 for row in report.rows if row["variant"] == "full")
+    monkeypatch.setattr(Models, "under", lambda *a: pytest.fail("measured again"))
+    said: list[str] = []
+    assert run_tasks(tested, variants, config, tmp_path, own_class=True, say=said.append).rows == report.rows
+    assert len(said) == len(report.rows) == 6
+    more = TasksConfig(tasks=("copa_local", "rte_local"), limit=3)
+    late = run_tasks(tested, variants, more, tmp_path / "late", late=lambda: True)
+    assert late.rows == []
+
+
+@needs_data
+def test_a_document_is_prefilled_once_for_all_variants() -> None:
+    tested = ModelUnderTest("reference", dtype="float32")
+    models = Models(tested, TasksConfig(tasks=("copa_local",)))
+    full, sparse = (models.under(variant) for variant in (Variant("full"), Variant("streaming", {"budget": 0.1})))
+    assert models.under(Variant("full")) is full and sparse.llm.runner.pool is full.llm.runner.pool
+    bounded = models.under(Variant("full", {}, {"host_memory": "8MiB"}))
+    assert bounded.llm.runner.pool is not full.llm.runner.pool
+    asked = requests("generate_until", ("The old man looked at the sea. " * 20, {"until": [], "max_gen_toks": 4}))
+    full.generate_until(asked)
+    sparse.generate_until(asked)
+    prompt = len(full.tok_encode(asked[0].args[0]))
+    [again] = sparse.llm.generate([full.tok_encode(asked[0].args[0])], SamplingParams(max_new_tokens=1))
+    assert again.stats.reused_tokens == (prompt - 1) // CHUNK * CHUNK > 0
+
+
+def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's folder reaches transformers as it is, and a task that draws from a generator of its own begins
+    anew."""
+    pytest.importorskip("wonderwords", reason="the extra lm_eval[ruler] is not installed")
+    ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"
+    about = _task_manager(length=1024, tokenizer="reference").metadata
+    assert about["tokenizer"] == locate("reference").place
+
+    def documents(task: str) -> list[Any]:
+        manager = TaskManager(include_path=str(ruler), include_defaults=False, metadata=about)
+        return list(_loaded(manager, task, 3).dataset["test"])
+
+    first = documents("ruler_cwe")
+    assert {document["max_length"] for document in first} == {1024}
+    assert documents("ruler_cwe") == first
 
 
 def test_comparison_of_rows() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload_rt.cli import main
 from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
+from offload_rt.eval.quality.ablation import parts
 from offload_rt.eval.quality.tasks.haystack import sentences
-from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, estimated
+from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, estimated, looked_up
 
 ROOT = Path(__file__).parents[1]
 BOOK = ROOT / "offload_rt" / "data" / "black_arrow.txt"
@@ -62,10 +65,67 @@ def test_what_is_compared() -> None:
         labels
     )
     assert {f"infinigen preset={name}" for name in ("tail", "default", "paper")} <= set(labels)
-    assert estimated(Variant("infinigen", {"tail": "int4", "budget": 0.1}), 0.125) == 0.875
-    assert estimated(Variant("infinigen", {"tail": "off"}), 0.125) == 0.0
-    assert estimated(Variant("infinigen", {"preset": "paper"}), 0.125) == 0.0
-    assert estimated(Variant("quest", {"budget": 0.1}), 0.125) == 0.0
+    assert {variant.label for variant in looked_up()} <= set(labels)
+
+
+def test_rows_in_low_bits_are_those_of_a_tail() -> None:
+    tested = ModelUnderTest(str(MODEL))
+
+    def share(policy: str, **options: object) -> float:
+        return estimated(tested.policy(Variant(policy, options)), 0.125)
+
+    assert share("infinigen", tail="int4", budget=0.1) == 0.875
+    assert share("infinigen", tail="off") == share("infinigen", preset="paper") == share("quest", budget=0.1) == 0.0
+
+
+def small(data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, windows: int = 1) -> Real:
+    size = RealSize(windows, 8, 1, 1, (96,))
+    return Real(ModelUnderTest(str(MODEL)), size, out, data, time.monotonic() + 600, say, chosen)
+
+
+def test_the_ablation_has_a_row_for_every_part(data: Path, tmp_path: Path) -> None:
+    """Also for skew="none", which only `ModelUnderTest` knows."""
+    PARTS["ablation"](small(data, tmp_path, lambda line: None))
+    names = [row["variant"] for row in rows(tmp_path / "ablation.json")]
+    assert names[1:] == [variant.label for _, variant in parts(0.05)]
+
+
+def test_needles_are_told_once(data: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    real = small(data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
+    PARTS["needles"](replace(real, size=replace(real.size, contexts=(512,))))
+    assert [line.split(": ")[0] for line in said] == ["512 tokens, full", "512 tokens, streaming budget=0.5"]
+    assert len(rows(tmp_path / "retrieval.json")) == 2
+    late = replace(real, size=replace(real.size, contexts=(544,)), until=time.monotonic() - 1)
+    PARTS["needles"](late)
+    assert [row["variant"] for row in rows(tmp_path / "retrieval.json")] == ["full"]
+
+
+def test_a_table_keeps_the_rows_of_other_runs(data: Path, tmp_path: Path) -> None:
+    """Of other texts, sizes and variants; those whose model or words meant something else then are left out."""
+
+    def shown() -> list[tuple[object, ...]]:
+        return [tuple(row[key] for key in ("text", "windows", "variant")) for row in rows(tmp_path / "perplexity.json")]
+
+    novel, wiki = "war_and_peace.txt", "wikitext-2 valid_raw.txt"
+    half = Variant("streaming", {"budget": 0.5})
+    first = small(data, tmp_path, lambda line: None, Variant("full"), half)
+    PARTS["perplexity"](replace(first, size=replace(first.size, texts=("novel",))))
+    PARTS["perplexity"](replace(first, size=replace(first.size, texts=("wikipedia",)), chosen=first.chosen[:1]))
+    assert shown() == [(novel, 1, "full"), (novel, 1, half.label)]
+    quarter = Variant("streaming", {"budget": 0.25})
+    more = small(data, tmp_path, lambda line: None, Variant("full"), quarter, windows=2)
+    PARTS["perplexity"](replace(more, size=replace(more.size, texts=("novel", "wikipedia"))))
+    old = [(novel, 1, "full"), (novel, 1, half.label)]
+    new = [(text, 2, label) for text in (novel, wiki) for label in ("full", quarter.label)]
+    assert sorted(shown()) == sorted(old + new)
+    path = tmp_path / "perplexity.json"
+    held = json.loads(path.read_text())
+    held["rows"][0]["lineage"] = "of other defaults"
+    path.write_text(json.dumps(held))
+    gone = shown()[0]
+    PARTS["perplexity"](replace(more, chosen=(), size=replace(more.size, texts=("novel",)), until=0.0))
+    assert gone not in shown() and len(shown()) == 5
 
 
 def test_mistakes_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

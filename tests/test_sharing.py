@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.sharing import CHUNK_BYTES, LAYERS, ROW, greedy, make
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
-from offload_rt import LLM, PoolFullError, SamplingParams
+from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.forward.shared_prefix import NEVER_PAYS, SharedPrefixes
@@ -292,3 +292,26 @@ def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: boo
     [first] = llm.generate([prompt], greedy(2 * CHUNK))
     [again] = llm.generate([prompt + first.token_ids], greedy(1))
     assert again.stats.reused_tokens == (len(prompt + first.token_ids) // CHUNK if beyond else 2) * CHUNK
+
+
+def test_another_policy_finds_what_was_prefilled() -> None:
+    """The same weights and pool: only the rest of the last chunk is computed again, and the tokens are those of a
+    runtime of its own. A plan for the device is one policy's."""
+    options = {"budget": 0.3, "recent": 8, "sinks": 2}
+    prompt = tiny_prompt(3 * CHUNK + 5)
+    first = make(policy="full")
+    first.generate([prompt], greedy(4))
+    other = first.under("quest", options)
+    [done] = other.generate([prompt], greedy(24))
+    [own] = make(policy="quest", policy_options=options).generate([prompt], greedy(24))
+    assert done.token_ids == own.token_ids and done.stats.attended_fraction == own.stats.attended_fraction < 1
+    assert (done.stats.reused_tokens, own.stats.reused_tokens) == (3 * CHUNK, 0)
+    assert other.config.policy == "quest" and first.config.policy == "full"
+    assert other.runner.adapter is first.runner.adapter
+    [back] = first.generate([prompt], greedy(4))
+    assert back.stats.reused_tokens == 3 * CHUNK
+    first.runner.check_integrity()
+    with pytest.raises(ConfigError, match="planned for one policy"):
+        make(policy="full", device_memory="1GiB").under("quest", options)
+    with pytest.raises(ConfigError, match="budgt"):
+        first.under("quest", {"budgt": 0.3})

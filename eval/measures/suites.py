@@ -67,18 +67,27 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decoded", type=int, metavar="N", help="tokens of a window that are decoded (512)")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of a task (25)")
     parser.add_argument("--texts", type=words, metavar="A,B", help="novel,code,wikipedia (all)")
+    parser.add_argument("--passages", type=int, metavar="N", help="with needles, of each kind (4)")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="'POLICY KEY=VALUE ...'",
+        help="a row beside full, instead of those of perplexity, needles, tasks and ruler; may be repeated",
+    )  # fmt: skip
 
 
 @measure("real", "what a selection loses on trained models that people use (`make real`)", _real_flags)
 def real(args: argparse.Namespace) -> int:
     """Perplexity on a novel, code and Wikipedia, needles, RULER, question tasks, and the ablation, under every policy
     at stated budgets, for models given by folder. What is done is not done again."""
+    from ..core.variants import make_variants
     from ..suites.real import PARTS, SMALL, RealSize, run_real
 
-    sizes = given(args, ("contexts", "windows", "decoded", "limit", "texts"))
+    sizes = given(args, ("contexts", "windows", "decoded", "limit", "passages", "texts"))
     size = replace(SMALL if args.small else RealSize(), **sizes)
     parts, say = args.parts or list(PARTS), say_on_stderr(False)
-    run_real(args.models, parts, args.out, data=args.data, minutes=args.minutes, size=size, say=say)
+    chosen = make_variants((), (), (), args.variant) if args.variant else ()
+    run_real(
+        args.models, parts, args.out, data=args.data, minutes=args.minutes, size=size, say=say, chosen=chosen
+    )  # fmt: skip
     return 0
 
 

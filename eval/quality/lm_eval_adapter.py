@@ -10,6 +10,7 @@ point with the arguments that it was given (`--model offload-rt` is added where 
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
+import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -256,6 +258,15 @@ def without_downloads() -> Iterator[None]:
 
     with patch.object(nltk.data, "find", found):
         yield
+
+
+def begin_documents(seed: int) -> None:
+    """RULER makes its documents from the global generators, and cwe's from one of its module's own that goes on from
+    load to load: from here the global ones begin at `seed`, and that module anew, so that a task that is loaded next
+    has the same documents in every process, whatever was loaded before it."""
+    random.seed(seed)
+    np.random.seed(seed)
+    sys.modules.pop("lm_eval.tasks.ruler.cwe_utils", None)
 
 
 def _sampling(kwargs: dict[str, Any]) -> SamplingParams:

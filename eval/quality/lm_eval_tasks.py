@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError
+from ...llm import LLM
 from ...models.location import locate
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row, RowStore
@@ -66,18 +67,19 @@ def run_tasks(
     *,
     own_class: bool = False,
     say: Say = lambda line: None,
+    late: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Runs every task under every variant, compared with the first, which should be full; with `own_class` also under
-    the harness' transformers class. Writes tasks.json, .csv and .md to `out`; rows that it holds are not run again."""
-    store = RowStore(out)
+    the harness' transformers class. Writes tasks.json, .csv and .md to `out`; rows that it holds are not run again;
+    once it is `late`, no row is begun."""
+    store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
     runs: list[tuple[str, Variant | None]] = [(variant.label, variant) for variant in variants]
     runs += [(OWN, None)] if own_class else []
     rows: list[Row] = []
-    base: dict[str, Row] = {}
-    for label, variant in runs:
-        model: Any = None
-        for task, length, name in config.jobs:
+    for task, length, name in config.jobs:
+        base: Row | None = None
+        for label, variant in runs:
             key = (
                 shared
                 | {"tasks": task}
@@ -86,33 +88,52 @@ def run_tasks(
             )
             row = store.get(key)
             if row is None:
-                model = model or make_model(tested, variant, config)
-                row = measure(model, task, config, length, tested.model)
+                if late():
+                    break
+                row = measure(models.under(variant), task, config, length, tested.model)
                 store.put(key, row)
             row = (tested.describe(variant) if variant else tested.identity | {"variant": label}) | row
             row |= {"task": name}
-            base.setdefault(name, row)
-            rows.append(row | compare(row, base[name]))
+            base = base or row
+            rows.append(row | compare(row, base))
             say(f"{name}, {label}: {rows[-1]['metrics_shown']}")
-    names = [name for _, _, name in config.jobs]
-    rows.sort(key=lambda row: names.index(row["task"]))
     about = {**tested.identity, **config.about, "harness": "lm-eval 0.4"}
     report = Report("tasks", f"Harness tasks under {tested.name}", about, COLUMNS, rows, NOTES)
     report.write(out)
     return report
 
 
-def make_model(tested: ModelUnderTest, variant: Variant | None, config: TasksConfig) -> Any:
-    """The harness' model: ours under a variant, or (None) its own transformers class."""
-    from .lm_eval_adapter import OffloadLM
+class Models:
+    """The harness' models of variants. Those of our runtime share weights and host pool as far as their settings are
+    the same, so that a document is prefilled once, whatever the number of variants."""
 
-    settings: dict[str, Any] = {"dtype": tested.identity["dtype"], "device": tested.identity["device"]}
-    if variant is None:
+    def __init__(self, tested: ModelUnderTest, config: TasksConfig) -> None:
+        self._tested, self._config = tested, config
+        self._first: dict[str, LLM] = {}
+        self._made: dict[str, Any] = {}
+
+    def under(self, variant: Variant | None) -> Any:
+        """The model of `variant`, None is the harness' own transformers class; made when it is first asked for."""
+        name = OWN if variant is None else variant.label
+        if name not in self._made:
+            self._made[name] = self._own() if variant is None else self._ours(variant)
+        return self._made[name]
+
+    def _ours(self, variant: Variant) -> Any:
+        from .lm_eval_adapter import OffloadLM
+
+        settings = repr(sorted(variant.engine.items()))
+        first = self._first.get(settings)
+        llm = self._tested.llm(variant) if first is None else first.under(variant.policy, variant.options)
+        self._first.setdefault(settings, llm)
+        return OffloadLM.around(llm, decode_from=self._config.decode_from, batch_size=self._tested.batch)
+
+    def _own(self) -> Any:
         from lm_eval.models.huggingface import HFLM
 
-        return HFLM(pretrained=locate(tested.model).place, batch_size=8, **settings)
-    llm = tested.llm(variant)
-    return OffloadLM.around(llm, decode_from=config.decode_from, batch_size=tested.batch)
+        identity = self._tested.identity
+        settings = {"dtype": identity["dtype"], "device": identity["device"]}
+        return HFLM(pretrained=locate(self._tested.model).place, batch_size=8, **settings)
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
@@ -126,13 +147,14 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
     for spent in (getattr(model, name, []) for name in ("attended_fractions", "link_fractions")):
         spent.clear()
     folders = (str(TASKS), *([config.include_path] if config.include_path else []))
+    manager = _task_manager(*folders, length=length, tokenizer=tokenizer)
     with without_downloads():
         done = simple_evaluate(
             model=model,
-            tasks=[task],
+            tasks=[_loaded(manager, task, config.seed)],
             num_fewshot=config.num_fewshot,
             limit=config.limit,
-            task_manager=_task_manager(*folders, length=length, tokenizer=tokenizer),
+            task_manager=manager,
             log_samples=True,
             bootstrap_iters=1000,
             random_seed=config.seed,
@@ -163,8 +185,18 @@ def _task_manager(*folders: str, length: int | None, tokenizer: str) -> Any:
     With `length` RULER's documents have so many tokens of the model `tokenizer`."""
     from lm_eval.tasks import TaskManager
 
-    metadata = None if length is None else {"max_seq_lengths": [length], "tokenizer": str(locate(tokenizer))}
+    metadata = None if length is None else {"max_seq_lengths": [length], "tokenizer": locate(tokenizer).place}
     return TaskManager(include_path=list(folders), metadata=metadata)
+
+
+@functools.cache
+def _loaded(manager: Any, task: str, seed: int) -> Any:
+    """The task with its documents, made once: RULER makes 500 with every load."""
+    from .lm_eval_adapter import begin_documents, without_downloads
+
+    begin_documents(seed)
+    with without_downloads():
+        return manager.load([task])["tasks"][task]
 
 
 def _number(value: Any) -> float | None:

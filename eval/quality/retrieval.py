@@ -120,9 +120,11 @@ def run_retrieval(
     config: RetrievalConfig,
     out: Path,
     say: Callable[[str], None] = lambda line: None,
+    late: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Measures every variant at every length, each compared with the first, which should be full; writes
-    retrieval.json, .csv, .md and two pictures to `out`. Rows that it holds are not measured again."""
+    retrieval.json, .csv, .md and two pictures to `out`. Rows that it holds are not measured again; once it is `late`,
+    no row is begun but the first."""
     store = RowStore(out)
     haystack = Haystack(tested, book)
     rows: list[Row] = []
@@ -130,6 +132,8 @@ def run_retrieval(
         asked = [make_passages(haystack, config, length, kind) for kind in config.kinds]
         base: Row | None = None
         for variant in variants:
+            if base is not None and late():
+                break
             by_kind = [_row(store, tested, variant, length, passages) for passages in asked]
             row = tested.describe(variant) | {"text": name, "length": length} | together(by_kind)
             base = base or row

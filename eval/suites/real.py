@@ -8,17 +8,19 @@ tasks go through the LM Evaluation Harness and the decode path. Tables: eval/res
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...config import check_choice
 from ...errors import InputError
-from ...select.options import InfiniGenOptions
+from ...select.base import Policy
+from ...select.infinigen import InfiniGen
 from ...texts import read_file
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
@@ -82,9 +84,19 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     return found + [Variant("infinigen", {"preset": name}) for name in ("default", "paper")]
 
 
+def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
+    """full; infinigen with preset tail, and at `budget` with and without the tail; quest and streaming: whether what
+    is asked for is still found."""
+    sized = WINDOW | {"budget": budget}
+    ours = [Variant("infinigen", sized | {"tail": tail}) for tail in ("int4", "off")]
+    rivals = [Variant(policy, sized) for policy in ("quest", "streaming")]
+    return [Variant("full"), Variant("infinigen", {"preset": "tail"}), *ours, *rivals]
+
+
 @dataclass(frozen=True)
 class Real:
-    """One model's tables. `out`: its folder; `until`: when no new row is begun, of `time.monotonic`."""
+    """One model's tables. `out`: its folder; `until`: when no new row is begun, of `time.monotonic`; `chosen`: the rows
+    that are measured, full first, where they are not each part's own."""
 
     tested: ModelUnderTest
     size: RealSize
@@ -92,6 +104,7 @@ class Real:
     data: Path
     until: float
     say: Say
+    chosen: Sequence[Variant] = ()
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -100,7 +113,6 @@ class Real:
         wanted = self.size.contexts or CONTEXTS.get(self.tested.name, (4096, 8192))
         return tuple(context for context in wanted if context <= most)
 
-    @property
     def late(self) -> bool:
         """Whether no new row is to be begun."""
         return time.monotonic() > self.until
@@ -125,7 +137,7 @@ class Real:
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
             for _, name, text in self.texts():
-                rows += self._rows(text, name, compared(), config)
+                rows += self._rows(text, name, self.chosen or compared(), config)
         self._write("perplexity", f"Perplexity of {self.tested.name} under each policy", rows)
 
     def ablation(self) -> None:
@@ -150,64 +162,63 @@ class Real:
         """Needles in a held-out novel, 5 % attended."""
         _, name, text = self.texts()[0]
         config = RetrievalConfig(self.contexts[:1], self.size.passages)
-        variants = [v for v in compared(BUDGETS[:1]) if v.options.get("preset") is None]
-        for count in range(2, len(variants) + 1):
-            if count > 2 and self.late:
-                break
-            run_retrieval(self.tested, text, name, variants[:count], config, self.out, self.say)
+        run_retrieval(self.tested, text, name, self.chosen or looked_up(), config, self.out, self.say, self.late)
 
     def ruler(self) -> None:
         """RULER's tasks that need no download."""
-        sizes = tuple(context for context in self.contexts if context >= 4096)
-        self._tasks("ruler", RULER, TasksConfig(RULER, limit=self.size.limit, lengths=sizes[:1] or (4096,)))
+        lengths = tuple(context for context in self.contexts if context >= 4096)[:1]
+        self._tasks("ruler", TasksConfig(RULER, limit=self.size.limit, lengths=lengths or (4096,)))
 
     def tasks(self) -> None:
         """Question tasks with five examples."""
-        self._tasks("questions", TASKS, TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit))
+        self._tasks("questions", TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit))
 
-    def _tasks(self, name: str, tasks: Sequence[str], config: TasksConfig) -> None:
-        """Harness tasks one by one under each variant, as far as the time goes."""
-        variants = [v for v in compared(BUDGETS[:1]) if v.policy in ("full", "infinigen", "quest", "streaming")]
-        rows: list[Row] = []
-        for task in tasks:
-            one = TasksConfig((task,), config.num_fewshot, config.limit, lengths=config.lengths)
-            done: list[Row] = []
-            for count in range(1, len(variants) + 1):
-                if self.late:
-                    break
-                done = run_tasks(self.tested, variants[:count], one, self.out / name, say=self.say).rows
-            rows += done
+    def _tasks(self, name: str, config: TasksConfig) -> None:
+        """Harness tasks one by one, each under every variant, as far as the time goes."""
+        done = run_tasks(self.tested, self.chosen or looked_up(), config, self.out / name, say=self.say, late=self.late)
         about = {**self.tested.identity, **config.about}
-        Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, rows).write(self.out)
+        Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, done.rows).write(self.out)
 
     def _rows(self, text: str, name: str, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
         """Rows of the variants that were measured before the time was up, or in an earlier run."""
         rows: list[Row] = []
         for variant in variants[1:]:
-            if self.late:
+            if self.late():
                 break
             pair = measure_all(self.tested, text, name, [variants[0], variant], config, self.out, lambda line: None)
-            pair[1]["low_bits"] = estimated(variant, pair[1]["sparse_attended"])
+            pair[1]["low_bits"] = estimated(self.tested.policy(variant), pair[1]["sparse_attended"])
             rows += pair[1:] if rows else pair
             self.say(f"{name}, {config.context} tokens, {variant.label}: {pair[1]['against_full_shown']}")
         return rows
 
     def _write(self, name: str, title: str, rows: list[Row]) -> None:
-        about = {**self.tested.identity, "decoded": self.size.decoded, "windows": self.size.windows}
-        Report(name, title, about, COLUMNS, rows, NOTES).write(self.out)
+        """The table of `rows`, and of what it held of other texts, contexts, sizes and variants."""
+        found = {_what(row): row for row in self._held(name)} | {_what(row): row for row in rows}
+        ordered = sorted(found.values(), key=lambda row: (row["context"], row["text"], row["scored_tokens"]))
+        Report(name, title, self.tested.identity, COLUMNS, ordered, NOTES).write(self.out)
+
+    def _held(self, name: str) -> list[Row]:
+        """Rows of the table that an earlier run wrote, as far as their model and words mean today what they meant."""
+        try:
+            rows: list[Row] = json.loads((self.out / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        except (OSError, ValueError, KeyError):
+            return []
+        same = [row for row in rows if all(row[key] == value for key, value in self.tested.identity.items())]
+        return [row for row in same if self._policy(row).lineage == row["lineage"]]
+
+    def _policy(self, row: Row) -> Policy:
+        return self.tested.policy(Variant(row["policy"], row["options"], row["engine"]))
 
 
-def estimated(variant: Variant, exact: float) -> float:
+def _what(row: Row) -> tuple[Any, ...]:
+    """What tells a row of a table from its others."""
+    return tuple(row[name] for name in ("text", "context", "windows", "scored_tokens", "variant"))
+
+
+def estimated(policy: Policy, exact: float) -> float:
     """Share of the rows of selecting layers that are read in low bits: with a tail all that are not read exactly."""
-    if variant.policy != "infinigen":
-        return 0.0
-    options = InfiniGenOptions.preset(**{"name": "default"} | _named(variant.options))
-    return 0.0 if options.tail == "off" else 1.0 - exact
-
-
-def _named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with their preset as `InfiniGenOptions.preset` takes it."""
-    return {"name" if key == "preset" else key: value for key, value in options.items()}
+    options = policy.options if isinstance(policy, InfiniGen) else None
+    return 0.0 if options is None or options.tail == "off" else 1.0 - exact
 
 
 PARTS: dict[str, Callable[[Real], None]] = {
@@ -222,6 +233,8 @@ PARTS: dict[str, Callable[[Real], None]] = {
 
 COLUMNS = (
     *WHAT,
+    Column("windows", "windows"),
+    Column("tokens decoded", "scored_tokens"),
     Column("exact rows, selecting layers", "sparse_attended", ".1%"),
     Column("all layers", "attended", ".1%"),
     Column("rows in low bits", "low_bits", ".1%"),
@@ -247,9 +260,18 @@ def model_folders(names: Sequence[str], folder: Path | None = None) -> list[Path
 
 
 def run_real(
-    names: Sequence[str], parts: Sequence[str], out: Path, *, data: Path, minutes: float, size: RealSize, say: Say
+    names: Sequence[str],
+    parts: Sequence[str],
+    out: Path,
+    *,
+    data: Path,
+    minutes: float,
+    size: RealSize,
+    say: Say,
+    chosen: Sequence[Variant] = (),
 ) -> None:
-    """Runs `parts` for each model, each within `minutes`. Raises InputError where a model or text is missing."""
+    """Runs `parts` for each model, each within `minutes`, with the rows `chosen` where there are any. Raises InputError
+    where a model or text is missing."""
     for part in parts:
         check_choice("part", part, PARTS)
     for folder in model_folders(names):
@@ -257,4 +279,4 @@ def run_real(
         for part in parts:
             until = time.monotonic() + 60 * minutes
             say(f"{folder.name}: {part}")
-            PARTS[part](Real(tested, size, out / folder.name, data, until, say))
+            PARTS[part](Real(tested, size, out / folder.name, data, until, say, chosen))

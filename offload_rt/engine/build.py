@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
+from ..errors import ConfigError
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..pool.pool import HostPool
@@ -52,6 +53,20 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     pool = HostPool(geometry, adapter.dtype, config.host_memory, kv_format=config.kv_format, pin=pin)
     link = build_link(pool, geometry, device, config.working_set)
     return Runner(streamed, policy, pool, link, config, plan, weights)
+
+
+def build_beside(runner: Runner, name: str, options: Mapping[str, Any]) -> Runner:
+    """A runner of `runner`'s model and host pool under another policy: what a prompt's prefill leaves in the pool is
+    exact, so each finds what the other has computed. Raises ConfigError, also where `runner` has a plan for its device:
+    that is made for one policy."""
+    if runner.plan is not None:
+        raise ConfigError("device_memory is planned for one policy: make a runtime of its own for another")
+    model, fingerprint = runner.model, runner.model.fingerprint
+    options = default_options(runner.config.skew, name, options, fingerprint)
+    config = replace(runner.config, policy=name, policy_options=options)
+    policy = build_policy(model, name, options, artifact_loader(model, config))
+    link = build_link(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
+    return Runner(model, policy, runner.pool, link, config)
 
 
 def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
