@@ -1,0 +1,108 @@
+"""Copies between host and device as torch makes them, and the log of what the host waits for.
+
+Only a copy that is asked for without blocking, whose host side is page-locked and in one piece, is queued; it reads and
+writes host memory when it runs. For all others the host waits.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .simulator import Simulator
+
+PACKAGE = Path(__file__).parents[3]
+OWN = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The host waited for the device: `what` for, and where, as `file:line` of the repository."""
+
+    what: str
+    place: str
+
+    @property
+    def file(self) -> str:
+        """The place without its line."""
+        return self.place.rpartition(":")[0]
+
+
+def place() -> str:
+    """The innermost line that is neither torch's nor the simulator's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((OWN, "<")) and "site-packages" not in name and "contextlib" not in name:
+            path = Path(name)
+            for root in (PACKAGE, PACKAGE.resolve()):
+                if path.is_relative_to(root):
+                    path = path.relative_to(root)
+            parts = path.parts
+            short = parts[parts.index("offload_rt") :] if "offload_rt" in parts else parts
+            return f"{'/'.join(short)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def to_device(sim: Simulator, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Host to device."""
+    target, dense = sim.seen(into), source.is_contiguous() or source.stride() == into.stride()
+    if non_blocking and dense and sim.memory.is_pinned(source.data_ptr()):
+        kept = source.view_as(source) if source.numel() else source
+        sim.queue_work("copy", lambda: _copy(target, kept), into.device.index)
+        return
+    now = source if dense else source.contiguous()
+    sim.queue_work("copy", lambda: _copy(target, now), into.device.index)
+    sim.host_waits(_reason("host to device", non_blocking, dense), into.device.index)
+
+
+def to_host(sim: Simulator, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Device to host."""
+    origin, dense = sim.seen(source), into.is_contiguous() or source.stride() == into.stride()
+    sim.queue_work("copy", lambda: _copy(into, origin), source.device.index)
+    if not (non_blocking and dense and sim.memory.is_pinned(into.data_ptr())):
+        sim.host_waits(_reason("device to host", non_blocking, dense), source.device.index)
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    into.copy_(source)
+
+
+def _reason(what: str, non_blocking: bool, dense: bool) -> str:
+    if not non_blocking:
+        return f"copy {what}"
+    return f"copy {what} of pageable memory" if dense else f"copy {what} in pieces"
+
+
+def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`copy_` and `_to_copy` where one side is the host's; NotImplemented where neither or both are."""
+    if name == "copy_":
+        into, source = args[0], args[1]
+        if into.is_cuda == source.is_cuda:
+            return NotImplemented
+        non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+        source = source if source.shape == into.shape or source.is_cuda else source.expand(into.shape)
+        (to_device if into.is_cuda else to_host)(sim, into, source, non_blocking)
+        return into
+    source = args[0]
+    device = torch.device(kwargs.get("device") or source.device)
+    if (device.type == "cuda") == source.is_cuda:
+        return NotImplemented
+    dtype, non_blocking = kwargs.get("dtype") or source.dtype, bool(kwargs.get("non_blocking"))
+    like = torch.empty_like(source, device="meta", dtype=dtype, memory_format=kwargs.get("memory_format"))
+    if device.type == "cuda":
+        out = sim.new(like, device)
+        to_device(sim, out, source, non_blocking)
+        return out
+    if non_blocking or kwargs.get("pin_memory"):
+        out = sim.new_pinned(like)
+    else:
+        out = torch.empty_strided(like.shape, like.stride(), dtype=dtype)
+    to_host(sim, out, source, non_blocking)
+    return out

@@ -1,0 +1,111 @@
+"""The simulated machine: memory, streams, what was launched, and where the host waited."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from .copies import Sync, place
+from .engine import Engine, Point, Queue, Schedule, Work
+from .extension import load
+from .memory import Memory
+
+
+class Simulator:
+    """One machine with CUDA devices that are simulated. `syncs`: every time that the host waited for a device.
+    `launched`: kernels and copies by name; poisoning is not among them."""
+
+    def __init__(self, schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> None:
+        self._module = load()
+        self._module.set_devices(devices)
+        self._module.set_device(0)
+        self.devices = devices
+        self.engine = Engine(schedule)
+        self.memory = Memory(self._module, self.engine, limit)
+        self.defaults = [self.engine.new_queue(device) for device in range(devices)]
+        self._thread = threading.local()
+        self.syncs: list[Sync] = []
+        self.launched: Counter[str] = Counter()
+
+    # --------------------------------------------------------------------------------------------- device and stream
+
+    @property
+    def device(self) -> int:
+        """This thread's current device."""
+        return int(self._module.current_device())
+
+    def set_device(self, device: int) -> None:
+        """Makes it this thread's."""
+        self._module.set_device(device)
+
+    def stream(self, device: int | None = None) -> Queue:
+        """This thread's current stream of a device."""
+        device = self.device if device is None else device
+        found: Queue = self._streams.get(device, self.defaults[device])
+        return found
+
+    def set_stream(self, queue: Queue) -> None:
+        """Makes it this thread's current stream of its device, and that the current device."""
+        self._streams[queue.device] = queue
+        self.set_device(queue.device)
+
+    @property
+    def _streams(self) -> dict[int, Queue]:
+        if not hasattr(self._thread, "streams"):
+            self._thread.streams = {}
+        streams: dict[int, Queue] = self._thread.streams
+        return streams
+
+    # ------------------------------------------------------------------------------------------------------- work
+
+    def queue_work(self, name: str, work: Work, device: int | None = None) -> None:
+        """Queues a kernel or copy in the current stream of a device, the current one where it is None."""
+        self.launched[name] += 1
+        self.engine.submit(self.stream(device), work)
+
+    def host_waits(self, what: str, device: int | None = None, *, point: Point | None = None) -> None:
+        """The host waits, for everything in the current stream of a device or for `point`; it is noted."""
+        self.syncs.append(Sync(what, place()))
+        self.engine.finish(self.engine.record(self.stream(device)) if point is None else point)
+
+    # ----------------------------------------------------------------------------------------------------- tensors
+
+    def new(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor on the device with the shape, strides and dtype of `like`, which holds poison."""
+        queue = self.stream(device.index if device.index is not None else self.device)
+        pool = 0 if queue.capture is None else queue.capture.pool
+        return self._shaped(self.memory.allocate(queue, _extent(like), pool), like)
+
+    def new_pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """A page-locked tensor with the shape, strides and dtype of `like`."""
+        return self._shaped(self.memory.allocate_host(_extent(like)), like)
+
+    def _shaped(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return self.part(memory, like.dtype, like.shape, like.stride(), 0)
+
+    def part(
+        self, base: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+    ) -> torch.Tensor:
+        """A view of any shape and dtype over the memory of `base`; an inference tensor where `base` is one."""
+        with torch.inference_mode(base.is_inference()):
+            out: torch.Tensor = self._module.part(base, dtype, list(size), list(stride), offset)
+        return out
+
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        """What a launch sees of an argument: memory of the device as a host tensor that keeps nothing alive; a tensor
+        of the host as it is."""
+        if not x.is_cuda:
+            return x
+        out: torch.Tensor = self._module.seen(x)
+        return out
+
+
+def _extent(like: torch.Tensor) -> int:
+    """Bytes that a tensor reaches over."""
+    if like.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
+    return (last + 1) * like.itemsize

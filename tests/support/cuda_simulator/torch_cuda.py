@@ -1,0 +1,286 @@
+"""`torch.cuda` of the simulated machine: what the package and the libraries below it call."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.bias
+import torch.nn.functional as F
+
+from .engine import Capture, Point, Queue
+from .simulator import Simulator
+
+
+def index_of(sim: Simulator, device: Any) -> int:
+    """The number of a device given as torch takes it."""
+    if device is None:
+        return sim.device
+    if isinstance(device, int):
+        return device
+    found = torch.device(device).index
+    return sim.device if found is None else found
+
+
+class Event:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, sim: Simulator, *args: Any, **named: Any) -> None:
+        self._sim = sim
+        self._point: Point | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """At the end of a stream."""
+        self._point = self._sim.engine.record(self._sim.stream() if stream is None else stream.queue)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """A stream waits for it; one that was never recorded holds nobody up."""
+        if self._point is not None:
+            self._sim.engine.wait(self._sim.stream() if stream is None else stream.queue, self._point)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        if self._point is not None:
+            self._sim.host_waits("event", point=self._point)
+
+    def query(self) -> bool:
+        """Whether it is reached."""
+        return self._point is None or self._point.reached
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds: there is no time here, so always one."""
+        return 1.0
+
+
+class Stream:
+    """`torch.cuda.Stream`."""
+
+    def __init__(self, sim: Simulator, device: Any = None, *, queue: Queue | None = None, **named: Any) -> None:
+        self._sim = sim
+        self.queue = sim.engine.new_queue(index_of(sim, device)) if queue is None else queue
+        self.device = torch.device("cuda", self.queue.device)
+        self.cuda_stream = self.queue.number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.queue is self.queue
+
+    def __hash__(self) -> int:
+        return id(self.queue)
+
+    def wait_event(self, event: Event) -> None:
+        """Later work waits for the event."""
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Later work waits for what the other has now."""
+        self._sim.engine.wait(self.queue, self._sim.engine.record(stream.queue))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event at the end."""
+        event = Event(self._sim) if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self._sim.host_waits("stream", point=self._sim.engine.record(self.queue))
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self._sim = sim
+        self._captured: Capture | None = None
+
+    def begin(self, pool: int, queue: Queue, mode: str) -> None:
+        """Captures what is queued in `queue` from now on."""
+        thread = None if mode == "global" else threading.get_ident()
+        queue.capture = self._captured = Capture(queue, pool, thread)
+
+    def end(self) -> None:
+        """Captures nothing more."""
+        assert self._captured is not None
+        self._sim.memory.collect()
+        self.abandon()
+        self._captured.check_joined()
+
+    def abandon(self) -> None:
+        """Streams are as before."""
+        assert self._captured is not None
+        for queue in {*self._captured.queues, self._captured.origin}:
+            queue.capture = None
+
+    def replay(self) -> None:
+        """Queues it in the current stream."""
+        assert self._captured is not None
+        self._sim.launched["graph"] += 1
+        self._sim.engine.replay(self._captured, self._sim.stream())
+
+
+def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
+    """Puts the simulated machine in torch's place, until the patch is undone."""
+    cuda, memory = torch.cuda, sim.memory
+    pools = itertools.count(1)
+
+    def put(name: str, value: Any) -> None:
+        patch.setattr(cuda, name, value, raising=False)
+
+    @contextmanager
+    def stream(given: Stream | None) -> Iterator[None]:
+        if given is None:
+            yield
+            return
+        device, before = sim.device, sim.stream(given.queue.device)
+        sim.set_stream(given.queue)
+        try:
+            yield
+        finally:
+            sim.set_stream(before)
+            sim.set_device(device)
+
+    @contextmanager
+    def device(given: Any) -> Iterator[None]:
+        before = sim.device
+        sim.set_device(index_of(sim, given))
+        try:
+            yield
+        finally:
+            sim.set_device(before)
+
+    @contextmanager
+    def graph(captured: Graph, pool: int | None = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
+        sim.engine.finish_all()
+        side = Stream(sim) if stream is None else stream
+        captured.begin(next(pools) if pool is None else pool, side.queue, capture_error_mode)
+        try:
+            with cuda.stream(side):
+                yield
+        except BaseException:
+            captured.abandon()
+            raise
+        captured.end()
+
+    def synchronize(device: Any = None) -> None:
+        sim.host_waits("device")
+        sim.engine.finish_all()
+
+    def reset_peaks(device: Any = None) -> None:
+        memory.collect()
+        memory.usage.reset_peaks()
+
+    def peak(device: Any = None) -> int:
+        return memory.usage.allocated_peak
+
+    def allocated(device: Any = None) -> int:
+        memory.collect()
+        return memory.usage.allocated
+
+    def registered(address: int, size: int, flags: int) -> int:
+        return 0 if memory.register(address, size) else 712  # cudaErrorHostMemoryAlreadyRegistered
+
+    def unregistered(address: int) -> int:
+        memory.unregister(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=registered, cudaHostUnregister=unregistered, cudaGetLastError=lambda: 0)
+    properties = SimpleNamespace(
+        name="simulated", total_memory=memory.limit, multi_processor_count=4, major=9, minor=0, L2_cache_size=1 << 20
+    )
+    values: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_initialized": lambda: True,
+        "is_available": lambda: True,
+        "device_count": lambda: sim.devices,
+        "current_device": lambda: sim.device,
+        "set_device": lambda given: sim.set_device(index_of(sim, given)),
+        "device": device,
+        "Stream": lambda device=None, **named: Stream(sim, device, **named),
+        "Event": lambda *args, **named: Event(sim, *args, **named),
+        "stream": stream,
+        "current_stream": lambda device=None: Stream(sim, queue=sim.stream(index_of(sim, device))),
+        "default_stream": lambda device=None: Stream(sim, queue=sim.defaults[index_of(sim, device)]),
+        "set_stream": lambda given: sim.set_stream(given.queue),
+        "synchronize": synchronize,
+        "CUDAGraph": lambda *args, **named: Graph(sim),
+        "graph": graph,
+        "graph_pool_handle": lambda: next(pools),
+        "is_current_stream_capturing": lambda: sim.stream().capture is not None,
+        "memory_allocated": allocated,
+        "max_memory_allocated": peak,
+        "reset_peak_memory_stats": reset_peaks,
+        "empty_cache": memory.collect,
+        "mem_get_info": lambda device=None: (memory.limit - memory.usage.active, memory.limit),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: "simulated",
+        "get_device_capability": lambda device=None: (9, 0),
+        "cudart": lambda: runtime,
+        "set_sync_debug_mode": lambda mode: None,
+        "_sleep": lambda cycles: sim.queue_work("sleep", lambda: None),
+    }
+    for name, value in values.items():
+        put(name, value)
+    patch.setattr(torch.Tensor, "pin_memory", lambda x, device=None: _pinned(sim, x))
+    patch.setattr(torch.Tensor, "is_pinned", lambda x, device=None: not x.is_cuda and memory.is_pinned(x.data_ptr()))
+    patch.setattr(torch.Tensor, "record_stream", lambda x, stream: _used(sim, x, stream))
+    for name in ("tensor", "as_tensor"):
+        patch.setattr(torch, name, _made_on_host(getattr(torch, name)))
+    patch.setattr(torch.nn.attention.bias, "CausalBias", _Bias)
+    patch.setattr(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
+
+
+def _made_on_host(of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor`, which brings numbers over by a call that no mode sees: made on the host, and then moved."""
+
+    def make(data: Any, *, device: Any = None, **named: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "cuda" or isinstance(data, torch.Tensor):
+            return of_torch(data, device=device, **named)
+        return of_torch(data, **named).to(device)
+
+    return make
+
+
+def _pinned(sim: Simulator, x: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        raise RuntimeError("cannot pin device memory, only host memory")
+    return x if sim.memory.is_pinned(x.data_ptr()) else sim.new_pinned(x).copy_(x)
+
+
+def _used(sim: Simulator, x: torch.Tensor, stream: Stream) -> None:
+    if x.untyped_storage().nbytes():
+        sim.memory.use(x.untyped_storage().data_ptr(), stream.queue)
+
+
+class _Bias:
+    """`CausalBias`, the lower right one: a tensor's subclass cannot be made while a mode looks on."""
+
+    def __init__(self, variant: Any, queries: int, keys: int) -> None:
+        assert variant is torch.nn.attention.bias.CausalVariant.LOWER_RIGHT
+        self.queries, self.keys = queries, keys
+
+
+def _attention(of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`scaled_dot_product_attention`, on the device by its definition: torch would choose among kernels it lacks."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **named: Any) -> torch.Tensor:
+        if not q.is_cuda:
+            return of_torch(q, k, v, attn_mask=attn_mask, **named)
+        assert set(named) <= {"scale", "is_causal", "enable_gqa", "dropout_p"}
+        assert not named.get("enable_gqa"), "not simulated"
+        m, n = q.shape[-2], k.shape[-2]
+        scores = (q @ k.transpose(-1, -2)).float() * named["scale"]
+        if isinstance(attn_mask, _Bias) or named.get("is_causal"):
+            behind = 0 if attn_mask is None else attn_mask.keys - attn_mask.queries
+            attn_mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(behind)
+        if attn_mask is not None:
+            assert attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    return attend

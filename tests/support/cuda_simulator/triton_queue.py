@@ -1,0 +1,79 @@
+"""Triton kernels in the simulated device's streams: launched as on a device, run later by Triton's interpreter, which
+may then touch nothing but device memory and page-locked host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from .simulator import Simulator
+
+
+class IllegalAccessError(RuntimeError):
+    """A kernel touched memory that the device cannot reach."""
+
+
+def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator, undo: ExitStack) -> None:
+    """Queues launches from now on, until `patch` and `undo` are undone. Does nothing where Triton is not installed:
+    operations are torch's there."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    run: Any = interpreter.InterpretedFunction.run
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        given = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+        if not any(x.is_cuda for x in given):
+            run(kernel, *args, grid=grid, warmup=warmup, **named)
+            return
+        devices = {x.device.index for x in given if x.is_cuda}
+        if devices != {sim.device}:
+            raise IllegalAccessError(f"{kernel.__name__}: launched on cuda:{sim.device} with tensors of {devices}")
+        for x in given:
+            if not x.is_cuda and not sim.memory.is_pinned(x.data_ptr()):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        seen = [sim.seen(x) if isinstance(x, torch.Tensor) else x for x in args]
+        seen_named = {k: sim.seen(x) if isinstance(x, torch.Tensor) else x for k, x in named.items()}
+        sim.queue_work(f"triton {kernel.__name__}", lambda: run(kernel, *seen, grid=grid, warmup=warmup, **seen_named))
+
+    patch.setattr(interpreter.InterpretedFunction, "run", launch)
+    patch.setattr(interpreter, "_patch_lang", _once(interpreter._patch_lang, undo))
+    builder: Any = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def check(pointers: Any, mask: Any) -> None:
+        touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        if touched.size and not sim.memory.reachable(int(touched.min()), int(touched.max())):
+            raise IllegalAccessError("a kernel touched memory that the device cannot reach")
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    patch.setattr(builder, "create_masked_load", checked_load)
+    patch.setattr(builder, "create_masked_store", checked_store)
+
+
+def _once(patch_language: Callable[[Any], Any], undo: ExitStack) -> Callable[[Any], Any]:
+    """The interpreter puts its own operations into a kernel's module at every launch and call, and takes them out
+    again; that is a third of its time, so here it is done once."""
+    done: set[Any] = set()
+
+    def patched(function: Any) -> Any:
+        if function not in done:
+            done.add(function)
+            undo.callback(patch_language(function).restore)
+        return SimpleNamespace(restore=lambda: None)
+
+    return patched
