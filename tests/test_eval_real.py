@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload_rt.cli import main
+from offload_rt.eval.core import model_under_test
 from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
+from offload_rt.eval.core.needles import KINDS
+from offload_rt.eval.core.teacher_forced import Prefix
 from offload_rt.eval.quality.ablation import parts
 from offload_rt.eval.quality.tasks.haystack import sentences
 from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, estimated, looked_up
+from offload_rt.models.adapter import ModelAdapter
 
 ROOT = Path(__file__).parents[1]
 BOOK = ROOT / "offload_rt" / "data" / "black_arrow.txt"
@@ -90,11 +94,24 @@ def test_the_ablation_has_a_row_for_every_part(data: Path, tmp_path: Path) -> No
     assert names[1:] == [variant.label for _, variant in parts(0.05)]
 
 
-def test_needles_are_told_once(data: Path, tmp_path: Path) -> None:
+def test_needles_are_prefilled_and_told_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one kind's passages."""
     said: list[str] = []
+    made: list[Prefix] = []
+    prefill = model_under_test.prefill_layers
+
+    def counted(adapter: ModelAdapter, tokens: Sequence[int]) -> Prefix:
+        made.append(prefill(adapter, tokens))
+        monkeypatch.setattr(model_under_test, "PREFIX_BYTES", made[0].nbytes * 3 // 2)
+        return made[-1]
+
+    monkeypatch.setattr(model_under_test, "prefill_layers", counted)
     real = small(data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(512,))))
-    assert [line.split(": ")[0] for line in said] == ["512 tokens, full", "512 tokens, streaming budget=0.5"]
+    labels = ("full", "streaming budget=0.5")
+    assert [line.split(": ")[0] for line in said] == [
+        f"512 tokens, {kind}, {name}" for kind in KINDS for name in labels
+    ]
     assert len(rows(tmp_path / "retrieval.json")) == 2
     late = replace(real, size=replace(real.size, contexts=(544,)), until=time.monotonic() - 1)
     PARTS["needles"](late)

@@ -257,6 +257,10 @@ class ModelUnderTest:
             self._prefixes[tokens] = made
         return self._prefixes[tokens]
 
+    def forget(self) -> None:
+        """Drops the prefills that are kept: what comes next are other texts."""
+        self._prefixes.clear()
+
     def score_by_step(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
         """Through `LLM.score` whatever the path, texts with the same number of prefilled tokens in one call."""
         llm = self.llm(variant)

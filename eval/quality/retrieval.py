@@ -123,22 +123,25 @@ def run_retrieval(
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Measures every variant at every length, each compared with the first, which should be full; writes
-    retrieval.json, .csv, .md and two pictures to `out`. Rows that it holds are not measured again; once it is `late`,
-    no row is begun but the first."""
+    retrieval.json, .csv, .md and two pictures to `out`. What it holds is not measured again; once it is `late`, only
+    the first is begun. Kind by kind, so that a passage is prefilled once for all variants."""
     store = RowStore(out)
     haystack = Haystack(tested, book)
     rows: list[Row] = []
     for length in config.lengths:
-        asked = [make_passages(haystack, config, length, kind) for kind in config.kinds]
-        base: Row | None = None
-        for variant in variants:
-            if base is not None and late():
-                break
-            by_kind = [_row(store, tested, variant, length, passages) for passages in asked]
-            row = tested.describe(variant) | {"text": name, "length": length} | together(by_kind)
-            base = base or row
-            rows.append(row | against(row, base))
-            say(f"{length} tokens, {variant.label}: {row['right']:.1%} of {row['asked']} right")
+        found: dict[int, list[Row]] = {}
+        for kind in config.kinds:
+            passages = make_passages(haystack, config, length, kind)
+            for i, variant in enumerate(variants):
+                if i and late():
+                    break
+                row = _row(store, tested, variant, length, passages)
+                found.setdefault(i, []).append(row)
+                say(f"{length} tokens, {kind}, {variant.label}: {_shown(row)}")
+            tested.forget()
+        whole = {i: together(by_kind) for i, by_kind in found.items() if len(by_kind) == len(config.kinds)}
+        said = {"text": name, "length": length}
+        rows += [tested.describe(variants[i]) | said | row | against(row, whole[0]) for i, row in whole.items()]
     about = {**tested.identity, "book": name, "book_digest": text_digest(book), "path": tested.path, **asdict(config)}
     report = Report("retrieval", f"Needles found by {tested.name} in {name}", about, columns(rows), rows, NOTES)
     report.write(out)
@@ -152,6 +155,11 @@ def _row(store: RowStore, tested: ModelUnderTest, variant: Variant, length: int,
     said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
     key = {"suite": "retrieval", **tested.identity, "path": tested.path, **said, "variant": tested.key(variant)}
     return store.once(key, partial(measure, tested, variant, passages))
+
+
+def _shown(row: Row) -> str:
+    rights = [right for _, _, right in row["samples"]]
+    return f"{sum(rights)} of {len(rights)} right"
 
 
 NOTES = (
