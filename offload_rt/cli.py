@@ -18,6 +18,7 @@ from typing import NoReturn
 from .commands import chat, generate, info, measure, sessions, skew
 from .commands.common import INTERRUPTED
 from .errors import OffloadError
+from .quiet import quiet_transformers
 
 USER_ERROR = 2
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Silences what libraries say; our own warnings become one line each on stderr."""
-    _quiet_transformers()
+    quiet_transformers()
     package = str(Path(__file__).parent)
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: object, **line: object) -> None:
@@ -55,18 +56,6 @@ def _quiet_libraries() -> Iterator[None]:
         warnings.simplefilter("always")
         warnings.showwarning = show
         yield
-
-
-def _quiet_transformers() -> None:
-    """Only errors, and no progress bars. What is not imported yet reads the environment when it is."""
-    if "transformers" in sys.modules:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-    else:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 class _Version(argparse.Action):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.scripts import load_example
 
 from offload_rt import LLM, InputError, SamplingParams
 
@@ -18,12 +18,7 @@ PARAMS = SamplingParams(max_new_tokens=6, temperature=0, stop="\n")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("answer_many", ROOT / "scripts" / "examples" / "answer_many.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("answer_many")
 
 
 @pytest.fixture(scope="module")

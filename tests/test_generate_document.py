@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from support.scripts import load_example
 
 from offload_rt import LLM
 
-ROOT = Path(__file__).parents[1]
 TOKENS = 10
 HEADING = re.compile(r"\n\nCHAPTER (\d+)\n\n")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "generate_document", ROOT / "scripts" / "examples" / "generate_document.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("generate_document")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ cheaper or the disk fails: the tokens are the same."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_cancelled_requests_leave_no_file_and_a_dead_process_none_either(tmp_pat
 
 
 def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.engine.swap.BYTES_PER_SECOND", 1e15)
+    monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     swapped = []
     monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
     llm = make(chunks=6, swap=tmp_path)

@@ -237,16 +237,21 @@ def _one_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers from printing its own report of missing weights beside our error."""
+    """Keeps transformers from printing its own report of missing weights beside our error, and its reader of GGUF files
+    from showing a bar of its own where transformers' bars are switched off."""
+    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
     logging: Any = transformers_logging
-    verbosity = logging.get_verbosity()
+    reader: Any = modeling_gguf_pytorch_utils
+    verbosity, bar = logging.get_verbosity(), reader.tqdm
     logging.set_verbosity_error()
+    reader.tqdm = logging.tqdm
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        reader.tqdm = bar
 
 
 def _one_line(error: BaseException) -> str:

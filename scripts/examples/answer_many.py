@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
+from offload_rt.quiet import quiet_transformers
 from offload_rt.texts import read_prompts, read_text
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
@@ -117,6 +118,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Answers what is not answered yet."""
     args = arguments()
+    quiet_transformers()
     try:
         if args.batch < 1:
             raise InputError(f"--batch {args.batch} must be at least 1")

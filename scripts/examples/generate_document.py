@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from offload_rt import LLM, OffloadError, SamplingParams
+from offload_rt.quiet import quiet_transformers
 from offload_rt.texts import read_text
 
 HEADING = "\n\nCHAPTER {number}\n\n"
@@ -82,6 +83,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts or continues the document."""
     args = arguments()
+    quiet_transformers()
     try:
         if not args.out.exists():
             args.out.write_text(OPENING if args.start is None else read_text(args.start).rstrip(), encoding="utf-8")

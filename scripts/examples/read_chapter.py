@@ -17,6 +17,7 @@ from rich.console import Console
 
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
 from offload_rt.commands.tables import stats_table
+from offload_rt.quiet import quiet_transformers
 from offload_rt.texts import read_text
 
 QUESTIONS = (
@@ -82,6 +83,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Reads, answers, continues."""
     args = arguments()
+    quiet_transformers()
     console = Console(stderr=True)
     book = str(files("offload_rt") / "data" / "black_arrow.txt") if args.document is None else args.document
     try:

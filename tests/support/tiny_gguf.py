@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 
 from .tiny_models import tiny_model
 
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 END = "<|endoftext|>"
 PARTS = {
     "attn_norm": "input_layernorm",

@@ -1,0 +1,18 @@
+"""Scripts of `scripts/` as modules: they are programs, in no package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_example(name: str) -> ModuleType:
+    """`scripts/examples/NAME.py`, not run as a program."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
