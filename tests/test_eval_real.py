@@ -112,6 +112,7 @@ def test_needles_are_prefilled_and_told_once(data: Path, tmp_path: Path, monkeyp
     assert [line.split(": ")[0] for line in said] == [
         f"512 tokens, {kind}, {name}" for kind in KINDS for name in labels
     ]
+    assert len(made) == len(KINDS)
     assert len(rows(tmp_path / "retrieval.json")) == 2
     late = replace(real, size=replace(real.size, contexts=(544,)), until=time.monotonic() - 1)
     PARTS["needles"](late)
