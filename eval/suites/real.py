@@ -41,9 +41,11 @@ CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
 """Tokens of a window, by model; of any other the first that are below its positions."""
 
 RULER = (
-    "niah_single_1", "niah_multikey_2", "niah_multikey_3", "niah_multivalue_local", "niah_multiquery_local",
-    "ruler_vt", "ruler_cwe", "ruler_fwe",
+    "ruler_cwe", "ruler_fwe", "ruler_vt", "niah_multikey_2", "niah_multivalue_local", "niah_multiquery_local",
+    "niah_multikey_3", "niah_single_1",
 )  # fmt: skip
+"""Those that a selection of few rows may fail at first."""
+
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 
 Say = Callable[[str], None]
