@@ -3,6 +3,7 @@ clock's stages add up. Nothing here is timed."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ from offload_rt.cli import main
 from offload_rt.core import Visible
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.speed import bench
-from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, Ours, Peer, Shape
+from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, OffloadedPeer, Ours, Peer, Shape
 from offload_rt.eval.speed.bench import BenchConfig, make_field, run_bench
 from offload_rt.eval.speed.report import Point, Timing
 from offload_rt.eval.speed.step_profiler import (
@@ -229,10 +230,30 @@ def test_the_floor_has_no_context(field: Field) -> None:
 def test_what_cannot_run_here_is_skipped_with_its_reason(field: Field) -> None:
     console = Console(record=True, width=200)
     skipped: dict[str, None] = {}
-    made = bench._baselines(("static", "offloaded"), field, console, skipped)
+    made = bench._baselines(("static", "offloaded", "accelerate"), field, console, skipped)
     assert [c.name for c in made] == ["StaticCache"]
-    assert list(skipped) == ["offloaded: it offloads from a CUDA device, and this is a CPU"]
+    assert list(skipped) == [
+        "offloaded: it offloads from a CUDA device, and this is a CPU",
+        "accelerate: it keeps weights in host memory for a CUDA device, and this is a CPU",
+    ]
     assert "skipped offloaded: it offloads from a CUDA device" in console.export_text()
+
+
+def test_accelerates_offload_is_exact_and_every_weight_crosses(field: Field) -> None:
+    """What the baseline is made of, with the CPU as the device that computes."""
+    peer = OffloadedPeer(field.model, LENGTH, field.tokens)
+    for layer, kv in enumerate(field.synthetic.layers()):
+        peer.fill(layer, kv)
+    with torch.inference_mode():
+        found = peer._model(field.tokens, past_key_values=copy.deepcopy(peer._cache), use_cache=True).logits
+        expected = field.model(field.tokens, past_key_values=copy.deepcopy(peer._cache), use_cache=True).logits
+    assert torch.equal(found, expected)
+    peer.step()
+    assert int(peer._cache.get_seq_length()) == LENGTH + 1
+    assert {weight.device.type for weight in peer._model.parameters()} == {"meta"}, "none stays"
+    weights = sum(weight.nbytes for weight in field.model.parameters())
+    assert peer.facts() == {"attended_fraction": 1.0, "link_bytes_per_token": weights / field.batch}
+    assert all(weight.device.type == "cpu" for weight in field.model.parameters()), "the model itself is as it was"
 
 
 # -------------------------------------------------------------------------------------------------------------- stages

@@ -26,6 +26,7 @@ from ...pool.pool import HostPool
 from ...select.base import Policy
 from ...select.full import Full
 from ...transfer.link import Link
+from .offloaded_weights import offload_weights
 from .step_profiler import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
 from .synthetic_kv import RESIDENT, Given, SyntheticAdapter, SyntheticKV
 
@@ -111,15 +112,15 @@ class Baseline(Protocol):
 class Peer:
     """transformers with one of its caches. The model's own attention (SDPA)."""
 
-    def __init__(self, name: str, model: Any, cache: Cache, length: int, batch: int = 1) -> None:
+    def __init__(self, name: str, model: Any, cache: Cache, length: int, tokens: torch.Tensor) -> None:
+        """tokens: `[B, 1]`, what every step decodes, on the device that computes."""
         self.name = name
-        self._model, self._cache, self._position = model, cache, length
-        self._tokens = torch.full((batch, 1), TOKEN, device=model.device)
+        self._model, self._cache, self._position, self._tokens = model, cache, length, tokens
 
     def fill(self, layer: int, kv: KVPart) -> None:
         """Through the cache's own `update`, a copy for each sequence."""
         batch = len(self._tokens)
-        k, v = (x[None].to(self._model.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
+        k, v = (x[None].to(self._tokens.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
         self._cache.update(k, v, layer)
 
     @torch.inference_mode()
@@ -132,6 +133,18 @@ class Peer:
     def facts(self) -> dict[str, Any]:
         """Every row is attended."""
         return {"attended_fraction": 1.0}
+
+
+class OffloadedPeer(Peer):
+    """transformers with its DynamicCache on the device and the weights in host memory, by accelerate."""
+
+    def __init__(self, model: Any, length: int, tokens: torch.Tensor) -> None:
+        twin, self._crossing = offload_weights(model, tokens.device)
+        super().__init__("accelerate's CPU offload", twin, DynamicCache(config=model.config), length, tokens)
+
+    def facts(self) -> dict[str, Any]:
+        """Every row is attended, and none crosses the link: the weights do."""
+        return super().facts() | {"link_bytes_per_token": self._crossing / len(self._tokens)}
 
 
 class Context:
@@ -248,9 +261,14 @@ class Field:
         adapter = SyntheticAdapter(adapter_for(self.own), self.synthetic)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """What the steps of transformers decode, `[B, 1]`."""
+        return torch.full((self.batch, 1), TOKEN, device=self.model.device)
+
     def peer(self, name: str, cache: Cache) -> Peer:
         """transformers with `cache`."""
-        return Peer(name, self.model, cache, self.synthetic.length, self.batch)
+        return Peer(name, self.model, cache, self.synthetic.length, self.tokens)
 
     def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
         """This runtime with a policy of the registry."""
@@ -278,6 +296,12 @@ def _offloaded(field: Field) -> Baseline:
     if field.model.device.type != "cuda":
         raise Skipped("offloads from a CUDA device, and this is a CPU")
     return field.peer("OffloadedCache", DynamicCache(config=field.model.config, offloading=True))
+
+
+def _accelerate(field: Field) -> Baseline:
+    if field.model.device.type != "cuda":
+        raise Skipped("keeps weights in host memory for a CUDA device, and this is a CPU")
+    return OffloadedPeer(field.model, field.synthetic.length, field.tokens)
 
 
 def _quantized(field: Field) -> Baseline:
@@ -328,7 +352,7 @@ def _ideal(field: Field) -> Baseline:
 
 def _floor_peer(field: Field) -> Baseline:
     cache = DynamicCache(config=field.model.config)
-    return _Blank("floor: transformers", field.model, cache, 0, field.batch)
+    return _Blank("floor: transformers", field.model, cache, 0, field.tokens)
 
 
 def _floor_ours(field: Field) -> Baseline:
@@ -347,6 +371,7 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "static": _static,
     "dynamic": _dynamic,
     "offloaded": _offloaded,
+    "accelerate": _accelerate,
     "quantized": _quantized,
     "full": _full,
     "h2o": _h2o,

@@ -53,7 +53,9 @@ Results = dict[str, Any]
 """What a part has found so far: parts yield it again and again, and each time it is written, so that one that is cut
 off has not run in vain."""
 
-BASELINES = ("static", "dynamic", "offloaded", "quantized", "full", "infinigen", "ideal", "floor", "floor-ours")
+BASELINES = (
+    "static", "dynamic", "offloaded", "accelerate", "quantized", "full", "infinigen", "ideal", "floor", "floor-ours",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

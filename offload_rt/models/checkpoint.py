@@ -143,10 +143,11 @@ def _format_options(location: Location) -> dict[str, Any]:
 
 def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a checkpoint without its weights, on the meta device. Raises ModelError where none can be built."""
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     builder: Any = AutoModelForCausalLM
-    with _one_error(f"the configuration of {location} is not valid"), torch.device("meta"):
+    with _one_error(f"the configuration of {location} is not valid"), init_empty_weights(include_buffers=True):
         skeleton: PreTrainedModel = builder.from_config(config, dtype=dtype, trust_remote_code=False)
     return skeleton
 
