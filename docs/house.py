@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from test_layering import ORDER, files, imported  # noqa: E402
+from test_layering import EVAL_ORDER, ORDER, files, imported  # noqa: E402
 
-EVAL = ("eval/core", "eval/quality eval/speed eval/simulate eval/serving", "eval/suites", "eval/cli")
+EVAL = [[f"eval/{folder}" for folder in floor.split()] for floor in EVAL_ORDER]
 """The floors of the evaluation's own rooms, which stand where the order says `eval`."""
 
 WIDTH, FLOOR, GAP, MARGIN = 1080, 74, 14, 24
@@ -30,7 +30,7 @@ def floors() -> list[list[str]]:
     found: list[list[str]] = []
     for rank in ORDER:
         names = rank.split()
-        found += [floor.split() for floor in EVAL] if "eval" in names else [names]
+        found += EVAL if "eval" in names else [names]
     return found
 
 

@@ -1,0 +1,91 @@
+"""C code compiled on first use: kept for the next process, and done without where it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.low_bit import stored_rows
+
+from offload_rt.kernels import low_bit, low_bit_cpu, native
+from offload_rt.kernels.low_bit import Layout
+
+LAYOUT = Layout(32, 2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and a process that has loaded nothing; compiled quickly."""
+    monkeypatch.setattr(native, "FLAGS", ("-O0", "-march=native", "-std=c11"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._load.cache_clear()
+    yield tmp_path / "offload-rt" / "native"
+    native._load.cache_clear()
+
+
+def scores() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the same rows, as a processor computes them and as they are defined."""
+    storage, q, shift = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 1)
+    given = (q, shift, storage, LAYOUT, range(3, 90))
+    return low_bit_cpu.low_bit_scores(*given), low_bit.low_bit_scores(*given)
+
+
+def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "and no temporary file stays behind"
+
+    def run(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    native._load.cache_clear()
+    assert native.low_bit(32, 2, 1) is not None
+
+
+def test_another_processor_gets_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder is shared by machines, and the code holds this processor's instructions."""
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(native, "_processor", lambda: b"another")
+    native._load.cache_clear()
+    assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 2
+
+
+def test_shapes_that_the_code_does_not_take() -> None:
+    assert native.low_bit(48, 2, 1) is None and native.low_bit(64, 2, native.MOST_QUERIES + 1) is None
+
+
+def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert native.low_bit(32, 2, 1) is None and not cache.exists()
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["it fails", "it writes no library", "no place to write"])
+def test_a_compiler_that_fails_is_said_and_done_without(
+    fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "no place to write":
+        cache.parent.write_text("a file")
+    else:
+        compiler = cache.parents[1] / "cc"
+        does = "exit 1" if fault == "it fails" else 'for last; do :; done; echo no > "$last"'
+        compiler.write_text(f"#!/bin/sh\n{does}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+    with caplog.at_level(logging.INFO, native.__name__):
+        assert native.low_bit(32, 2, 1) is None
+    assert "low-bit attention runs in torch" in caplog.text
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+
+
+def test_where_a_processor_does_not_say_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "Path", lambda _: tmp_path / "no-such-file")
+    assert native._processor() == b""
