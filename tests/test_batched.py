@@ -36,10 +36,10 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged lengths, over the bound of a chunk and of a bucket; nothing is asked of the device."""
-    lengths = (30, 63, 127)
+    lengths = (63, 127)
     runner = make(False, **options)
     alone = [begun(runner, length, seed=length) for length in lengths]
-    want = [[runner.decode([one]) for one in alone] for _ in range(3)]
+    want = [[runner.decode([one]) for one in alone] for _ in range(2)]
     compiled(monkeypatch)
     runner = make(True, **options)
     batch = [begun(runner, length, seed=length) for length in lengths]
