@@ -101,8 +101,10 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("source", ["attention_input", "normed_input", "residual"])
-@pytest.mark.parametrize("scorer", ["partial", "int4"])
+@pytest.mark.parametrize(
+    ("source", "scorer"),
+    [("attention_input", "partial"), ("normed_input", "int4"), ("residual", "partial"), ("residual", "int4")],
+)
 def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:
     model = tiny_model(name)
     prompt, params = tiny_prompt(80), SamplingParams(max_new_tokens=24, temperature=0)
