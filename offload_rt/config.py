@@ -367,7 +367,7 @@ class StoreOptions:
     free_host: share of the host pool that parked sessions leave free, for fetching without waiting for an eviction.
     overflow: "truncate" forgets the oldest half of a conversation (all but its first tokens, with nothing computed
         again) before a turn that would outgrow the model's positions; "error" refuses the turn. Models whose stored
-        keys do not allow it (absolute positions, sliding windows) are never truncated.
+        keys do not allow it (absolute positions) are never truncated.
     """
 
     limit: Size | None = option(

@@ -53,6 +53,17 @@ class ModelGeometry:
         """G, query heads per KV head."""
         return self.heads // self.kv_heads
 
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        """The layers that have a sliding window, rising."""
+        return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
+
+    def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
+        """(sinks, recent tokens) that stay on the device in a layer, of a policy that keeps `sinks` and `recent`: of a
+        sliding layer its whole window, and no more."""
+        window = self.windows[layer]
+        return (sinks, recent) if window is None else (0, window)
+
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Bytes of K and V of `tokens` tokens in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * dtype.itemsize
@@ -69,11 +80,11 @@ class Visible:
     recent: range
 
     @classmethod
-    def of(cls, length: int, *, sinks: int, recent: int, window: int | None) -> Visible:
+    def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> Visible:
         """Ranges for a context of `length` tokens (N, the newest included). A sliding window of `window` tokens hides
-        everything before its start, sinks included, as the model itself does."""
+        everything before its start, sinks included, as the model itself does, and everything before `floor`."""
         assert length >= 1 and sinks >= 0 and recent >= 1
-        first = 0 if window is None else max(0, length - window)
+        first = 0 if window is None else max(floor, length - window)
         sinks_stop = max(first, min(sinks, length - 1))
         recent_start = max(sinks_stop, length - recent)
         return cls(range(first, sinks_stop), range(sinks_stop, recent_start), range(recent_start, length))
@@ -131,11 +142,17 @@ class BlockTable:
 
     chunks: chunk ids in token order; chunk i holds the tokens [64 i, 64 (i + 1)).
     length: tokens whose K and V are complete in every layer.
+    windows: of models with sliding layers, the ids of the chunks that hold their rows (`pool.layer_groups`), by place:
+        `windows[i]` are those of the tokens [64 i, 64 (i + 1)), one for each group of sliding layers, as long as a
+        window can show any of them.
+    floor: the first token that sliding layers may see: those before it were forgotten (`sessions.truncate`).
     Only `HostPool` changes a block table.
     """
 
     chunks: list[int] = field(default_factory=list)
     length: int = 0
+    windows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    floor: int = 0
 
     @property
     def capacity(self) -> int:

@@ -20,7 +20,7 @@ from offload_rt import LLM
 from offload_rt.core import BlockTable, KVPart, Visible, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.forward.batch import DecodeBatch
-from offload_rt.forward.batched import BatchedStrategy, StrategyCache
+from offload_rt.forward.batched import BatchedStrategy
 from offload_rt.forward.decode import DecodeStep
 from offload_rt.forward.sequence import Sequence
 from offload_rt.models.registry import load_shape
@@ -36,10 +36,10 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged lengths, over the bound of a chunk and of a bucket; nothing is asked of the device."""
-    lengths = (63, 127)
+    lengths = (30, 63, 127)
     runner = make(False, **options)
     alone = [begun(runner, length, seed=length) for length in lengths]
-    want = [[runner.decode([one]) for one in alone] for _ in range(2)]
+    want = [[runner.decode([one]) for one in alone] for _ in range(3)]
     compiled(monkeypatch)
     runner = make(True, **options)
     batch = [begun(runner, length, seed=length) for length in lengths]
@@ -183,18 +183,27 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
-@pytest.mark.parametrize("options", [{"recent": 64}, {"recent": 48}])
-def test_a_window_within_the_resident_rows_goes_one_by_one(options: dict[str, Any]) -> None:
-    """mistral's sliding window is 48 tokens."""
-    llm = staged(LLM(tiny_model("mistral"), policy_options=OPTIONS | options, host_memory="4MiB"))
-    policy: Any = llm.runner.policy
-    policy.rule = Rule(policy.alpha, policy.options.max_fraction)
-    runner = llm.runner
-    sequence = begun(runner, 100)
-    sharing = runner.prefixes.of([sequence.blocks])
-    sequence.slots.begin_step(sequence.blocks, sequence.position)
-    step = DecodeBatch([sequence], runner.adapter, runner.policy, runner.link, sharing)
-    assert isinstance(StrategyCache().strategy(step), BatchedStrategy) is (options["recent"] <= 48)
+def test_layers_that_slide_go_one_by_one_beside_those_that_select_together() -> None:
+    """The logits of a batch are those of each sequence by itself, and so is what is counted."""
+
+    def runner_of(counted: bool) -> Runner:
+        model = tiny_model("qwen2", use_sliding_window=True, max_window_layers=2)
+        runner = staged(LLM(model, policy_options=OPTIONS, host_memory="8MiB", missed_mass_every=0)).runner
+        policy: Any = runner.policy
+        policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
+        return runner
+
+    lengths, alone, together = (30, 63, 127), runner_of(False), runner_of(True)
+    each, batch = ([begun(runner, length, seed=length) for length in lengths] for runner in (alone, together))
+    for _ in range(4):
+        want = torch.cat([alone.decode([one]) for one in each])
+        torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
+    assert together.strategies.inputs and not any(inputs.static for inputs in together.strategies.inputs.values())
+    for one, other in zip(batch, each, strict=True):
+        one.trace.settle()
+        assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
+        assert one.trace.bytes_to_host == other.trace.bytes_to_host
+    together.check_integrity()
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 1000, 1024, 1025, 131_071])

@@ -17,11 +17,12 @@ import pytest
 import torch
 from support.tiny_models import tiny_checkpoint
 
+import offload_rt
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 
-BOOK = str(Path(__file__).parent / "data" / "opening.txt")
-"""The packaged book's first pages: all of it would be tokenized in every test."""
+PACKAGE = Path(offload_rt.__file__).parent
+BOOK = str(PACKAGE / "data" / "black_arrow.txt")
 SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+import offload_rt
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.config import EngineConfig, EvictionOptions
 from offload_rt.select.registry import policy_names
 
-BOOK = str(Path(__file__).parent / "data" / "opening.txt")
+BOOK = str(Path(offload_rt.__file__).parent / "data" / "black_arrow.txt")
 FLAGS = ("--prompt-file", BOOK, "--prompt-tokens", "300", "--max-new-tokens", "6", "--temperature", "0", "--quiet")
 WINDOW: dict[str, Any] = {"budget": 0.2, "sinks": 2, "recent": 16, "dense_layers": (0, 1)}
 

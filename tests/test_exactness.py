@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import NAMES, tiny_model, tiny_prompt
-from transformers import PreTrainedModel
+from support.tiny_models import NAMES, greedy_reference, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 
@@ -22,13 +21,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_key_value_heads": 4}),
 ]
 IDS = [f"{name}{'-' if options else ''}{'-'.join(options)}" for name, options in VARIANTS]
-
-
-def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """transformers' own greedy continuation."""
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    return out[0, len(prompt) :].tolist()
 
 
 def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
@@ -101,17 +93,19 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("source", "scorer"),
-    [("attention_input", "partial"), ("normed_input", "int4"), ("residual", "partial"), ("residual", "int4")],
-)
+@pytest.mark.parametrize("source", ["attention_input", "normed_input", "residual"])
+@pytest.mark.parametrize("scorer", ["partial", "int4"])
 def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:
     model = tiny_model(name)
     prompt, params = tiny_prompt(80), SamplingParams(max_new_tokens=24, temperature=0)
     options = EVERYTHING | {"source": source, "scorer": scorer, "dense_layers": ()}
     [sparse] = LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
     assert sparse.token_ids == greedy_reference(model, prompt, 24), "as full's are"
-    assert sparse.stats.attended_fraction == 1.0 and sparse.stats.missed_mass == pytest.approx(0, abs=1e-6)
+    assert sparse.stats.attended_fraction == 1.0
+    if name == "mistral":  # every layer slides: nothing selects
+        assert sparse.stats.missed_mass is None
+    else:
+        assert sparse.stats.missed_mass == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -98,12 +98,13 @@ def test_a_damaged_file_is_one_error(written: tuple[Path, Any], damage: Any, tmp
         load_model(tmp_path / "bad.gguf", device="cpu")
 
 
-def test_shape_of_a_real_file() -> None:
-    """Only the smaller one: a header with 150,000 tokens takes transformers many seconds to read."""
-    folder, file = REAL / "smollm2", REAL / "smollm2.gguf"
-    if not file.exists() or not folder.exists():
-        pytest.skip("smollm2 is not among the downloaded models")
-    assert load_shape(file, device="cpu", dtype="bfloat16") == load_shape(folder, device="cpu", dtype="bfloat16")
+@pytest.mark.parametrize("name", ["smollm2", "qwen"])
+def test_shape_of_real_files(name: str) -> None:
+    if not (REAL / f"{name}.gguf").exists() or not (REAL / name).exists():
+        pytest.skip(f"{name} is not among the downloaded models")
+    assert load_shape(REAL / f"{name}.gguf", device="cpu", dtype="bfloat16") == load_shape(
+        REAL / name, device="cpu", dtype="bfloat16"
+    )
 
 
 @pytest.mark.parametrize("multiplies", [True, False])

@@ -61,7 +61,7 @@ def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
     pool = make_pool(12)
     pool.new_block_table(3 * CHUNK)
     second = pool.new_block_table(3 * CHUNK)
-    assert len(pool.spans(second, range(3 * CHUNK))) == 1
+    assert len(pool.spans(second, 0, range(3 * CHUNK))) == 1
     assert pool.new_block_table(CHUNK).chunks == [3], "and what was left over is used by what fits it"
 
 
@@ -83,7 +83,7 @@ def test_sequences_that_grow_together_keep_long_runs() -> None:
             append(pool, blocks, CHUNK)
     pool.check_integrity()
     assert pool.free_chunks == 4
-    pieces = [len(pool.spans(blocks, range(blocks.capacity))) for blocks in block_tables]
+    pieces = [len(pool.spans(blocks, 0, range(blocks.capacity))) for blocks in block_tables]
     assert max(pieces) <= 5, pieces  # 15 where each takes the next free chunk
 
 

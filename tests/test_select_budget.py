@@ -33,8 +33,8 @@ def count(budget: float, visible: Visible) -> int:
     return min(len(visible.candidates), max(0, total - len(visible.sinks) - len(visible.recent)))
 
 
-def visible_of(length: int, window: int | None) -> Visible:
-    return Visible.of(length, sinks=3, recent=8, window=window)
+def visible_of(length: int) -> Visible:
+    return Visible.of(length, sinks=3, recent=8, window=None)
 
 
 def true_weights(shape: ModelGeometry, layer: int, query: torch.Tensor, k: torch.Tensor, seen: range) -> torch.Tensor:
@@ -52,13 +52,12 @@ def best(values: torch.Tensor, among: range, n: int) -> set[int]:
 
 
 @pytest.mark.parametrize("budget", SHARES)
-@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("group", [1, 4])
-def test_oracle_takes_the_true_best(group: int, window: int | None, budget: float, device: torch.device) -> None:
-    shape = geometry(group=group, window=window)
+def test_oracle_takes_the_true_best(group: int, budget: float, device: torch.device) -> None:
+    shape = geometry(group=group)
     q, k = tokens(shape, TOTAL)
     state = Oracle(options(budget), shape).new_state(lambda layer, wanted: k[layer, :, wanted.start : wanted.stop])
-    visible = visible_of(TOTAL, window)
+    visible = visible_of(TOTAL)
     for layer in range(shape.layers):
         weights = true_weights(shape, layer, q[layer, :, -1], k, visible.candidates).view(2, group, -1).amax(1)
         expected = [best(row, visible.candidates, count(budget, visible)) for row in weights]
@@ -66,11 +65,10 @@ def test_oracle_takes_the_true_best(group: int, window: int | None, budget: floa
 
 
 @pytest.mark.parametrize("budget", SHARES)
-@pytest.mark.parametrize("window", [None, 50])
-def test_streaming_takes_the_newest(window: int | None, budget: float, device: torch.device) -> None:
-    shape = geometry(window=window)
+def test_streaming_takes_the_newest(budget: float, device: torch.device) -> None:
+    shape = geometry()
     state = Streaming(options(budget), shape).new_state(no_keys)
-    visible = visible_of(TOTAL, window)
+    visible = visible_of(TOTAL)
     n = count(budget, visible)
     expected = set(range(TOTAL - 8 - n, TOTAL - 8))
     assert as_sets(state.select(0, torch.zeros(2, 16, device=device), visible).tokens) == [expected] * 2
@@ -87,15 +85,14 @@ def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int)
 
 
 @pytest.mark.parametrize("budget", SHARES)
-@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("group", "page"), [(1, 16), (4, 16), (2, 5)])
 def test_quest_takes_the_pages_with_the_largest_bounds(
-    group: int, page: int, window: int | None, budget: float, device: torch.device
+    group: int, page: int, budget: float, device: torch.device
 ) -> None:
-    shape = geometry(group=group, window=window)
+    shape = geometry(group=group)
     q, k = tokens(shape, TOTAL)
     state = quest_state(budget, shape, k.to(device), page)
-    visible = visible_of(TOTAL, window)
+    visible = visible_of(TOTAL)
     for layer in range(shape.layers):
         pages = range(visible.candidates.start // page, -(-visible.candidates.stop // page))
         bounds = torch.full((shape.heads, TOTAL // page + 1), -math.inf, dtype=torch.float64)
@@ -135,10 +132,8 @@ class PlainH2O:
         self.alive = [set(range(TOTAL)) for _ in range(shape.kv_heads)]
 
     def prompt(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        window = self.shape.windows[self.layer]
         for token in range(PROMPT):
-            first = 0 if window is None else max(0, token + 1 - window)
-            weights = true_weights(self.shape, self.layer, q[self.layer, :, token], k, range(first, token + 1))
+            weights = true_weights(self.shape, self.layer, q[self.layer, :, token], k, range(token + 1))
             for head, row in enumerate(weights):
                 for seen, weight in enumerate(row.tolist()):
                     self.drawn[head // self.shape.group][seen] += weight
@@ -168,13 +163,12 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
 
 
 @pytest.mark.parametrize("budget", SHARES)
-@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("group", [1, 4])
 def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
-    group: int, window: int | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    group: int, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(h2o, "WEIGHED_AT_ONCE", 700)  # several blocks of queries to a slice
-    shape = geometry(group=group, window=window)
+    shape = geometry(group=group)
     q, k = tokens(shape, TOTAL)
     state = filled_h2o(shape, budget, q.to(device), k.to(device))
     for layer in range(shape.layers):
@@ -182,7 +176,7 @@ def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
         plain.prompt(q, k)
         dropped: list[set[int]] = [set(), set()]
         for length in range(PROMPT + 1, TOTAL + 1):
-            visible = visible_of(length, window)
+            visible = visible_of(length)
             state.on_keys(layer, k[layer, :, length - 1 : length].to(device), length - 1)
             chosen = as_sets(state.select(layer, q[layer, :, 0].to(device), visible).tokens)
             assert chosen == plain.select(visible)
@@ -206,7 +200,7 @@ def test_h2o_forks_are_independent() -> None:
     last = torch.arange(20, 40).expand(2, -1)
     for each in (state, twin):
         each.on_attended(0, last, torch.full((2, 20), 50.0))
-    visible = visible_of(PROMPT, None)
+    visible = visible_of(PROMPT)
     expected = as_sets(twin.select(0, q[0, :, 0], visible).tokens)
     untouched = as_sets(filled_h2o(shape, 0.3, q, k).select(0, q[0, :, 0], visible).tokens)
     assert as_sets(state.select(0, q[0, :, 0], visible).tokens) == expected != untouched

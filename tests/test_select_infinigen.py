@@ -81,22 +81,20 @@ def calibrated(rule: InfiniGen) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("resident", [(4, 8), (0, 1), (3, 200)])
 @pytest.mark.parametrize("rule_of_count", [(5.0, 0.2), (1.0, 0.9), (0.0, 1.0), (math.inf, 0.3)])
 def test_equals_a_plain_implementation(
     group: int,
-    window: int | None,
     resident: tuple[int, int],
     rule_of_count: tuple[float, float],
     device: torch.device,
 ) -> None:
-    shape = geometry(group=group, window=window)
+    shape = geometry(group=group)
     alpha, fraction = rule_of_count
     rule = policy(shape, device=device, alpha=alpha, max_fraction=fraction, sinks=resident[0], recent=resident[1])
     q, k = tokens(shape, TOTAL)
     state = filled(rule, q.to(device), k.to(device))
-    visible = Visible.of(TOTAL, sinks=resident[0], recent=resident[1], window=window)
+    visible = Visible.of(TOTAL, sinks=resident[0], recent=resident[1], window=None)
     for layer in range(shape.layers):
         query = q[layer, :, -1]
         scores = plain_scores(rule, layer, query, k, calibrated(rule))

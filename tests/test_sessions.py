@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 from collections.abc import Callable
@@ -29,8 +28,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "int4 keys": {"policy": "infinigen", "policy_options": {"recent": 16, "scorer": "int4"}},
     "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int4", "budget": 0.3}},
 }
-DAMAGES = ("bits", "truncated", "empty", "removed", "late")
-"""Of files; "late": the third layer's rows turn out to be damaged when the first two have been used."""
 
 
 def make_llm(name: str = "llama", memory: int | str = "64MiB", **options: Any) -> LLM:
@@ -49,28 +46,18 @@ def talk(session: Session, turns: list[list[int]]) -> list[list[int]]:
     return [answer(session, turn) for turn in turns]
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[int]]]:
-    """The answers of a session under a policy that never stops, found once."""
-
-    @functools.cache
-    def answers(name: str) -> list[list[int]]:
-        session = make_llm(**POLICIES[name]).session("straight", tmp_path_factory.mktemp("straight"))
-        found = talk(session, TURNS)
-        session.close()
-        return found
-
-    return answers
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("where", ["host", "disk", "disk read anew"])
 def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
-    straight: Callable[[str], list[list[int]]], name: str, where: str, tmp_path: Path
+    options: dict[str, Any], where: str, tmp_path: Path
 ) -> None:
-    options = POLICIES[name]
     llm = make_llm(**options)
-    for turn, right in zip(TURNS, straight(name), strict=True):
+    straight = llm.session("straight", tmp_path / "a")
+    expected = talk(straight, TURNS)
+    straight.close()
+    if where == "host":  # another store: nothing of it is on disk, but the prefix tree has the full chunks
+        llm = make_llm(**options)
+    for turn, right in zip(TURNS, expected, strict=True):
         session = llm.session("s", tmp_path / "b")
         assert answer(session, turn) == right
         if turn is not TURNS[0] and where != "host":
@@ -112,11 +99,9 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
     three.close()
 
 
-@pytest.mark.parametrize(
-    ("policy", "damage"),
-    [*(("full", damage) for damage in DAMAGES), *(("infinigen", damage) for damage in ("bits", "removed", "late"))],
-)
-def test_damage_is_computed_again(policy: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a wrong token: of the policy full the tokens are the same, since computing gives what was stored. A policy
     that selects would decode other rows; its answer equals that of a prompt of the same tokens."""
     llm = make_llm(**POLICIES[policy])
@@ -349,7 +334,7 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
 
 
 def test_truncation_is_refused_where_it_cannot_be_right(tmp_path: Path) -> None:
-    for name, message in (("gpt2", "absolute positions"), ("opt", "absolute positions"), ("mistral", "sliding")):
+    for name, message in (("gpt2", "absolute positions"), ("opt", "absolute positions")):
         session = make_llm(name).session("s", tmp_path / name)
         answer(session, TURNS[0])
         with pytest.raises(ModelError, match=message):

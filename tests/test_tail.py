@@ -53,10 +53,11 @@ def attend_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: t
     return attend
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])
 @pytest.mark.parametrize("budget", [1e-6, 0.3])
 def test_an_estimate_without_rounding_is_full(name: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is selected, exact rows and tail together are attention over everything."""
+    """Whatever is selected, exact rows and tail together are attention over everything; in models where any layer
+    selects (all of Mistral's slide)."""
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     keys: dict[int, torch.Tensor] = {}
     write, write_values = LowBitRows.write, LowBitRows.write_values

@@ -21,8 +21,12 @@ OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8}
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
 
 
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 3}
+"""Of a Qwen: its last layer."""
+
+
 def make(working_set: int = 0, policy: str = "infinigen", chunks: int = 64, **settings: Any) -> LLM:
-    model = tiny_model(settings.pop("model", "llama"), dtype=torch.float64)
+    model = tiny_model(settings.pop("model", "llama"), dtype=torch.float64, **settings.pop("config", {}))
     options = settings.pop("policy_options", OPTIONS)
     return LLM(
         model,
@@ -114,7 +118,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
         ("infinigen", {"policy_options": OPTIONS | {"max_missed_mass": 0.05, "dense_layers": ()}}),
         ("infinigen", {"kv_format": "int4"}),
         ("h2o", {"policy_options": {"budget": 0.3, "recent": 8}}),
-        ("infinigen", {"model": "mistral"}),
+        ("infinigen", {"model": "qwen2", "config": SLIDING}),
     ],
     ids=["default", "paper", "repair", "int4", "h2o", "sliding"],
 )

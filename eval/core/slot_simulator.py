@@ -24,18 +24,28 @@ class PoolSettings:
 
 
 class LayerSlots:
-    """Token ids by slot. The pool counts chunks, as the real one does of all layers; no row is ever written to it."""
+    """Token ids by slot of layer `layer`. The pool counts chunks, as the real one does of all layers; no row is ever
+    written to it. What slides keeps every token in its slot, as far as its window can show it."""
 
     def __init__(
-        self, geometry: ModelGeometry, dtype: torch.dtype, settings: PoolSettings, policy: Policy, prefilled: int
+        self,
+        geometry: ModelGeometry,
+        layer: int,
+        dtype: torch.dtype,
+        settings: PoolSettings,
+        policy: Policy,
+        prefilled: int,
     ) -> None:
         """`prefilled` tokens lie in slots of their own numbers. Raises PoolFullError where they do not fit."""
-        one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=geometry.windows[:1])
+        one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=(None,))
+        self._window = geometry.windows[layer]
+        if self._window is not None:
+            settings = PoolSettings(kv_format=settings.kv_format)
         limit = None if settings.host_memory is None else max(1, settings.host_memory // geometry.layers)
+        self._resident = geometry.resident(layer, policy.sinks, policy.recent)
         self._pool = HostPool(one, dtype, limit, kv_format=settings.kv_format)
         self._block_table = self._pool.new_block_table(max(1, prefilled))
         self._pool.commit(self._block_table, prefilled)
-        self._policy = policy
         self._slots: SlotTable = AppendOnly(self._pool)
         if settings.eviction is not None:
             self._slots = InPlaceEviction(self._pool, settings.eviction, policy.sinks, policy.recent)
@@ -61,9 +71,11 @@ class LayerSlots:
         self._pool.commit(self._block_table, self._slots.context)
         return moved
 
-    def visible(self, window: int | None) -> Visible:
-        """SlotTable that the newest token may attend to."""
-        return Visible.of(self._slots.context, sinks=self._policy.sinks, recent=self._policy.recent, window=window)
+    @property
+    def visible(self) -> Visible:
+        """The slots that the newest token may attend to."""
+        sinks, recent = self._resident
+        return Visible.of(self._slots.context, sinks=sinks, recent=recent, window=self._window)
 
     def selected(self, slots: torch.Tensor) -> None:
         """Rows of `slots` `[Hkv, n]` were selected in this step."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, InputError
+from ...select.budget import dense_layers
 from ...select.options import InfiniGenOptions
 from ...select.registry import memory_demand
 from ...skewing.artifact import SkewArtifact
@@ -116,8 +117,8 @@ class Search:
         chosen = InfiniGenOptions.preset("default", **options)
         demand = memory_demand("infinigen", chosen, geometry, dtype)
         context = (self.text.decode_from + 1 + len(self.text.tokens)) / 2
-        layers = [layer for layer in range(geometry.layers) if layer not in chosen.dense_layers]
-        seen = sum(min(context, geometry.windows[layer] or context) for layer in layers)
+        layers = frozenset(range(geometry.layers)) - dense_layers(chosen.dense_layers, geometry)
+        seen = context * len(layers)
         token = geometry.kv_bytes(1, dtype) / geometry.layers
         return Trial(
             options,

@@ -101,7 +101,7 @@ class IdealStorage:
             self.append(blocks, layer, stop, part.k, part.v)
             stop += part.k.shape[1]
         k, v = self._rows.layer(blocks, layer)[:, :, :stop]
-        return PrefilledLayer(KVPart(k, v), 0, 0)
+        return PrefilledLayer(KVPart(k, v), 0, 0, 0)
 
 
 class IdealRows:

@@ -120,7 +120,7 @@ def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, wo
     if device.type == "cuda":
         return CudaLink(pool, geometry, device, working_set=working_set)
     if pool.format.exact and not working_set:
-        return CpuLink(pool)
+        return CpuLink(pool, geometry)
     return CudaLink(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from ..core import ModelGeometry
 from ..errors import ConfigError, InputError, ModelError
 from ..models.registry import LoadedModel
 from ..select.base import Policy
@@ -31,15 +30,10 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
     warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
 
 
-def check_evictable(policy: Policy, geometry: ModelGeometry) -> None:
+def check_evictable(policy: Policy) -> None:
     """Raises ConfigError where evicting tokens in place would not mean what it says."""
     if not policy.evictable:
         raise ConfigError(
             f"policy {policy.name!r} knows tokens by their place and cannot run with eviction, which moves them; use "
             "'full', 'infinigen' or 'oracle', or leave eviction out"
-        )
-    if any(window is not None for window in geometry.windows):
-        raise ConfigError(
-            "eviction overwrites tokens in any order, but this model's sliding window hides them by age: leave "
-            "eviction out (tokens outside the window are never attended anyway)"
         )

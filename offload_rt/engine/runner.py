@@ -34,6 +34,10 @@ from .stats import Accounting, Stats
 
 T = TypeVar("T")
 
+SHARED_BEHIND = 512
+"""Of a prompt that others may begin with, so many tokens more than its own windows show keep their rows of sliding
+layers, if there is room: another prompt can part from it at most so far before its end."""
+
 EXACT = "exact"
 """Lineage of rows that exact attention made, by prefill or under policy "full"."""
 
@@ -67,7 +71,7 @@ class Runner:
         pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
         if config.eviction is not None:
-            check_evictable(policy, geometry)
+            check_evictable(policy)
 
     @property
     def approximates(self) -> bool:
@@ -79,6 +83,11 @@ class Runner:
         """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
         return self.config.prefix_sharing and self.pool.format.exact
 
+    @property
+    def _evicts(self) -> bool:
+        """Whether sequences overwrite their own slots where the pool is full."""
+        return self.config.eviction is not None
+
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
         """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
         `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
@@ -87,22 +96,25 @@ class Runner:
         whole sequence can ever fit is `check_fits`' to say.
         """
         check_token_ids(tokens, self.model)
-        blocks = self._block_table(tokens[:reuse], capacity)
+        blocks = self._block_table(tokens[:reuse], capacity, len(tokens))
         return self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
 
-    def _block_table(self, known: Seq[int], capacity: int) -> BlockTable:
-        """Room for `capacity` tokens, behind what the prefix tree has of `known`."""
-        if not self._shares or self.policy.wants_queries:
-            return self.pool.new_block_table(capacity)
-        blocks = self.pool.match(known, EXACT)
+    def _block_table(self, known: Seq[int], capacity: int, stop: int) -> BlockTable:
+        """Room for `capacity` tokens, of which `stop` are there or come with the next prefill, behind what the prefix
+        tree has of `known`."""
+        blocks = BlockTable()
+        if self._shares and not self.policy.wants_queries:
+            blocks = self.pool.match(known, EXACT)
         if not blocks.length:
-            return self.pool.new_block_table(capacity)
-        return self._reserved(blocks, capacity)
+            blocks = self.pool.new_block_table(capacity)
+        return self._reserved(blocks, capacity, blocks.length, stop)
 
-    def _reserved(self, blocks: BlockTable, capacity: int) -> BlockTable:
-        """The block table with room for `capacity` tokens; given back where there is none (PoolFullError)."""
+    def _reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
+        """The block table with room for `capacity` tokens, and in sliding layers for the computation of tokens
+        [start, stop); given back where there is none (PoolFullError)."""
         try:
             self.pool.reserve(blocks, capacity)
+            self.pool.slide(blocks, start, stop, whole=self._evicts)
         except PoolFullError:
             self.pool.release(blocks)
             raise
@@ -114,7 +126,7 @@ class Runner:
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
-        if self.config.eviction is None:
+        if not self._evicts:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
@@ -129,9 +141,17 @@ class Runner:
     def reserve(self, sequence: Sequence) -> None:
         """Reserves the slot of the next token. Raises PoolFullError; with eviction, which overwrites where the pool is
         full, only where the device has no room."""
-        if self.config.eviction is None:
+        if not self._evicts:
             self.pool.reserve(sequence.blocks, sequence.position + 1)
+        self._slide(sequence, sequence.position + 1)
         self._check_device()
+
+    def _slide(self, sequence: Sequence, stop: int, *, behind: int = 0) -> None:
+        """Takes the slots in sliding layers that tokens [position, stop) need, and gives back what has left the
+        windows. Raises PoolFullError."""
+        if behind or self.pool.slides(sequence.blocks, sequence.position, stop, whole=self._evicts):
+            self.link.storage.settle(sequence.blocks)
+            self.pool.slide(sequence.blocks, sequence.position, stop, whole=self._evicts, behind=behind)
 
     def _check_device(self) -> None:
         """Raises DeviceFullError where the open sequences could take more of the device than it may hold."""
@@ -141,7 +161,7 @@ class Runner:
     def slots_to_reserve(self, computed: int, total: int) -> int:
         """Slots to reserve for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
         them, or with eviction, which overwrites where the pool is full, one more than is computed."""
-        return total if self.config.eviction is None else computed + 1
+        return computed + 1 if self._evicts else total
 
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
         """Says that a sequence may grow to `tokens` tokens, and so may `forks` others that will fork from it. The pool
@@ -163,7 +183,8 @@ class Runner:
         filled slots of a partly filled last chunk are copied. What it cost so far is counted as reused, or with
         `same_trace` goes on with the original's counts. Raises PoolFullError."""
         self.link.storage.settle(sequence.blocks)
-        blocks = self._reserved(self.pool.fork(sequence.blocks), capacity)
+        shared, position = self.pool.fork(sequence.blocks), sequence.position
+        blocks = self._reserved(shared, capacity, position, min(capacity, position + 1))
         sequence.forks = max(0, sequence.forks - 1)
         return self._open_sequence(
             blocks,
@@ -176,11 +197,12 @@ class Runner:
             same_trace=same_trace,
         )
 
-    def match(self, tokens: Seq[int], truncation_id: str = "") -> BlockTable:
-        """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them."""
+    def match(self, tokens: Seq[int], truncation_id: str = "", floor: int = 0) -> BlockTable:
+        """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them.
+        floor: the first token that sliding layers may see."""
         if not self._shares:
-            return BlockTable()
-        return self.pool.match(tokens, EXACT + truncation_id, self.policy.lineage + truncation_id)
+            return BlockTable(floor=floor)
+        return self.pool.match(tokens, EXACT + truncation_id, self.policy.lineage + truncation_id, floor=floor)
 
     def adopt(
         self,
@@ -196,7 +218,7 @@ class Runner:
         """A sequence whose first `known` tokens were computed before: rows of `blocks.length` of them are in the block
         table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
         `capacity` tokens; PoolFullError gives the block table back."""
-        self._reserved(blocks, capacity)
+        self._reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         self.pool.commit(blocks, known)
         return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, truncation_id=truncation_id)
 
@@ -288,6 +310,7 @@ class Runner:
         returns when the rows of a layer that were computed before are in the pool, `after_layer(layer)` is called when
         a layer is done."""
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
+        self._slide(sequence, stop, behind=SHARED_BEHIND if self._shares else 0)
         size = self.config.prefill_slice
         return Prefill(
             sequence,
@@ -313,6 +336,7 @@ class Runner:
             sequence.position, sequence.unlearned = prefill.stop, 0
             self.link.storage.settle(sequence.blocks)
             self._publish(sequence)
+            self._slide(sequence, prefill.stop)
         sequence.trace.prefill_seconds += time.perf_counter() - began
         prefill.after_layer(prefill.layer - 1)
 
@@ -337,6 +361,7 @@ class Runner:
         began, crossed = time.perf_counter(), self._accounting.weights_crossed
         rebalance(batch, self.pool, self.link.storage, self.policy)
         for sequence in batch:
+            self._slide(sequence, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])

@@ -177,7 +177,7 @@ class Accounting:
             link_bytes_to_device=trace.bytes_to_device,
             link_bytes_to_host=trace.bytes_to_host,
             link_bytes_weights=trace.weight_bytes,
-            kv_bytes_host=len(sequence.blocks.chunks) * self._pool.chunk_bytes,
+            kv_bytes_host=self._pool.bytes_of(sequence.blocks),
             kv_bytes_device=self._link.device_bytes,
             scoring_bytes_device=sequence.state.device_bytes,
             scoring_bytes_host=sequence.state.host_bytes,

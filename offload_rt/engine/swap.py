@@ -18,7 +18,7 @@ from ..core import CHUNK, BlockTable
 from ..errors import PoolFullError
 from ..forward.sequence import Sequence
 from ..pool.prefix_tree import chunk_key, pack_tokens
-from ..storage.chunk_store import ChunkStore, NamedChunk, StoredChunk
+from ..storage.chunk_store import ChunkStore, NamedChunk, PlacedChunk
 from ..storage.disk_store import DiskStore
 from ..storage.loader import ChunkLoader, DamagedChunkError
 from ..storage.saver import Saver
@@ -33,13 +33,21 @@ FOLDER = "preempted"
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence on disk: its chunks from the first on, and what `Runner.adopt` needs to know."""
+    """A sequence on disk: its chunks from the first on, those of sliding layers, and what `Runner.adopt` needs to
+    know."""
 
     names: Seq[NamedChunk]
+    windows: Seq[NamedChunk]
     position: int
     exact: int
     shift: int
     truncation_id: str
+    floor: int
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all its chunks."""
+        return [name.key for name in (*self.names, *self.windows)]
 
 
 class Swap:
@@ -57,7 +65,7 @@ class Swap:
         self._runner = runner
         model, place = runner.model, folder / FOLDER
         namespace = f"{model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {FOLDER}"
-        self._disk = DiskStore(place, namespace, runner.adapter.geometry.layers, options)
+        self._disk = DiskStore(place, namespace, runner.pool.groups.layers, options)
         for path in place.glob("*/*/*.kv"):  # of a process that died
             self._disk.remove([bytes.fromhex(path.stem)], path.parent.parent.name)
         self._saver = Saver(self._disk, runner.pool, runner.link.storage)
@@ -77,8 +85,8 @@ class Swap:
         again; `batch` sequences decode together. Returns None where it has to be computed again."""
         if not self._restorable(sequence):
             return None
-        names = list(self._names(sequence))
-        fresh = [name for name in names if name.key not in self._disk]
+        swapped = self._swapped(sequence)
+        fresh = [name for name in (*swapped.names, *swapped.windows) if name.key not in self._disk]
         token_bytes = self._runner.pool.chunk_bytes // CHUNK
         written = sum(name.count for name in fresh) * token_bytes
         read = sequence.position * token_bytes
@@ -89,10 +97,9 @@ class Swap:
             taken = self._saver.save(sequence.blocks, fresh)
             self._saver.flush()
             fresh = fresh[taken:]
-        self._users.update(name.key for name in names)
-        self._disk.pin(name.key for name in names)
-        swapped = SwappedSequence(names, sequence.position, sequence.exact, sequence.shift, sequence.truncation_id)
-        if any(name.key not in self._disk for name in names):
+        self._users.update(swapped.keys)
+        self._disk.pin(swapped.keys)
+        if any(key not in self._disk for key in swapped.keys):
             self.discard(swapped)
             return None
         if written:
@@ -129,7 +136,7 @@ class Swap:
 
     def discard(self, swapped: SwappedSequence) -> None:
         """Removes the files that no other sequence needs."""
-        keys = [name.key for name in swapped.names]
+        keys = swapped.keys
         self._disk.unpin(keys)
         self._users.subtract(keys)
         self._users += Counter()
@@ -154,6 +161,16 @@ class Swap:
             return sequence.position * (self._prefill_rate or step)
         return sequence.exact * (self._prefill_rate or step) + decoded * step / batch
 
+    def _swapped(self, sequence: Sequence) -> SwappedSequence:
+        """What the sequence will be on disk: chunks of layers that see everything, and what windows show."""
+        groups, names = self._runner.pool.groups, list(self._names(sequence))
+        shown = [names[place] for place in sorted(sequence.blocks.windows) if place < len(names)]
+        windows = [name.window(group) for name in shown for group in groups.groups if group]
+        return SwappedSequence(
+            names if groups.full else [], windows, sequence.position, sequence.exact, sequence.shift,
+            sequence.truncation_id, sequence.blocks.floor,
+        )  # fmt: skip
+
     def _names(self, sequence: Sequence) -> Iterator[NamedChunk]:
         """Chunks of all computed tokens. Exact ones are named by what they hold, the others after this sequence."""
         own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
@@ -167,21 +184,22 @@ class Swap:
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
         """What the prefix tree has of the tokens that an exact prefill computed."""
         if not self._runner.config.prefix_sharing:
-            return BlockTable()
-        return self._runner.pool.match(tokens[: swapped.exact + 1], EXACT + swapped.truncation_id)
+            return BlockTable(floor=swapped.floor)
+        lineage = EXACT + swapped.truncation_id
+        return self._runner.pool.match(tokens[: swapped.exact + 1], lineage, floor=swapped.floor)
 
-    def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[tuple[int, StoredChunk]] | None:
-        names = swapped.names[blocks.length // CHUNK :]
+    def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[PlacedChunk] | None:
+        names = [*swapped.names[blocks.length // CHUNK :]]
+        names += [name for name in swapped.windows if name.index not in blocks.windows]
         chunks = [self._disk.find(name.parent, name.lineage, name.tokens) for name in names]
-        found: list[tuple[int, StoredChunk]] = [
-            (name.index, chunk) for name, chunk in zip(names, chunks, strict=True) if chunk is not None
-        ]
+        each = zip(names, chunks, strict=True)
+        found = [PlacedChunk(name.index, chunk, name.group) for name, chunk in each if chunk is not None]
         return found if len(found) == len(names) else None
 
-    def _load(self, blocks: BlockTable, found: list[tuple[int, StoredChunk]]) -> bool:
+    def _load(self, blocks: BlockTable, found: list[PlacedChunk]) -> bool:
         if not found:
             return True
-        layers = self._disk.layers
+        layers = self._runner.adapter.geometry.layers
         loader = ChunkLoader(self._runner.pool, blocks, found, ahead=layers)
         try:
             for layer in range(layers):
@@ -190,7 +208,8 @@ class Swap:
             return False
         finally:
             loader.close()
-        self._read_rate = loader.load_seconds / (layers * sum(chunk.layer_bytes for _, chunk in found))
+        read = self._disk.layers * sum(placed.chunk.layer_bytes for placed in found)
+        self._read_rate = loader.load_seconds / read
         return True
 
     @torch.inference_mode()

@@ -57,13 +57,22 @@ class DecodeBatch:
         """Whether the layer exists and is not dense."""
         return layer < self.geometry.layers and layer not in self.policy.dense_layers
 
+    def slots(self, layer: int) -> list[int]:
+        """The slot of each sequence's newest token in `layer`: what slides keeps token t in slot t for ever."""
+        if self.geometry.windows[layer] is not None:
+            return [s.position for s in self.sequences]
+        return [s.slots.newest for s in self.sequences]
+
     def visible(self, layer: int) -> list[Visible]:
-        """What each sequence's newest token may see in `layer`; the same for all layers of one window."""
+        """What each sequence's newest token may see in `layer`; the same for all layers of one window, all of which is
+        resident."""
         window = self.geometry.windows[layer]
         if window not in self._visible:
-            sinks, recent = self.policy.sinks, self.policy.recent
+            sinks, recent = self.geometry.resident(layer, self.policy.sinks, self.policy.recent)
+            contexts = [s.slots.context if window is None else s.position + 1 for s in self.sequences]
             self._visible[window] = [
-                Visible.of(s.slots.context, sinks=sinks, recent=recent, window=window) for s in self.sequences
+                Visible.of(n, sinks=sinks, recent=recent, window=window, floor=s.blocks.floor)
+                for n, s in zip(contexts, self.sequences, strict=True)
             ]
         return self._visible[window]
 

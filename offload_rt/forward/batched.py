@@ -26,16 +26,14 @@ from ..transfer.residency import place, places
 from ..transfer.row_lists import Arriving, RowLists
 from .attention import scores_lse
 from .batch import DecodeBatch, Strategy
-from .per_sequence import PerSequenceStrategy
+from .per_sequence import PerSequenceStrategy, append_each
 from .trace import LinkUse
 
 
 def selects_together(batch: DecodeBatch) -> bool:
-    """Whether the policy selects for a batch at once and every sequence has keys to score; and no sliding window ends
-    among the resident rows, which would then not lie together."""
+    """Whether the policy selects for a batch at once and every sequence has keys to score."""
     selects = any(batch.selects(layer) for layer in range(batch.geometry.layers))
-    fits = all(window is None or window >= batch.policy.recent for window in batch.geometry.windows)
-    return batch.policy.rule is not None and selects and fits and all(s.position > 0 for s in batch.sequences)
+    return batch.policy.rule is not None and selects and all(s.position > 0 for s in batch.sequences)
 
 
 class StepInputs:
@@ -47,21 +45,22 @@ class StepInputs:
     ) -> None:
         device = rows.device
         self.rows, self.size, self.capacity, self._rule, self._policy = rows, size, capacity, rule, policy
-        self._heads = geometry.kv_heads
+        self._heads, self._slides = geometry.kv_heads, bool(geometry.sliding)
         selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
-        self._layer_of = {window: layer for layer, window in enumerate(geometry.windows)}
+        self._selecting = selecting[0]
         self.keys = KeyLists(rule, selecting, size, device)
         lists = size * geometry.kv_heads
         self._newest = torch.zeros(4 * size + lists, dtype=torch.int64, device=device)
-        self._bounds = torch.zeros(len(self._layer_of), 4 * lists + size, dtype=torch.int32, device=device)
+        self._bounds = torch.zeros(4 * lists + size, dtype=torch.int32, device=device)
         parts = self._newest.split([size, size, size, size, lists])
         self.tokens, self.positions, self.slots, self.places, self.slots_by_head = parts
         """int64 `[B]`, the last `[P]`. Of the newest tokens: ids, positions, slots, places among the resident rows,
         slots again for each KV head."""
-        bounds = [row.split([lists, lists, size, lists, lists]) for row in self._bounds]
-        self._bounds_of = dict(zip(self._layer_of, bounds, strict=True))
-        """For each sliding window: candidates' starts and stops `[P]`, limits `[B]`, resident starts and stops
-        `[P]`."""
+        starts, stops, limits, *resident = self._bounds.split([lists, lists, size, lists, lists])
+        self.candidates = Spans(starts, stops, limits, capacity, rule.most(capacity))
+        """What the layers that see everything select from."""
+        self.resident = resident[0], resident[1]
+        """The first and behind the last place of the resident rows that they see, int32 `[P]` each."""
 
     def load(self, batch: DecodeBatch) -> None:
         """Writes who the batch's sequences are, where their rows and keys lie, and what each may see."""
@@ -75,12 +74,10 @@ class StepInputs:
         by_head = [slot for slot in slots for _ in range(heads)]
         resident_at = [place(slot, sinks, recent) for slot in slots]
         copy_into(torch.tensor([*batch.tokens, *batch.positions, *slots, *resident_at, *by_head]), self._newest)
-        bounds = []
-        for layer in self._layer_of.values():
-            visible = batch.visible(layer)
-            resident = [span for seen in visible for span in [places(seen, sinks, recent)] * heads]
-            candidates = chain.from_iterable(Spans.numbers(visible, heads, self._rule))
-            bounds.append([*candidates, *(span.start for span in resident), *(span.stop for span in resident)])
+        visible = batch.visible(self._selecting)
+        resident = [span for seen in visible for span in [places(seen, sinks, recent)] * heads]
+        candidates = chain.from_iterable(Spans.numbers(visible, heads, self._rule))
+        bounds = [*candidates, *(span.start for span in resident), *(span.stop for span in resident)]
         copy_into(torch.tensor(bounds, dtype=torch.int32), self._bounds)
 
     def release(self) -> None:
@@ -91,19 +88,8 @@ class StepInputs:
     @property
     def static(self) -> bool:
         """Whether the launches of a step depend on nothing but these tensors: no address in them is a sequence's own
-        (as of columns chosen from its prompt)."""
-        return not self._policy.wants_queries and not self.rows.working
-
-    def candidates(self, window: int | None) -> Spans:
-        """What the layers of a sliding window select from."""
-        starts, stops, limits, _, _ = self._bounds_of[window]
-        return Spans(starts, stops, limits, self.capacity, self._rule.most(self.capacity))
-
-    def resident(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and behind the last place of the resident rows that the layers of a sliding window see, int32 `[P]`
-        each."""
-        _, _, _, starts, stops = self._bounds_of[window]
-        return starts, stops
+        (as of columns chosen from its prompt, or of rows in sliding layers)."""
+        return not (self._policy.wants_queries or self.rows.working or self._slides)
 
 
 class BatchedStrategy:
@@ -121,8 +107,12 @@ class BatchedStrategy:
         return self._inputs.tokens, self._inputs.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps the newest rows k, v `[Hkv, B, d]` of all sequences by one launch each for rows and scoring keys."""
+        """Keeps the newest rows k, v `[Hkv, B, d]` of all sequences by one launch each for rows and scoring keys; those
+        of sliding layers, which lie elsewhere, one sequence after the other."""
         inputs = self._inputs
+        if self._batch.geometry.windows[layer] is not None:
+            append_each(self._batch, layer, k, v)
+            return
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
         inputs.rows.append(layer, k, v, inputs.places, self._newest)
         if self._batch.selects(layer):
@@ -131,7 +121,7 @@ class BatchedStrategy:
     def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
         """Selects with q `[H, B, d]` and starts one gather; how many rows these are stays on the device."""
         batch, inputs = self._batch, self._inputs
-        tokens, counts = inputs.keys.select(layer, q, inputs.candidates(batch.geometry.windows[layer]))
+        tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
         arriving = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
         self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], arriving.tally))
         return BatchedFetch(batch, inputs, layer, counts, arriving)
@@ -141,7 +131,7 @@ class BatchedStrategy:
         batch, inputs = self._batch, self._inputs
         if not self._dense:
             return None
-        candidates = inputs.candidates(batch.geometry.windows[layer])
+        candidates = inputs.candidates
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
@@ -151,8 +141,9 @@ class BatchedStrategy:
     def finish(self) -> None:
         """Enters the step in the traces; the device is asked only for those who have to know."""
         batch, rows = self._batch, self._inputs.rows
+        seeing_all = batch.geometry.layers - len(batch.geometry.sliding)
         for sequence in batch.sequences:
-            sequence.trace.bytes_to_host += batch.geometry.layers * rows.token_bytes
+            sequence.trace.bytes_to_host += seeing_all * rows.token_bytes
         for selection in self.selected:
             self._enter(selection)
         for layer in batch.policy.dense_layers if self._dense else ():
@@ -201,8 +192,8 @@ class BatchedFetch:
         batch, layer, inputs = self.batch, self.layer, self.inputs
         k, v = self.arriving.wait()
         grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
-        bounds, scale = inputs.resident(batch.geometry.windows[layer]), batch.geometry.scales[layer]
-        out, lse = attend_kept(grouped, inputs.rows.resident(layer), *bounds, k, v, self.counts, scale)
+        scale = batch.geometry.scales[layer]
+        out, lse = attend_kept(grouped, inputs.rows.resident(layer), *inputs.resident, k, v, self.counts, scale)
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed and batch.selects(layer):
                 keys = sequence.keys(layer, batch.visible(layer)[b].all)

@@ -95,8 +95,8 @@ class DecodeStep:
             return everything
         visible, segments = batch.visible(layer), batch.sharing.segments
         block_tables = [s.blocks for s in batch.sequences]
-        if any(seen.all.start for seen in visible):
-            segments = ()  # a sliding window, which begins elsewhere for each
+        if batch.geometry.windows[layer] is not None:
+            segments = ()  # a sliding window begins elsewhere for each
         shared = [
             (segment, self.link.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
             for segment in segments

@@ -42,6 +42,16 @@ def enter_fetches(
     return fetches
 
 
+def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Keeps the newest rows k, v `[Hkv, B, d]` of a layer, one sequence after the other."""
+    for b, (sequence, slot) in enumerate(zip(batch.sequences, batch.slots(layer), strict=True)):
+        key, value = k[:, b : b + 1], v[:, b : b + 1]
+        sequence.trace.bytes_to_host += batch.link.storage.append(sequence.blocks, layer, slot, key, value)
+        if batch.selects(layer):
+            sequence.state.on_keys(layer, key, slot)
+            sequence.state.on_values(layer, value, slot)
+
+
 class PerSequenceStrategy:
     """The `Strategy` that asks each sequence's policy state in turn."""
 
@@ -57,12 +67,7 @@ class PerSequenceStrategy:
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps the newest rows k, v `[Hkv, B, d]`, one sequence after the other."""
-        for b, sequence in enumerate(self._batch.sequences):
-            key, value, slot = k[:, b : b + 1], v[:, b : b + 1], sequence.slots.newest
-            sequence.trace.bytes_to_host += self._batch.link.storage.append(sequence.blocks, layer, slot, key, value)
-            if self._batch.selects(layer):
-                sequence.state.on_keys(layer, key, slot)
-                sequence.state.on_values(layer, value, slot)
+        append_each(self._batch, layer, k, v)
 
     def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
         """Selects with q `[H, B, d]` and starts a fetch for each sequence; where sequences share chunks, rows that

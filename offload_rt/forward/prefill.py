@@ -70,7 +70,7 @@ class Prefill:
         layer = self._storage.prefill_layer(self.sequence.blocks, self.layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_requested += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
-        self._attention_and_mlp(layer.kv, last=self.layer == last)
+        self._attention_and_mlp(layer.kv, layer.first, last=self.layer == last)
         if self.layer == last and self._want_logits:
             self.logits = self._adapter.logits(self._hidden[-1:])[0]
         self.layer += 1
@@ -79,18 +79,22 @@ class Prefill:
         inputs = (self._adapter.attention_input(self.layer, self._hidden[s]) for s in self._slices)
         return keys_and_values(self._adapter, self.layer, inputs, (self._positions[s] for s in self._slices))
 
-    def _attention_and_mlp(self, kv: KVPart, *, last: bool) -> None:
-        """The layer's second half. Of the last layer only the last token's output is ever read."""
-        adapter, layer = self._adapter, self.layer
+    def _attention_and_mlp(self, kv: KVPart, first: int, *, last: bool) -> None:
+        """The layer's second half, over K and V of the tokens from `first` on. Of the last layer only the last token's
+        output is ever read. The policy hears nothing of sliding layers, which select nothing."""
+        adapter, layer, state = self._adapter, self.layer, self.sequence.state
+        slides = adapter.geometry.windows[layer] is not None
         for s in self._slices:
             attention_input = adapter.attention_input(layer, self._hidden[s])
             q = adapter.query(layer, attention_input, self._positions[s])
-            self.sequence.state.on_queries(layer, q, kv.k, self._start + s.start)
+            if not slides:
+                state.on_queries(layer, q, kv.k, self._start + s.start)
             if last:
                 if not self._want_logits or s.stop < self.tokens:
                     continue
                 q, s = q[:, -1:], slice(s.stop - 1, s.stop)
-            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, self._start + s.stop)
+            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, self._start + s.stop - first)
             self._hidden[s] = adapter.mlp(layer, residual)
-        self.sequence.state.on_keys(layer, kv.k[:, self._learn_from :], self._learn_from)
-        self.sequence.state.on_values(layer, kv.v[:, self._learn_from :], self._learn_from)
+        if not slides:
+            state.on_keys(layer, kv.k[:, self._learn_from :], self._learn_from)
+            state.on_values(layer, kv.v[:, self._learn_from :], self._learn_from)

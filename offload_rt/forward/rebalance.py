@@ -17,11 +17,11 @@ def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: 
     for sequence in batch:
         if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
             continue
-        if not pool.free_chunks + pool.idle_chunks:
+        if not pool.grows:
             longest = max(batch, key=lambda other: len(other.blocks.chunks))
             if len(longest.blocks.chunks) > len(sequence.blocks.chunks) + 1:
                 _shrink(longest, pool, storage, policy)
-        if pool.free_chunks + pool.idle_chunks:
+        if pool.grows:
             pool.reserve(sequence.blocks, sequence.position + 1)
 
 
@@ -38,5 +38,5 @@ def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Poli
             if layer not in policy.dense_layers:
                 sequence.state.on_moved(layer, slot, target)
     storage.close(blocks)  # resident rows lie elsewhere now
-    pool.truncate(blocks, blocks.capacity - CHUNK)
+    pool.shrink(blocks, blocks.capacity - CHUNK)
     storage.open(blocks, policy.sinks, policy.recent)

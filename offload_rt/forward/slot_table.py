@@ -129,7 +129,11 @@ class InPlaceEviction:
         self._pool, self._options = pool, options
         self._sinks = sinks if options.protect == "window" else 0
         self._recent = recent
-        self._layers = pool.layout.layers
+        groups = pool.groups
+        self._seeing_all = [layer for layer, group in enumerate(groups.group) if group == 0]
+        """What slides keeps its tokens where they are, and gives them back by age."""
+        self._place = {layer: groups.place[layer] for layer in self._seeing_all}
+        self._layers, self._all_layers = len(self._seeing_all), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
         self._victims: list[int] | None = None
@@ -145,7 +149,9 @@ class InPlaceEviction:
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
         """Returns the newest token's slot and this step's victim in `layer`; None while the sequence grows."""
-        return None if self._victims is None else (self.newest, self._victims[layer])
+        if self._victims is None or layer not in self._place:
+            return None
+        return self.newest, self._victims[self._place[layer]]
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
         """Takes the next slot while the pool has chunks; else chooses a victim in every layer and a place in the ring.
@@ -171,9 +177,10 @@ class InPlaceEviction:
         if bool((gone < 0).any()):
             return None
         ring = [(slot, slot - dropped) for slot in range(used - self._recent, used)]
-        moves = [_filled(set(layer), range(first, used - self._recent)) + ring for layer in gone.tolist()]
-        for layer, pairs in enumerate(moves):
-            state.follow(layer, pairs)
+        moves: list[Moves] = [[] for _ in range(self._all_layers)]
+        for place, (layer, evicted) in enumerate(zip(self._seeing_all, gone.tolist(), strict=True)):
+            moves[layer] = _filled(set(evicted), range(first, used - self._recent)) + ring
+            state.follow(place, moves[layer])
         self._state, self.context = state.cut(remaining), remaining
         if self._victims is None:
             self._victims, self._ring_start = [], self._known
@@ -185,11 +192,11 @@ class InPlaceEviction:
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
         """Enters the use of `slots` int64 `[Hkv, n]` in the state that ranks victims."""
-        self._state.touch(layer, slots.to(self._state.position.device), self._known - 1)
+        self._state.touch(self._place[layer], slots.to(self._state.position.device), self._known - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Positions int64 of the tokens in `slots` (any shape), from the table of the layer."""
-        return self._state.position[layer][slots.to(self._state.position.device)]
+        return self._state.position[self._place[layer]][slots.to(self._state.position.device)]
 
     def fork(self) -> InPlaceEviction:
         """An independent copy; a sequence that overwrites cannot be forked, for its chunks change in place."""

@@ -12,6 +12,7 @@ import torch
 from ..config import format_size
 from ..core import CHUNK, bucket
 from ..models.registry import ModelShape
+from ..pool.layer_groups import LayerGroups
 from ..pool.machine import available_memory
 from ..select.demand import MemoryDemand
 from ..select.growing import most_slots
@@ -62,12 +63,14 @@ class DeviceCosts:
 
     @property
     def resident(self) -> int:
-        """Sinks, recent window and working set of a sequence."""
-        return self.demand.resident * self.shape.geometry.kv_bytes(1, self.shape.dtype) + self.working_set_bytes
+        """Sinks, recent window and working set of a sequence; of sliding layers their windows."""
+        geometry = self.shape.geometry
+        tokens = sum(sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
+        return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
 
     def fetched(self, context: int, layer: int) -> int:
-        """The most tokens that a layer of a sequence fetches; past the last layer none."""
-        if layer == self.shape.geometry.layers:
+        """The most tokens that a layer of a sequence fetches; past the last layer none, and what slides is resident."""
+        if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
         return context if layer in self.demand.dense else max(1, int(self.demand.share * context))
 
@@ -133,7 +136,8 @@ class DeviceCosts:
             scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
             scored *= at_once
         scored = max(scored, self.working_set * geometry.kv_heads * 64)  # two sorts of its slots
-        attended = max(self.fetched(longest, layer) for layer in range(geometry.layers)) + self.demand.resident
+        resident = (sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
+        attended = max(self.fetched(longest, layer) + own for layer, own in enumerate(resident))
         weights = attended * geometry.heads * 4 * compute * at_once
         return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights)
 
@@ -157,7 +161,8 @@ class DeviceCosts:
 class Requirements:
     """Bytes for one sequence of `context` tokens.
 
-    kv_per_token, kv_host: K and V in the host pool, of one token and of the whole chunks of the context.
+    kv_per_token, kv_host: K and V in the host pool, of one token more (in layers that see everything) and of the whole
+        chunks of the context.
     weights, scoring, resident, working_set, staging: on the device while decoding: weights, scoring keys and their
         bases, sinks and recent window, the working set, and the rows that a layer attends to, fetched and joined with
         the resident ones, while the next layer's arrive.
@@ -187,10 +192,11 @@ def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements
     """What `context` tokens of one sequence need, with so many bytes of `weights` on the device."""
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
+    groups = LayerGroups.of(geometry)
     return Requirements(
         context=context,
-        kv_per_token=geometry.kv_bytes(1, dtype),
-        kv_host=geometry.kv_bytes(-(-context // CHUNK) * CHUNK, dtype),
+        kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.kv_bytes(1, dtype) // geometry.layers,
+        kv_host=groups.chunks(context) * groups.layers * geometry.kv_bytes(CHUNK, dtype) // geometry.layers,
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),
         resident=costs.resident - costs.working_set_bytes,

@@ -23,6 +23,7 @@ import torch
 from ..config import format_size
 from ..core import CHUNK, ModelGeometry
 from ..errors import MemoryLimitError
+from .layer_groups import LayerGroups
 
 SLAB_TOKENS = 16_384
 """Most token slots of a slab: what is pinned in one call, and the longest possible contiguous run."""
@@ -36,7 +37,8 @@ PAGE = 1 << 16
 class ArenaLayout:
     """Shape of the arena. Chunk `c` is slot `c % slab_chunks` of slab `c // slab_chunks`.
 
-    layers, kv_heads, head_dim: of the model (L, Hkv, d); itemsize: bytes of one number;
+    layers: of a chunk (`layer_groups`; L of a model none of whose layers slide); kv_heads, head_dim: of the model (Hkv,
+    d); itemsize: bytes of one number;
     slab_chunks: chunk slots of a slab; slabs: how many slabs.
     """
 
@@ -57,7 +59,8 @@ class ArenaLayout:
         """The layout with the most chunks within `limit_bytes`, in equal slabs of at most `slab_tokens` slots: fewer
         chunks than there are slabs stay unused. MemoryLimitError where not even one chunk fits."""
         assert slab_tokens >= CHUNK
-        chunk_bytes = geometry.kv_bytes(CHUNK, dtype)
+        layers = LayerGroups.of(geometry).layers
+        chunk_bytes = geometry.kv_bytes(CHUNK, dtype) // geometry.layers * layers
         chunks = limit_bytes // chunk_bytes
         if chunks < 1:
             raise MemoryLimitError(
@@ -66,7 +69,7 @@ class ArenaLayout:
                 f"host_memory to that or more"
             )
         slabs = math.ceil(chunks / (slab_tokens // CHUNK))
-        return cls(geometry.layers, geometry.kv_heads, geometry.head_dim, dtype.itemsize, chunks // slabs, slabs)
+        return cls(layers, geometry.kv_heads, geometry.head_dim, dtype.itemsize, chunks // slabs, slabs)
 
     @property
     def chunks(self) -> int:
@@ -80,7 +83,7 @@ class ArenaLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of K and V of one chunk in all layers."""
+        """Bytes of K and V of one chunk in all its layers."""
         return 2 * self.layers * self.kv_heads * CHUNK * self.row_bytes
 
     @property
@@ -114,6 +117,7 @@ class ArenaLayout:
         """Address space of the arena, padding included (less than a page and a row for each slab)."""
         return self.rows * self.row_bytes
 
-    def row(self, layer: int, head: int, kv: int, offset: int = 0) -> int:
-        """Row of token slot `offset` of a slab, from the slab's first row; kv is 0 for K and 1 for V."""
-        return layer * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset
+    def row(self, place: int, head: int, kv: int, offset: int = 0) -> int:
+        """Row of token slot `offset` of a slab, from the slab's first row; place: the layer's among a chunk's layers;
+        kv is 0 for K and 1 for V."""
+        return place * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset

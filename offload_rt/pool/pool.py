@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from ..config import KVFormatName, format_size
-from ..core import CHUNK, BlockTable, KVPart, ModelGeometry
+from ..core import CHUNK, BlockTable, ModelGeometry
 from ..errors import MemoryLimitError, PoolFullError
 from .arena import Arena
 from .chunks import ChunkTable
 from .kv_format import kv_format as make_format
+from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import available_memory
 from .prefix_tree import PrefixTree
+from .stored_rows import StoredRows, chunks_for
+from .window_chunks import WindowChunks
 
 MOST_TOKENS = 1 << 24
 """Token slots that a pool without a limit of its own stops at: 16 Mi, more than a batch of the longest contexts."""
 
-
-class Span(NamedTuple):
-    """Neighbouring token slots of one slab: `size` of them from slot `offset` on."""
-
-    slab: int
-    offset: int
-    size: int
+NAMES, MOST_NAMES = 1 << 10, 1 << 16
+"""Where every layer slides, chunks of group 0 have no rows: so many names of them are made at once, and from so many on
+(4 Mi tokens) those that only the prefix tree knows are used again first."""
 
 
-class HostPool:
+class HostPool(StoredRows):
     """All KV of all sequences in host memory, in chunks of 64 tokens, within a hard limit of bytes.
 
     A sequence holds a `BlockTable`: `reserve` gives it slots that it alone may write, `write` fills them layer by
@@ -40,6 +38,10 @@ class HostPool:
 
     Full chunks that were published stay in the prefix tree when their sequence ends, for the next one with the same
     beginning; they are the first to go (least recently used, leaf first) when a sequence needs room.
+
+    Rows of sliding layers lie in chunks of their own (`layer_groups.py`): `slide` gives a sequence those that its
+    windows show, and takes back the others. What a published chunk has of them is kept for others as long as there is
+    room (`window_chunks.py`).
 
     Order. The pool never sees a stream and never waits: it is called from one thread, and its calls take effect in the
     order they are made. What runs later than the call that started it (a copy to the device, a write-back) belongs to
@@ -64,22 +66,26 @@ class HostPool:
         pin: bool = False,
         slab_tokens: int = SLAB_TOKENS,
     ) -> None:
-        self.format = make_format(kv_format, dtype, geometry.head_dim)
-        stored = replace(geometry, head_dim=self.format.width)
+        format = make_format(kv_format, dtype, geometry.head_dim)
+        stored = replace(geometry, head_dim=format.width)
         available = available_memory()
         if limit_bytes is None:
-            limit_bytes = min(available // 2, stored.kv_bytes(MOST_TOKENS, self.format.storage))
+            limit_bytes = min(available // 2, stored.kv_bytes(MOST_TOKENS, format.storage))
         elif limit_bytes > available:
             raise MemoryLimitError(
                 f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) is more than the "
                 f"{format_size(available)} ({available} bytes) of memory available here; lower host_memory"
             )
         self.limit_bytes = limit_bytes
-        self.layout = ArenaLayout.fit(stored, self.format.storage, limit_bytes, slab_tokens)
+        layout = ArenaLayout.fit(stored, format.storage, limit_bytes, slab_tokens)
+        super().__init__(Arena(layout, format.storage, pin=pin), LayerGroups.of(geometry), format)
         self.bytes_peak = 0
-        self._arena = Arena(self.layout, self.format.storage, pin=pin)
-        self._chunks = ChunkTable(self.layout.slab_chunks)
+        self._held = ChunkTable(self.layout.slab_chunks)
+        """Chunks of the arena."""
+        self._chunks = self._held if self.groups.full else ChunkTable(NAMES)
+        """Chunks of group 0: of the arena, or where every layer slides mere names."""
         self._tree = PrefixTree()
+        self._windows = WindowChunks(self._held, self.groups)
         self._claimed: set[int] = set()
 
     @property
@@ -95,151 +101,163 @@ class HostPool:
     @property
     def free_chunks(self) -> int:
         """Chunks that nobody holds."""
-        return self.chunk_count - self._chunks.used
+        return self.chunk_count - self._held.used
 
     @property
     def idle_chunks(self) -> int:
         """Chunks that only the prefix tree holds: they count as used and are given up when room is needed."""
-        return self._tree.idle
+        return self._tree.idle * self.groups.full + self._windows.idle
+
+    @property
+    def grows(self) -> bool:
+        """Whether a sequence could begin another 64 tokens."""
+        return self.free_chunks + self.idle_chunks >= self.groups.chunks_at_once
 
     @property
     def bytes_used(self) -> int:
         """Bytes of all chunks that somebody holds, each once; at most `limit_bytes`."""
-        return self._chunks.used * self.chunk_bytes
+        return self._held.used * self.chunk_bytes
 
     @property
     def bytes_held(self) -> int:
         """Bytes of all chunks that some block table holds, each once."""
-        return (self._chunks.used - self.idle_chunks) * self.chunk_bytes
+        return (self._held.used - self.idle_chunks) * self.chunk_bytes
 
-    @property
-    def rows(self) -> torch.Tensor:
-        """`[R, width]`, the pool's memory by row id (`ArenaLayout`), as `format` stores it."""
-        return self._arena.rows
+    def bytes_of(self, blocks: BlockTable) -> int:
+        """Bytes of the chunks that a block table holds."""
+        chunks = self.groups.full * len(blocks.chunks) + self.groups.sliding * len(blocks.windows)
+        return chunks * self.chunk_bytes
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes of the most chunks that a sequence of `tokens` tokens holds."""
+        return self.groups.chunks(tokens) * self.chunk_bytes
 
     def prepare(self, tokens: int) -> None:
         """Makes slabs ready for `tokens` more tokens, as far as there are any: call it when a sequence is admitted, for
         its prompt and all it may generate, so that nothing is pinned in the middle of decoding. Reserves nothing."""
-        self._activate(_chunks_of(tokens), run=0)
+        self._activate(self.groups.chunks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
         """Raises PoolFullError where the whole pool could not hold one sequence of `tokens` tokens."""
-        if (count := _chunks_of(tokens)) > self.chunk_count:
+        if (count := self.groups.chunks(tokens)) > self.chunk_count:
             raise PoolFullError(self._full(count, count - self.chunk_count))
 
     def check_spare(self, chunks: int) -> None:
-        """Raises PoolFullError where fewer than `chunks` chunks are free or idle."""
-        if (missing := chunks - self.free_chunks - self.idle_chunks) > 0:
-            raise PoolFullError(self._full(chunks, missing))
+        """Raises PoolFullError where there is no room for `chunks` times 64 more tokens."""
+        count = chunks * self.groups.chunks_at_once
+        if (missing := count - self.free_chunks - self.idle_chunks) > 0:
+            raise PoolFullError(self._full(count, missing))
 
-    def new_block_table(self, tokens: int) -> BlockTable:
-        """A block table of length 0 with slots for `tokens` tokens, in one run if there is one. PoolFullError where
-        they cannot be had."""
-        count = _chunks_of(tokens)
+    def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
+        """A block table of length 0 with slots for `tokens` tokens, in one run if there is one, in layers that see
+        everything; sliding ones will see none before `floor`. PoolFullError where they cannot be had."""
+        count = chunks_for(tokens)
         self._provide(count)
-        self._activate(count, run=min(count, self.layout.slab_chunks))
-        blocks = BlockTable(self._chunks.best_fit(count))
+        blocks = BlockTable(self._chunks.best_fit(count), floor=floor)
         self._record_peak()
         return blocks
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
-        """SlotTable for `tokens` tokens in total, and nobody else's hold on any chunk from `blocks.length` on: a
-        shared, partly filled last chunk is copied, its filled slots only. PoolFullError leaves the block table as it
-        was."""
+        """Slots for `tokens` tokens in total, and nobody else's hold on any chunk from `blocks.length` on: a shared,
+        partly filled last chunk is copied, its filled slots only. PoolFullError leaves the block table as it was."""
         first = blocks.length // CHUNK
         shared = [i for i in range(first, len(blocks.chunks)) if self._chunks.refs(blocks.chunks[i]) > 1]
-        count = len(shared) + max(0, _chunks_of(tokens) - len(blocks.chunks))
+        count = len(shared) + max(0, chunks_for(tokens) - len(blocks.chunks))
         if count == 0:
             return
         self._provide(count)
-        self._activate(count, run=min(count, self.layout.slab_chunks))
         fresh = self._chunks.extend(blocks.chunks[-1], count) if blocks.chunks and not shared else []
         fresh += self._chunks.roomy(count - len(fresh))
         for i, chunk in zip(shared, fresh, strict=False):
-            self._arena.copy(blocks.chunks[i], chunk, max(0, blocks.length - i * CHUNK))
+            if self.groups.full:
+                self._arena.copy(blocks.chunks[i], chunk, max(0, blocks.length - i * CHUNK))
             self._drop([blocks.chunks[i]])
             blocks.chunks[i] = chunk
         blocks.chunks += fresh[len(shared) :]
         self._record_peak()
 
+    def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
+        """Whether `slide` would change anything: then everything appended must be in the pool first."""
+        return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
+
+    def slide(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False, behind: int = 0) -> None:
+        """Slots in sliding layers for the computation of tokens [start, stop): for those before `start` that their
+        windows show, and of the new ones for those that the windows of later tokens will show. All others are given
+        back. A shared, partly filled chunk is copied, as `reserve` does. PoolFullError leaves the block table as it
+        was; a model without sliding layers needs nothing.
+
+        whole: slots ahead too, for as many tokens as a window ever needs, so that the sequence can slide on in a pool
+        that is full. behind: so many new tokens before these have slots too, if there are free ones."""
+        if not self.groups.sliding:
+            return
+        shown, at, filled = self._shown(blocks, start, stop, whole), *divmod(start, CHUNK)
+        first = max(start, self.groups.first_seen(stop, blocks.floor))
+        earlier = range(max(start, first - behind) // CHUNK, first // CHUNK)
+        if (len(shown - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_chunks:
+            shown.update(earlier)
+        shared = at in shown and at in blocks.windows and self._held.refs(blocks.windows[at][0]) > 1
+        fresh = sorted(place for place in shown if place not in blocks.windows or (place == at and shared))
+        if not fresh and shown == blocks.windows.keys():
+            return
+        gone = sorted(blocks.windows.keys() - shown)
+        alone = [place for place in gone if self._held.refs(blocks.windows[place][0]) == 1]
+        self._provide_held((len(fresh) - len(alone)) * self.groups.sliding)
+        for place in gone:
+            self._windows.release(blocks.windows.pop(place))
+        self._give_windows(blocks, fresh, filled)
+        self._record_peak()
+
+    def _shown(self, blocks: BlockTable, start: int, stop: int, whole: bool) -> set[int]:
+        """The places that `slide` leaves a block table with."""
+        before = range(self.groups.first_seen(start, blocks.floor) // CHUNK, chunks_for(start))
+        first = self.groups.first_seen(stop, blocks.floor)
+        ahead = self.groups.first_seen(stop - 1, blocks.floor) // CHUNK + self.groups.window_chunks if whole else 0
+        return {*before, *range(max(start, first) // CHUNK, max(chunks_for(stop), ahead))}
+
+    def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
+        """Gives a block table window chunks for `places`, side by side for each group; where it has a shared one, the
+        first `filled` slots of that are copied."""
+        self._activate(len(places) * self.groups.sliding, run=len(places))
+        columns = [self._held.best_fit(len(places)) for _ in range(self.groups.sliding)]
+        for place, window in zip(places, zip(*columns, strict=True), strict=True):
+            if (old := blocks.windows.get(place)) is not None:
+                for source, target in zip(old, window, strict=True):
+                    self._arena.copy(source, target, filled)
+                self._windows.release(old)
+            blocks.windows[place] = window
+
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """K and V of tokens [start, start + n) of one layer, k, v `[Hkv, n, d]` on any device; blocks until copied."""
-        tokens = range(start, start + k.shape[1])
-        held = blocks.chunks[start // CHUNK : _chunks_of(tokens.stop)]
-        assert all(self._chunks.refs(chunk) == 1 for chunk in held), "write to a shared chunk: reserve first"
-        done = 0
-        for part in self.stored(blocks, layer, tokens):
-            count = part.k.shape[1]
-            part.k.copy_(self.format.encode(k[:, done : done + count]))
-            part.v.copy_(self.format.encode(v[:, done : done + count]))
-            done += count
+        """`StoredRows.write`, into chunks that nobody else holds."""
+        places = range(start // CHUNK, chunks_for(start + k.shape[1]))
+        held = self.chunks_of(blocks, self.groups.group[layer], places)
+        assert all(self._held.refs(chunk) == 1 for chunk in held), "write to a shared chunk: reserve first"
+        super().write(blocks, layer, start, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """The rows of slot `source` also take slot `target`, as they are stored."""
-        assert self._chunks.refs(blocks.chunks[target // CHUNK]) == 1, "write to a shared chunk: claim first"
-        [row] = self.stored(blocks, layer, range(source, source + 1))
-        [place] = self.stored(blocks, layer, range(target, target + 1))
-        place.k.copy_(row.k)
-        place.v.copy_(row.v)
+        """`StoredRows.move`, into a chunk that nobody else holds."""
+        assert self._held.refs(blocks.chunks[target // CHUNK]) == 1, "write to a shared chunk: claim first"
+        super().move(blocks, layer, source, target)
 
     def commit(self, blocks: BlockTable, length: int) -> None:
         """Declares the tokens [block table.length, length) complete in all layers."""
         assert blocks.length <= length <= blocks.capacity
         blocks.length = length
 
-    def spans(self, blocks: BlockTable, tokens: range) -> list[Span]:
-        """Where the token slots `tokens` of a block table lie, in token order, in as few pieces as possible."""
-        assert tokens.step == 1 and tokens.start >= 0 and tokens.stop <= blocks.capacity
-        spans = []
-        start = tokens.start
-        while start < tokens.stop:
-            index = start // CHUNK
-            chunk = blocks.chunks[index]
-            slab, slot = divmod(chunk, self.layout.slab_chunks)
-            most = min(_chunks_of(tokens.stop) - index, self.layout.slab_chunks - slot)
-            run = _run_length(blocks.chunks[index : index + most])
-            stop = min(tokens.stop, (index + run) * CHUNK)
-            spans.append(Span(slab, slot * CHUNK + start % CHUNK, stop - start))
-            start = stop
-        return spans
-
-    def view(self, layer: int, span: Span) -> KVPart:
-        """K and V `[Hkv, size, width]` of one layer and span, as views of the pool."""
-        planes = self._arena.planes[span.slab, layer].narrow(2, span.offset, span.size)
-        return KVPart(planes[:, 0], planes[:, 1])
-
-    def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """K and V of the token slots `tokens` of one layer, as views `[Hkv, n, width]` of the pool in token order, one
-        for each contiguous run: each head's `[n, width]` is contiguous. For many layers: `spans` once, then `view`."""
-        return [self.view(layer, span) for span in self.spans(blocks, tokens)]
-
-    def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """`stored` as numbers `[Hkv, n, d]`: the views themselves where the format is exact, else decoded copies."""
-        parts = self.stored(blocks, layer, tokens)
-        if self.format.exact:
-            return parts
-        return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
-
-    def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """int64 `[chunks]`: the row id of each chunk's first token in layer 0, head 0, K. Token t of layer l, head h
-        is row `row_base[t // 64] + t % 64 + layout.row(l, h, kv)`."""
-        chunks = torch.tensor(blocks.chunks, dtype=torch.int64)
-        slabs = chunks // self.layout.slab_chunks
-        return slabs * self.layout.slab_rows + (chunks - slabs * self.layout.slab_chunks) * CHUNK
-
     def fork(self, blocks: BlockTable) -> BlockTable:
         """A second block table on the same complete tokens; nothing is copied until one of the two writes."""
-        shared = blocks.chunks[: _chunks_of(blocks.length)]
+        shared = blocks.chunks[: chunks_for(blocks.length)]
         self._chunks.incref(shared)
-        return BlockTable(list(shared), blocks.length)
+        for window in blocks.windows.values():
+            self._held.incref(window)
+        return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
 
-    def match(self, tokens: Sequence[int], *lineages: str) -> BlockTable:
+    def match(self, tokens: Sequence[int], *lineages: str, floor: int = 0) -> BlockTable:
         """A block table on the longest published prefix of `tokens`, in full chunks, never all of them (one token at
         least is left to compute): `length` says how many need not be computed. At each chunk the first of `lineages`
-        that is known goes on."""
-        chunks = self._tree.match(tokens, *lineages)
+        that is known goes on. Sliding layers must have all that their windows show from `floor` on."""
+        chunks = self._tree.match(tokens, *lineages, usable=lambda path: self._windows.usable(path, floor))
         self._chunks.incref(chunks)
-        return BlockTable(chunks, len(chunks) * CHUNK)
+        return BlockTable(chunks, len(chunks) * CHUNK, self._windows.take(chunks, floor), floor)
 
     def publish(self, blocks: BlockTable, tokens: Sequence[int], lineage: str) -> list[int]:
         """Enters the full chunks below `blocks.length` in the prefix tree; `tokens` are the sequence's, from its start.
@@ -255,6 +273,11 @@ class HostPool:
         for i, chunk in instead.items():
             self._drop([blocks.chunks[i]])
             blocks.chunks[i] = chunk
+        if self.groups.sliding:
+            # Only what reaches to the newest token without a gap: before one, a place may be filled in part.
+            for i in range(self.window_start(blocks, blocks.length) // CHUNK, full):
+                if blocks.chunks[i] in self._tree:
+                    self._windows.keep(blocks.chunks[i], blocks.windows[i])
         return list(instead)
 
     def claim(self, blocks: BlockTable, index: int) -> bool:
@@ -263,7 +286,7 @@ class HostPool:
         and is never published again."""
         chunk = blocks.chunks[index]
         if chunk in self._tree and self._chunks.refs(chunk) == 2:
-            self._chunks.decref(self._tree.unkey(chunk))
+            self._forget(self._tree.unkey(chunk))
         if self._chunks.refs(chunk) > 1:
             return False
         self._claimed.add(chunk)
@@ -272,8 +295,14 @@ class HostPool:
     def truncate(self, blocks: BlockTable, length: int) -> None:
         """Forgets the tokens from `length` on and gives back the chunks that held only those."""
         assert 0 <= length <= blocks.length
+        self.shrink(blocks, length)
+        for place in [place for place in blocks.windows if place >= chunks_for(length)]:
+            self._windows.release(blocks.windows.pop(place))
+
+    def shrink(self, blocks: BlockTable, length: int) -> None:
+        """Gives back the slots from `length` on of the layers that see everything: their tokens lie elsewhere now."""
         blocks.length = length
-        held = _chunks_of(length)
+        held = chunks_for(length)
         self._drop(blocks.chunks[held:])
         del blocks.chunks[held:]
 
@@ -284,25 +313,45 @@ class HostPool:
     def check_integrity(self) -> None:
         """Asserts that ids, counts and bytes agree."""
         self._chunks.check_integrity()
+        self._held.check_integrity()
         self._tree.check_integrity(self._chunks.refs)
+        self._windows.check_integrity(self._tree.__contains__)
         assert all(self._chunks.refs(chunk) > 0 and chunk not in self._tree for chunk in self._claimed)
-        assert self._arena.active == self._chunks.slabs
+        assert self._arena.active == self._held.slabs
         assert self.bytes_used <= self.bytes_peak <= self.chunk_count * self.chunk_bytes <= self.limit_bytes
 
     def _provide(self, count: int) -> None:
-        """Sees to it that `count` chunks are free, at the expense of idle ones, or raises PoolFullError and changes
-        nothing."""
-        missing = count - self.free_chunks
-        if missing > self.idle_chunks:
-            raise PoolFullError(self._full(count, missing - self.idle_chunks))
-        if missing > 0:
-            self._chunks.decref(self._tree.evict(missing))
+        """Sees to it that `count` chunks of group 0 are free, in memory that is ready, in one run if there is one."""
+        if self.groups.full:
+            self._provide_held(count)
+            self._activate(count, run=min(count, self.layout.slab_chunks))
+        elif (missing := count - self._chunks.free) > 0:
+            if self._chunks.slabs * NAMES >= MOST_NAMES:
+                self._forget(self._tree.evict(missing))
+            while self._chunks.free < count:
+                self._chunks.add_slab()
+
+    def _provide_held(self, count: int) -> None:
+        """Sees to it that `count` chunks of the arena are free, at the expense of idle ones, or raises PoolFullError
+        and changes nothing."""
+        if (lacking := count - self.free_chunks - self.idle_chunks) > 0:
+            raise PoolFullError(self._full(count, lacking))
+        while (missing := count - self.free_chunks) > 0:
+            gone = self._tree.evict(missing) if self.groups.full else []
+            self._forget(gone)
+            if not gone:
+                self._windows.evict(missing)
+
+    def _forget(self, chunks: Sequence[int]) -> None:
+        """These chunks left the tree: its references on them, and on what was kept of their windows, end."""
+        self._windows.forget(chunks)
+        self._chunks.decref(chunks)
 
     def _activate(self, count: int, run: int) -> None:
         """Makes slabs ready until `count` chunks are free in them, `run` of these side by side, or none is left."""
-        while self._arena.active < self.layout.slabs and (self._chunks.free < count or self._chunks.largest_run < run):
+        while self._arena.active < self.layout.slabs and (self._held.free < count or self._held.largest_run < run):
             self._arena.activate()
-            self._chunks.add_slab()
+            self._held.add_slab()
 
     def _alone(self, chunk: int) -> bool:
         return self._chunks.refs(chunk) == 1
@@ -331,17 +380,3 @@ class HostPool:
             f"few ({lacking}); raise host_memory from {limit} to {enough} or more, shorten the prompts, or run fewer "
             f"sequences at once"
         )
-
-
-def _chunks_of(tokens: int) -> int:
-    """Chunks that hold `tokens` tokens."""
-    return -(-tokens // CHUNK)
-
-
-def _run_length(chunks: list[int]) -> int:
-    """How many of `chunks`, from the first on, have successive ids. The whole list is compared first, which is much
-    the commonest case and runs at the speed of C."""
-    first = chunks[0]
-    if chunks == list(range(first, first + len(chunks))):
-        return len(chunks)
-    return next(i for i, chunk in enumerate(chunks) if chunk != first + i)

@@ -84,9 +84,10 @@ class PrefixTree:
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._of
 
-    def match(self, tokens: Sequence[int], *lineages: str) -> list[int]:
+    def match(self, tokens: Sequence[int], *lineages: str, usable: Callable[[Sequence[int]], int] = len) -> list[int]:
         """Chunks of the longest known prefix of `tokens`, never all of them: at least one token is left to compute.
-        At each chunk the first of `lineages` that is known goes on. The caller takes a reference on each."""
+        At each chunk the first of `lineages` that is known goes on; `usable` says how many of the chunks found are of
+        use. The caller takes a reference on each."""
         self._clock += 1
         path: list[_Node] = []
         for data in pack_tokens(tokens, max(0, len(tokens) - 1) // CHUNK * CHUNK):
@@ -96,6 +97,7 @@ class PrefixTree:
             if node is None:
                 break
             path.append(node)
+        del path[usable([node.chunk for node in path]) :]
         for node in path:
             node.used = self._clock
             self.idle -= node.idle

@@ -23,11 +23,13 @@ def budget_tokens(budget: float, visible: Visible) -> int:
     return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))
 
 
-def check_dense_layers(dense_layers: Iterable[int], geometry: ModelGeometry) -> None:
-    """Raises ConfigError where the model does not have one of the layers."""
-    for layer in dense_layers:
+def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
+    """The layers that attend to everything they see: those `named`, and all that slide, which see no more than their
+    windows. Raises ConfigError where the model does not have one of the layers."""
+    for layer in named:
         if layer >= geometry.layers:
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
+    return frozenset(named) | frozenset(geometry.sliding)
 
 
 def lineage_digest(options: PolicyOptions) -> str:
@@ -50,11 +52,10 @@ class BudgetPolicy(Generic[Chosen]):
 
     def __init__(self, options: Chosen, geometry: ModelGeometry) -> None:
         """Raises ConfigError where an option does not fit the model."""
-        check_dense_layers(options.dense_layers, geometry)
         self.geometry = geometry
         self.budget = options.budget
         self.sinks, self.recent = options.sinks, options.recent
-        self.dense_layers = frozenset(options.dense_layers)
+        self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.lineage = f"{self.name}-{lineage_digest(options)}"
 
     @classmethod
@@ -65,7 +66,7 @@ class BudgetPolicy(Generic[Chosen]):
     @classmethod
     def memory_demand(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         """A window, and the budget's share of the context in every layer that selects."""
-        dense = tuple(sorted(set(options.dense_layers)))
+        dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         return MemoryDemand(dense, options.sinks + options.recent, options.budget)
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:

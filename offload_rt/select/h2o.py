@@ -57,9 +57,7 @@ class H2OState(PassiveState):
         scores = (q.to(compute) * geometry.scales[layer]) @ k.to(compute).T
         token = torch.arange(len(k), device=k.device)
         ago = torch.arange(start, start + q.shape[1], device=k.device).unsqueeze(1) - token
-        window = geometry.windows[layer]
-        hidden = (ago < 0) | (ago >= (len(k) if window is None else window))
-        return scores.masked_fill_(hidden, -math.inf).softmax(-1).sum((0, 1))
+        return scores.masked_fill_(ago < 0, -math.inf).softmax(-1).sum((0, 1))
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Tokens [start, start + m) exist; what they drew as a prompt is already known."""

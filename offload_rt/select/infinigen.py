@@ -19,7 +19,7 @@ from ..skewing.artifact import SkewArtifact, artifact_bytes
 from ..skewing.guess import SOURCES
 from .base import KeyReader, QuerySource
 from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
-from .budget import budget_tokens, check_dense_layers
+from .budget import budget_tokens, dense_layers
 from .demand import MemoryDemand
 from .key_lists import KeyLists, Rule, Spans
 from .low_bit_rows import VALUE_BITS, LowBitRows, RowBasis, basis_bytes, row_bytes
@@ -179,7 +179,7 @@ class InfiniGen:
         """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
         self.query_source: QuerySource = options.source
         self.sinks, self.recent = options.sinks, options.recent
-        self.dense_layers = frozenset(options.dense_layers)
+        self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.wants_queries = options.scorer == "partial" and options.columns == "prompt"
         self.lineage = self._lineage(artifact)
         self._correction = self._corrections(artifact, device, dtype)
@@ -196,7 +196,7 @@ class InfiniGen:
     @staticmethod
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         """Scoring keys of the layers that select, their bases and corrections, and the artifact these are made of."""
-        dense = tuple(sorted(set(options.dense_layers)))
+        dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         selecting, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
         # The artifact comes whole and is cut; queries and keys have a basis each, values one for all heads.
         square = geometry.head_dim**2 * selecting * wide.itemsize
@@ -296,7 +296,6 @@ def _meant(selection: Selection) -> torch.Tensor:
 
 
 def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:
-    check_dense_layers(options.dense_layers, geometry)
     expected = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     if tuple(artifact.query.shape) != expected:
         raise ArtifactError(

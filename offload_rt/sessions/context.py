@@ -37,7 +37,7 @@ class SessionContext:
         """Returns k, the layers that loading has to be ahead by, for a turn that loads `loaded_bytes` bytes and
         computes `new_tokens` tokens (`read_buffer_layers`), from the rates measured last; all layers before there are
         any."""
-        layers = self.storage.layers
+        layers = self.runner.adapter.geometry.layers
         if not (self.load_rate and self.compute_rate):
             return layers
         return read_buffer_layers(loaded_bytes * self.load_rate, new_tokens * self.compute_rate, layers)

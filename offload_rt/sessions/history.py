@@ -19,6 +19,8 @@ _SINKS = ".sinks"
 _KEYS = {"truncation_id": "cut"}
 """Fields that have another name in the document than here."""
 
+_SLIDING = ("floor", "tail_windows")
+
 
 @dataclass
 class History:
@@ -28,7 +30,9 @@ class History:
     truncation_id: names every truncation so far (empty: none); it belongs to the lineage of every chunk. shift: tokens
     that are gone, hence how far positions run ahead. sinks: tokens before the gap, whose keys have been rotated by
     `sink_shift` positions. id: the same in forks.
-    keys: of its chunks on disk; tail: of the partly filled one; tail_shared: a fork may use it too.
+    floor: the first token that sliding layers may see.
+    keys: of its chunks on disk; tail: of the partly filled one; tail_windows: of its rows of sliding layers;
+    tail_shared: a fork may use them too.
     """
 
     name: str
@@ -45,10 +49,13 @@ class History:
     keys: list[str] = field(default_factory=list)
     tail: str = ""
     tail_shared: bool = False
+    floor: int = 0
+    tail_windows: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        """Returns the history as JSON."""
-        return json.dumps({"format": FORMAT, **{_KEYS.get(k, k): v for k, v in asdict(self).items()}}).encode()
+        """Returns the history as JSON; what only sliding layers need is left out where it says nothing."""
+        fields = {_KEYS.get(k, k): v for k, v in asdict(self).items() if v or k not in _SLIDING}
+        return json.dumps({"format": FORMAT, **fields}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
@@ -107,6 +114,10 @@ class History:
         ranges = ranges_of(new for new, old in enumerate(kept) if old in decoded)
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
         self.decoded = [(run.start, run.stop) for run in ranges]
+        # What slides sees no token across a gap: only the last run of kept tokens, if the next ones follow it at once.
+        follows = kept[-1:] == [self.computed - 1]
+        run = len(ranges_of(kept)[-1]) if follows else 0
+        self.floor = max(len(kept) - run, sum(token < self.floor for token in kept))
         self.computed, self.shift, self.sinks = len(kept), self.shift + gone, sinks
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
@@ -119,7 +130,7 @@ class History:
         """Only `tokens` are left, to be computed as if they were all there ever was."""
         self.tokens = tokens
         self.forget_from(0)
-        self.truncation_id, self.shift, self.sinks, self.sink_shift = "", 0, 0, 0
+        self.truncation_id, self.shift, self.sinks, self.sink_shift, self.floor = "", 0, 0, 0, 0
 
 
 def document_name(name: str) -> str:

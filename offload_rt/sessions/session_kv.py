@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from ..core import CHUNK
+from ..core import CHUNK, BlockTable
 from ..engine.stats import Stats
 from ..forward.sequence import Sequence
-from ..storage.chunk_store import NamedChunk, StoredChunk, read_through
+from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
 from ..storage.loader import ChunkLoader, DamagedChunkError
 from ..storage.saver import layer_bytes
 from .context import SessionContext
@@ -40,7 +40,7 @@ class SessionKV:
     @property
     def pool_bytes(self) -> int:
         """Bytes of host memory that the whole session takes when it is there."""
-        return -(-len(self.history.tokens) // CHUNK) * self.runner.pool.chunk_bytes
+        return self.runner.pool.bytes_for(len(self.history.tokens))
 
     # ---------------------------------------------------------------------------------------------------- coming back
 
@@ -78,7 +78,7 @@ class SessionKV:
     def load_all(self) -> None:
         """Waits for all layers of what is being loaded. Raises DamagedChunkError."""
         if self.loader is not None and self.sequence is not None:
-            for layer in range(self.context.storage.layers):
+            for layer in range(self.runner.adapter.geometry.layers):
                 self.wait(layer)
             self.end_loading()
             self.runner.reload(self.sequence)
@@ -124,12 +124,9 @@ class SessionKV:
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Returns a sequence with what host memory and disk have of the tokens; reading the latter begins."""
         history, runner, storage = self.history, self.runner, self.context.storage
-        blocks = runner.match(history.tokens, history.truncation_id)
-        self._host_tokens = known = blocks.length
-        found = self._find(known)
-        if found:
-            index, chunk = found[-1]
-            known = index * CHUNK + chunk.count
+        blocks = runner.match(history.tokens, history.truncation_id, history.floor)
+        self._host_tokens = blocks.length
+        found, known = self._find(blocks)
         if known < history.computed:
             self._lose_from(known)
         sequence = runner.adopt(
@@ -138,8 +135,9 @@ class SessionKV:
         )  # fmt: skip
         self.loaded_tokens = known - self._host_tokens
         if found:
-            size = sum(chunk.layer_bytes for _, chunk in found) * storage.layers
-            ahead = storage.layers if whole else self.context.read_buffer(size, len(history.tokens) - known)
+            size = sum(placed.chunk.layer_bytes for placed in found) * storage.layers
+            layers = runner.adapter.geometry.layers
+            ahead = layers if whole else self.context.read_buffer(size, len(history.tokens) - known)
             self.loader = ChunkLoader(runner.pool, blocks, found, ahead)
         return sequence
 
@@ -150,36 +148,72 @@ class SessionKV:
         history.forget_from(known)
         if history.truncation_id and not known:
             history.restart(history.tokens)
-        for name in self.names(stop)[known // CHUNK :]:
+        for name in self.stored(stop)[known // CHUNK :]:
             read_through(self.context.storage, name)
 
-    def _find(self, known: int) -> list[tuple[int, StoredChunk]]:
-        """Stored chunks from token `known` on without a gap: full ones, and the tail where they end. One token at least
-        is left to compute. Where rows are rounded, what a turn that did not end had computed is no part of it: a
-        prefill attends to its own rows as they were before rounding."""
-        history, storage = self.history, self.context.storage
+    def _find(self, blocks: BlockTable) -> tuple[list[PlacedChunk], int]:
+        """Stored chunks behind what `blocks` has, and how many tokens there are with them: with what sliding layers
+        show to the next token, or none."""
+        found, known = self._find_full(blocks.length)
+        shown = [name for name in self._shown(known) if name.index not in blocks.windows]
+        chunks = [self._find_one(name) for name in shown] if known > blocks.length else []
+        windows = [PlacedChunk(n.index, c, n.group) for n, c in zip(shown, chunks, strict=False) if c is not None]
+        if len(windows) < len(chunks) or known == blocks.length:
+            return [], blocks.length
+        self._pin(placed.chunk.key for placed in (*found, *windows))
+        return [*found, *windows], known
+
+    def _find_one(self, name: NamedChunk) -> StoredChunk | None:
+        """The chunk on disk, if it is whole as far as is known, and of this layout."""
+        chunk = self.context.storage.find(name.parent, name.lineage, name.tokens)
+        fits = chunk is not None and chunk.layer_bytes == layer_bytes(self.runner.pool, name.count)
+        return chunk if fits and name.key not in self._broken else None
+
+    def _find_full(self, known: int) -> tuple[list[PlacedChunk], int]:
+        """Stored chunks of layers that see everything, from token `known` on without a gap: full ones, and the tail
+        where they end. One token at least is left to compute. Where rows are rounded, what a turn that did not end had
+        computed is no part of it: a prefill attends to its own rows as they were before rounding."""
+        history = self.history
         stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
+        if not self.runner.pool.groups.full:
+            return [], min(stop, history.computed)
         names = self.names(stop // CHUNK * CHUNK)
         tail = self.names(history.computed)[history.computed // CHUNK :]
-        found: list[tuple[int, StoredChunk]] = []
+        found: list[PlacedChunk] = []
         for name in [*names[known // CHUNK :], *tail]:
-            if name.index != known // CHUNK or name.key in self._broken or name.index * CHUNK + name.count == known:
+            if name.index != known // CHUNK or name.index * CHUNK + name.count == known:
                 continue
-            chunk = storage.find(name.parent, name.lineage, name.tokens)
-            if chunk is None or chunk.layer_bytes != layer_bytes(self.runner.pool, name.count):
+            chunk = self._find_one(name)
+            if chunk is None:
                 continue
-            found.append((name.index, chunk))
+            found.append(PlacedChunk(name.index, chunk))
             known = name.index * CHUNK + name.count
             if name.count < CHUNK:
                 break
-        self._pin(chunk.key for _, chunk in found)
-        return found
+        return found, known
 
     # --------------------------------------------------------------------------------------------------------- saving
 
     def names(self, stop: int) -> list[NamedChunk]:
         """Returns the chunks of the history's tokens [0, stop) by their names on disk."""
         return name_chunks(self._lineage, self.history.tokens, stop, self.history.decoded)
+
+    def _shown(self, stop: int) -> list[NamedChunk]:
+        """The chunks of sliding layers that hold what the windows of the token after the first `stop` show."""
+        groups = self.runner.pool.groups
+        if not groups.sliding:
+            return []
+        names = self.names(stop)[groups.first_seen(stop, self.history.floor) // CHUNK :]
+        return [name.window(group) for name in names for group in groups.groups if group]
+
+    def stored(self, stop: int) -> list[NamedChunk]:
+        """The chunks of the history's tokens [0, stop) that hold rows of layers that see everything."""
+        return self.names(stop) if self.runner.pool.groups.full else []
+
+    def all_names(self) -> list[NamedChunk]:
+        """The chunks on disk that hold the rows of all computed tokens."""
+        computed = self.history.computed
+        return [*self.stored(computed), *self._shown(computed)]
 
     @property
     def _lineage(self) -> Lineage:
@@ -208,7 +242,8 @@ class SessionKV:
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Hands over chunks of `tokens` [0, stop), of which decode steps computed those from `start` on; the history
         need not know of them yet."""
-        self.enqueue(name_chunks(self._lineage, tokens, stop, self.history.decoded_with(start, stop)))
+        if self.runner.pool.groups.full:
+            self.enqueue(name_chunks(self._lineage, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
         """To be called directly after whatever may have exchanged a chunk of the sequence (see `Saver.recheck`)."""
@@ -217,7 +252,7 @@ class SessionKV:
     def write_out(self) -> list[NamedChunk]:
         """Waits until all rows that are in host memory are on disk, or cannot be. Returns the names of those that are
         not."""
-        names, missing = self.names(self.history.computed), -1
+        names, missing = self.all_names(), -1
         waiting = self.enqueue(names)
         while True:
             try:
@@ -232,19 +267,21 @@ class SessionKV:
     def enter_names(self) -> None:
         """Lets the history say which chunks on disk it is made of; its last, partly filled one replaces the one
         before."""
-        history, storage = self.history, self.context.storage
-        names = self.names(history.computed)
-        tail = names[-1].key.hex() if history.computed % CHUNK else ""
-        if history.tail and history.tail != tail and not history.tail_shared:
-            storage.remove([bytes.fromhex(history.tail)])
-        history.tail_shared = history.tail_shared and history.tail == tail
-        history.tail, history.keys = tail, [name.key.hex() for name in names]
+        history, storage, names = self.history, self.context.storage, self.all_names()
+        tail = [name.key.hex() for name in names if name.count < CHUNK]
+        before = [key for key in (history.tail, *history.tail_windows) if key]
+        if before and before != tail and not history.tail_shared:
+            storage.remove(bytes.fromhex(key) for key in before)
+        history.tail_shared = history.tail_shared and before == tail
+        full = self.runner.pool.groups.full and bool(tail)
+        history.tail, history.tail_windows = tail[0] if full else "", tail[full:]
+        history.keys = [name.key.hex() for name in names]
         self._pin(name.key for name in names)
 
     def save(self) -> None:
         """Hands everything that is not on disk yet to the saver, and writes the history. Raises StoreError."""
         if self.loader is None:
-            self.enqueue(self.names(self.history.computed))
+            self.enqueue(self.all_names())
         self.enter_names()
         self.context.storage.put(self.history.document, self.history.to_bytes())
         self.context.storage.touch(self.history.chunk_keys)

@@ -36,7 +36,7 @@ class SessionStore:
         """open_tier: is called once; the store closes what it returns."""
         _check_restorable(runner)
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
-        storage = open_tier(namespace, runner.adapter.geometry.layers)
+        storage = open_tier(namespace, runner.pool.groups.layers)
         saver = Saver(storage, runner.pool, runner.link.storage)
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
@@ -107,7 +107,7 @@ class SessionStore:
             if (sequence := session.kv.sequence) is not None:
                 refused = self.context.storage.last_error or "the limit of its files is reached"
                 reason = f"its store cannot take it: {refused}" if session.kv in parked else "answering"
-                found.append(Holding(session.name, len(sequence.blocks.chunks) * pool.chunk_bytes, reason))
+                found.append(Holding(session.name, pool.bytes_of(sequence.blocks), reason))
         return found
 
     def close_if_idle(self) -> None:

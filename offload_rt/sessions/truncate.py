@@ -9,11 +9,12 @@ rotated, once, from their originals, across the whole gap.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from copy import copy
 
 import torch
 
-from ..core import CHUNK, BlockTable, ModelGeometry, ranges_of
-from ..errors import InputError, ModelError
+from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, ranges_of
+from ..errors import InputError, ModelError, PoolFullError
 from ..forward.sequence import Sequence
 from ..models.adapter import ModelAdapter
 from ..pool.pool import HostPool
@@ -63,11 +64,6 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
             f"{name} has absolute positions: its stored keys hold them, so tokens cannot be cut out; start a new "
             "session with the part of the text that matters"
         )
-    if any(window is not None for window in geometry.windows):
-        raise ModelError(
-            f"{name} has sliding windows, which count positions: after a cut they would show tokens the model has "
-            "never seen from so far; tokens outside the window are never attended anyway, so there is nothing to gain"
-        )
 
 
 def tokens_after(kv: SessionKV, new: int) -> int:
@@ -96,7 +92,8 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
     kept = kept_tokens(history.computed, sinks, keep_last, drop)
     if len(kept) == history.computed:
         return 0
-    if drop is not None or (history.truncation_id and history.sinks > sinks):
+    pool = kv.runner.pool
+    if drop is not None or (history.truncation_id and history.sinks > sinks) or not pool.groups.full:
         sinks = 0
     computed = history.computed
     sequence = host.retry_after_reclaim(kv.materialise)
@@ -104,7 +101,9 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
         raise InputError("a part of the session was damaged and is computed again with the next turn: truncate then")
     size = len(history.tokens) - history.computed + len(kept)
     _keep_sinks(kv, sequence, sinks)
-    blocks = host.retry_after_reclaim(lambda: kv.runner.pool.new_block_table(size))
+    after = copy(history)
+    after.truncate(kept, sinks)
+    blocks = host.retry_after_reclaim(lambda: _room(pool, size, len(kept), after.floor))
     gone = history.computed - len(kept)
     history.truncate(kept, sinks)
     _rebuild(kv, sequence, kept, blocks)
@@ -143,9 +142,10 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     sequence = host.retry_after_reclaim(kv.materialise)
     if data is None or history.sinks == 0:
         return
-    shape = (geometry.layers, geometry.kv_heads, -1, pool.format.width)
+    shape = (len(pool.groups.layers_of(0)), geometry.kv_heads, -1, pool.format.width)
     originals = torch.frombuffer(bytearray(data), dtype=pool.format.storage).view(shape)[:, :, : history.sinks]
-    blocks = host.retry_after_reclaim(lambda: pool.new_block_table(len(history.tokens)))
+    size = len(history.tokens)
+    blocks = host.retry_after_reclaim(lambda: _room(pool, size, history.computed, history.floor))
     history.close_gap()
     rebuilt = _rebuild(kv, sequence, range(history.computed), blocks)
     write_rotated_sinks(pool, kv.runner.adapter, rebuilt.blocks, originals, history.sink_shift)
@@ -159,6 +159,18 @@ def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
         history.sinks = sinks
         kv.context.storage.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
+
+
+def _room(pool: HostPool, size: int, known: int, floor: int) -> BlockTable:
+    """Returns a block table with slots for `size` tokens, of which `known` are about to be copied there. Raises
+    PoolFullError."""
+    blocks = pool.new_block_table(size, floor)
+    try:
+        pool.slide(blocks, known, size)
+    except PoolFullError:
+        pool.release(blocks)
+        raise
+    return blocks
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
@@ -180,32 +192,37 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
 
 
 def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
-    """Copies rows of the tokens `kept` of `source`, as they are stored, to the first slots of `target`, all layers."""
-    at = 0
-    for run in ranges_of(kept):
-        for layer in range(pool.layout.layers):
-            done = at
-            for part in pool.stored(source, layer, run):
-                stop = done + part.k.shape[1]
-                for place in pool.stored(target, layer, range(done, stop)):
-                    offset, size = done - (stop - part.k.shape[1]), place.k.shape[1]
-                    place.k.copy_(part.k[:, offset : offset + size])
-                    place.v.copy_(part.v[:, offset : offset + size])
-                    done += size
-        at += len(run)
+    """Copies rows of the tokens `kept` of `source`, as they are stored, to the first slots of `target`, in all layers;
+    of sliding layers those that the windows of the next tokens show."""
+    for layer, group in enumerate(pool.groups.group):
+        at = pool.groups.first_seen(len(kept), target.floor) if group else 0
+        for run in ranges_of(kept[at:]):
+            _copy_run(pool, layer, pool.stored(source, layer, run), target, at)
+            at += len(run)
+
+
+def _copy_run(pool: HostPool, layer: int, parts: Seq[KVPart], target: BlockTable, at: int) -> None:
+    """Copies the rows of `parts` to the slots of `target` from `at` on."""
+    for part in parts:
+        begin, stop = at, at + part.k.shape[1]
+        for place in pool.stored(target, layer, range(begin, stop)):
+            size = place.k.shape[1]
+            place.k.copy_(part.k[:, at - begin : at - begin + size])
+            place.v.copy_(part.v[:, at - begin : at - begin + size])
+            at += size
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
-    """Returns the keys of the first `sinks` tokens (fewer than 64) as they are stored, `[L, Hkv, sinks, width]`, a
-    copy."""
-    return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in range(pool.layout.layers)])
+    """Returns the keys of the first `sinks` tokens (fewer than 64) as they are stored, `[L, Hkv, sinks, width]`, L
+    layers that see everything, a copy."""
+    return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in pool.groups.layers_of(0)])
 
 
 def write_rotated_sinks(
     pool: HostPool, adapter: ModelAdapter, blocks: BlockTable, originals: torch.Tensor, offset: int
 ) -> None:
-    """Writes the sinks' keys `originals` `[L, Hkv, sinks, width]` rotated by `offset` positions. The block table's
-    first chunk must be its own."""
-    for layer, stored in enumerate(originals):
+    """Writes the sinks' keys `originals` `[L, Hkv, sinks, width]` of layers that see everything, rotated by `offset`
+    positions. The block table's first chunk must be its own."""
+    for layer, stored in zip(pool.groups.layers_of(0), originals, strict=True):
         keys = adapter.rotate_keys(pool.format.decode(stored), offset)
         pool.stored(blocks, layer, range(stored.shape[1]))[0].k.copy_(pool.format.encode(keys))

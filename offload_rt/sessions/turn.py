@@ -67,7 +67,7 @@ class Turn(SampledRequest):
             self._trace.reused_tokens += sequence.trace.reused_tokens
             sequence.trace = self._trace
         self._seconds = sequence.trace.prefill_seconds
-        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.names(len(taken) // CHUNK * CHUNK)))
+        self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(len(taken) // CHUNK * CHUNK)))
         self._prefill = runner.begin_prefill(
             sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
         )
@@ -82,7 +82,7 @@ class Turn(SampledRequest):
         runner.check_fits(self.expected_tokens)
         close_gap(kv, self._host, self.expected_tokens)
         if history.truncation_id != before:
-            kv.enqueue(kv.names(history.computed))
+            kv.enqueue(kv.all_names())
 
     def _truncate(self) -> None:
         """Forgets the oldest tokens where this turn would outgrow the model's positions, and says so in a warning."""
@@ -128,7 +128,7 @@ class Turn(SampledRequest):
         kv, host, context = self.kv, self._host, self.kv.context
         if self._saving is not None:
             context.saver.layer_done(self._saving, layer)
-        if layer < context.storage.layers - 1:
+        if layer < kv.runner.adapter.geometry.layers - 1:
             return
         assert self.sequence is not None and self._prefill is not None
         kv.mark_enqueued(self._saving.chunks if self._saving is not None else ())

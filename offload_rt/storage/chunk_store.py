@@ -5,25 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from ..pool.prefix_tree import chunk_key
 
 
 @dataclass(frozen=True)
 class NamedChunk:
     """A chunk of a sequence under its name in a store. index: its place in the block table; parent: the key of the
     chunk before it; lineage: how its rows were computed; tokens: little-endian int64, 8 bytes each; key: the digest of
-    the three (`pool.prefix_tree.chunk_key`)."""
+    the three (`pool.prefix_tree.chunk_key`); group: whose layers' rows it holds (`pool.layer_groups`)."""
 
     index: int
     parent: bytes
     lineage: str
     tokens: bytes
     key: bytes
+    group: int = 0
 
     @property
     def count(self) -> int:
         """Returns n, the tokens of the chunk (at most 64)."""
         return len(self.tokens) // 8
+
+    def window(self, group: int) -> NamedChunk:
+        """Returns the name of the same tokens' rows in a group of sliding layers."""
+        lineage = f"{self.lineage} window {group}"
+        key = chunk_key(self.key, lineage, self.tokens)
+        return NamedChunk(self.index, self.key, lineage, self.tokens, key, group)
 
 
 class StoredChunk(Protocol):
@@ -50,6 +59,14 @@ class StoredChunk(Protocol):
         ...
 
 
+class PlacedChunk(NamedTuple):
+    """A stored chunk and where it belongs: its place in a block table, and the group whose layers' rows it holds."""
+
+    place: int
+    chunk: StoredChunk
+    group: int = 0
+
+
 class ChunkWriter(Protocol):
     """A chunk on its way into a store: one `write` for each layer, in any order and from any one thread, then `commit`
     or `abort`. Nobody finds the chunk before `commit`."""
@@ -74,7 +91,7 @@ class ChunkStore(Protocol):
 
     @property
     def layers(self) -> int:
-        """L, the blocks of every chunk."""
+        """The blocks of every chunk: L, or where layers slide those of a group (`pool.layer_groups`)."""
         ...
 
     @property

@@ -10,8 +10,9 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..core import CHUNK, BlockTable
-from ..pool.pool import HostPool, Span
-from .chunk_store import StoredChunk
+from ..pool.pool import HostPool
+from ..pool.stored_rows import Span
+from .chunk_store import PlacedChunk, StoredChunk
 
 
 class DamagedChunkError(Exception):
@@ -42,11 +43,13 @@ class ChunkLoader:
     written only by this thread and read only after `wait` of their layer: an event orders the two.
     """
 
-    def __init__(self, pool: HostPool, blocks: BlockTable, chunks: Seq[tuple[int, StoredChunk]], ahead: int):
-        """chunks: with their places in the block table; each has a block for every layer of the pool."""
+    def __init__(self, pool: HostPool, blocks: BlockTable, chunks: Seq[PlacedChunk], ahead: int):
+        """chunks: with their places in the block table; each has a block for every layer of its group."""
         self._pool, self._chunks, self._ahead = pool, chunks, ahead
-        self._spans = [pool.spans(blocks, range(i * CHUNK, i * CHUNK + chunk.count))[0] for i, chunk in chunks]
-        largest = max((chunk.layer_bytes for _, chunk in chunks), default=0)
+        self._layers = len(pool.groups.group)
+        tokens = [range(placed.place * CHUNK, placed.place * CHUNK + placed.chunk.count) for placed in chunks]
+        self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(chunks, tokens, strict=True)]
+        largest = max((placed.chunk.layer_bytes for placed in chunks), default=0)
         self._block = bytearray(largest)  # one for all: touching fresh memory takes longer than reading a cached file
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
@@ -61,7 +64,7 @@ class ChunkLoader:
     def finished(self) -> bool:
         """Whether all layers have arrived, whole."""
         with self._changed:
-            return self._done == self._pool.layout.layers and self._damaged is None
+            return self._done == self._layers and self._damaged is None
 
     @property
     def damaged(self) -> bool:
@@ -93,12 +96,14 @@ class ChunkLoader:
         self._thread.join()
 
     def _load(self) -> None:
-        for layer in range(self._pool.layout.layers):
+        groups = self._pool.groups.group
+        for layer in range(self._layers):
             if not self._may_load(layer):
                 return
             began = time.perf_counter()
             pairs = zip(self._chunks, self._spans, strict=True)
-            bad = next((chunk.key for (_, chunk), span in pairs if not self._fill(chunk, layer, span)), None)
+            mine = ((placed.chunk, span) for placed, span in pairs if placed.group == groups[layer])
+            bad = next((chunk.key for chunk, span in mine if not self._fill(chunk, layer, span)), None)
             with self._changed:
                 self.load_seconds += time.perf_counter() - began
                 self._damaged = bad
@@ -117,7 +122,7 @@ class ChunkLoader:
         """Loads one layer of one chunk, which is checked before it is copied to its rows."""
         part = self._pool.view(layer, span)
         size = 2 * part.k.nbytes
-        if not chunk.read_layer(layer, memoryview(self._block)[:size]):
+        if not chunk.read_layer(self._pool.groups.place[layer], memoryview(self._block)[:size]):
             return False
         heads, count, width = part.k.shape
         rows = torch.frombuffer(self._block, dtype=part.k.dtype, count=2 * part.k.numel()).view(heads, 2, count, width)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..core import CHUNK, BlockTable
-from ..pool.pool import HostPool, Span
+from ..pool.pool import HostPool
+from ..pool.stored_rows import Span
 from ..transfer.link import KVStorage
 from .chunk_store import ChunkStore, ChunkWriter, NamedChunk
 
@@ -65,8 +66,8 @@ class Saver:
             self._waiting += len(taken) * self._pool.chunk_bytes
         if not taken:
             return None
-        spans = [self._pool.spans(blocks, range(c.index * CHUNK, c.index * CHUNK + c.count))[0] for c in taken]
-        saving = Saving(blocks, taken, [blocks.chunks[c.index] for c in taken], spans)
+        spans = [self._pool.spans(blocks, c.group, range(c.index * CHUNK, c.index * CHUNK + c.count))[0] for c in taken]
+        saving = Saving(blocks, taken, [self._identity(blocks, c) for c in taken], spans)
         self._active.append(saving)
         return saving
 
@@ -80,21 +81,25 @@ class Saver:
         saving = self.begin(blocks, chunks)
         if saving is None:
             return 0
-        for layer in range(self._store.layers):
+        for layer in range(len(self._pool.groups.group)):
             self.layer_done(saving, layer)
         return len(saving.chunks)
 
+    def _identity(self, blocks: BlockTable, chunk: NamedChunk) -> int:
+        """The id of the pool's chunk that holds the rows; -1 where the block table no longer has it."""
+        held = self._pool.chunks_of(blocks, chunk.group, range(chunk.index, chunk.index + 1))
+        return held[0] if held else -1
+
     def recheck(self) -> set[bytes]:
         """Gives up chunks that a block table no longer has in the same place (publishing exchanges a chunk for an equal
-        one, reserving copies a shared tail): to be called directly after either, before anything else is written to the
-        pool. Returns their keys, to be handed over again."""
+        one, reserving copies a shared tail, sliding gives back what has left the windows): to be called directly after
+        any of them, before anything else is written to the pool. Returns their keys, to be handed over again."""
         given_up = set()
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
                 for i, (chunk, identity) in enumerate(zip(saving.chunks, saving.ids, strict=True)):
-                    held = saving.blocks.chunks
-                    if chunk.index >= len(held) or held[chunk.index] != identity:
+                    if self._identity(saving.blocks, chunk) != identity:
                         saving.moved.add(i)
                         given_up.add(chunk.key)
         return given_up
@@ -136,16 +141,23 @@ class Saver:
             saving.writers = [
                 self._store.begin(c.parent, c.lineage, c.tokens, c.count * self._token_bytes) for c in saving.chunks
             ]
-        for writer, span in zip(saving.writers, saving.spans, strict=True):
-            if writer is not None:
-                writer.write(layer, layer_block(self._pool, layer, span))
-        if layer == self._store.layers - 1:
-            for i, writer in enumerate(saving.writers):
+        groups = self._pool.groups
+        for chunk, writer, span in zip(saving.chunks, saving.writers, saving.spans, strict=True):
+            if writer is not None and chunk.group == groups.group[layer]:
+                writer.write(groups.place[layer], layer_block(self._pool, layer, span))
+        if layer == len(groups.group) - 1:
+            for i, (chunk, writer) in enumerate(zip(saving.chunks, saving.writers, strict=True)):
                 if writer is not None:
+                    self._fill_up(writer, chunk)
                     with self._mutex:  # everything has been read: what moves after the question cannot matter
                         moved = i in saving.moved
                     writer.abort() if moved else writer.commit()
             self._end(saving)
+
+    def _fill_up(self, writer: ChunkWriter, chunk: NamedChunk) -> None:
+        """Writes zeros where a chunk of the pool has room for more layers than its group has."""
+        for place in range(len(self._pool.groups.layers_of(chunk.group)), self._store.layers):
+            writer.write(place, memoryview(bytes(chunk.count * self._token_bytes)))
 
     @property
     def _token_bytes(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import BlockTable, KVPart, Selection, Visible
+from ..core import BlockTable, KVPart, ModelGeometry, Selection, Visible
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Savings, Ticket
 from .plan import attended_tokens, first_askers, key_rows
@@ -47,10 +47,7 @@ class _SparseTicket:
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        pool = self.pages.pool
-        return [
-            _ScatteredPart(self.scratch, key_rows(pool.layout, self.pages.of(self.blocks), self.layer, self.tokens))
-        ]
+        return [_ScatteredPart(self.scratch, self.pages.rows(self.blocks, self.layer, self.tokens))]
 
 
 class _Pages:
@@ -67,6 +64,11 @@ class _Pages:
             base = self.pool.row_base(blocks)
             self._known[id(blocks)] = list(blocks.chunks), base
         return base
+
+    def rows(self, blocks: BlockTable, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Row ids of K int64 `[Hkv, n]` of `tokens` int64 `[Hkv, n]`, in a layer that sees everything."""
+        assert self.pool.groups.group[layer] == 0, "what a sliding layer sees is attended to as a whole"
+        return key_rows(self.pool.layout, self.of(blocks), self.pool.groups.place[layer], tokens)
 
     def forget(self, blocks: BlockTable) -> None:
         """The block table is closed; another may get its id."""
@@ -131,15 +133,15 @@ class _ScatteredPart(KVPart):
 class CpuStorage:
     """`KVStorage` on the host: rows stay where they are written, only the count of resident ones is noted."""
 
-    def __init__(self, pool: HostPool, pages: _Pages) -> None:
-        self._pool, self._pages = pool, pages
+    def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
+        self._pool, self._pages, self._geometry = pool, pages, geometry
         self._token_bytes = 2 * pool.layout.kv_heads * pool.layout.row_bytes
         self._resident: dict[int, int] = {}
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of the resident rows of all open sequences, in all layers."""
-        return sum(self._resident.values()) * self._token_bytes * self._pool.layout.layers
+        return sum(self._resident.values()) * self._token_bytes
 
     @property
     def opened(self) -> Set[int]:
@@ -147,8 +149,9 @@ class CpuStorage:
         return self._resident.keys()
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        """Notes how many tokens are resident."""
-        self._resident[id(blocks)] = sinks + recent
+        """Notes how many tokens are resident, summed over layers."""
+        layers = range(self._geometry.layers)
+        self._resident[id(blocks)] = sum(sum(self._geometry.resident(layer, sinks, recent)) for layer in layers)
 
     def close(self, blocks: BlockTable) -> None:
         """Forgets the sequence."""
@@ -168,16 +171,33 @@ class CpuStorage:
         self._pool.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Writes the slices; the rows returned are a view of the pool where its chunks are one run."""
+        """Writes the slices; the rows returned are a view of the pool where its chunks are one run. Of a sliding layer
+        they are joined from what is in the pool and what is new, since not all of that is kept."""
+        if self._pool.groups.group[layer]:
+            return self._prefill_sliding(blocks, layer, start, list(slices))
         stop = start
         for part in slices:
             self._pool.write(blocks, layer, stop, part.k, part.v)
             stop += part.k.shape[1]
-        runs = self._pool.runs(blocks, layer, range(stop))
-        whole = runs[0]
-        if len(runs) > 1:
-            whole = KVPart(torch.cat([run.k for run in runs], dim=1), torch.cat([run.v for run in runs], dim=1))
-        return PrefilledLayer(whole, start * self._token_bytes, (stop - start) * self._token_bytes)
+        whole = _joined(self._pool.runs(blocks, layer, range(stop)))
+        return PrefilledLayer(whole, 0, start * self._token_bytes, (stop - start) * self._token_bytes)
+
+    def _prefill_sliding(self, blocks: BlockTable, layer: int, start: int, slices: list[KVPart]) -> PrefilledLayer:
+        first = self._pool.groups.first_seen(start, blocks.floor)
+        new = _joined(slices)
+        tokens = range(start, start + new.k.shape[1])
+        kept = self._pool.kept(blocks, layer, tokens)
+        self._pool.write(blocks, layer, kept.start, new.k[:, kept.start - start :], new.v[:, kept.start - start :])
+        before = self._pool.runs(blocks, layer, range(first, start))
+        bytes_each = (start - first) * self._token_bytes, len(kept) * self._token_bytes
+        return PrefilledLayer(_joined([*before, new]), first, *bytes_each)
+
+
+def _joined(parts: Sequence[KVPart]) -> KVPart:
+    """The rows of all parts in order, of one part the part itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
 
 
 class CpuRows:
@@ -221,9 +241,8 @@ class CpuRows:
         selections: Sequence[Selection],
     ) -> list[Ticket]:
         """Each sequence gathers its own rows from the pool, only the count is of the union."""
-        layout = self._pool.layout
         rows = [
-            key_rows(layout, self._pages.of(blocks), layer, selection.tokens).flatten()
+            self._pages.rows(blocks, layer, selection.tokens).flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)
         ]
         again = (first_askers(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
@@ -240,10 +259,10 @@ class CpuRows:
 class CpuLink:
     """`Link` for the CPU and an exact KV format."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
         assert pool.format.exact, "rows that have to be decoded cannot be attended to where they lie"
         self._pages = _Pages(pool)
-        self.storage = CpuStorage(pool, self._pages)
+        self.storage = CpuStorage(pool, self._pages, geometry)
         self.rows = CpuRows(pool, self._pages)
         self.batched = None
 

@@ -35,7 +35,9 @@ class CudaStorage:
             return
         one = state.add(blocks, sinks, recent)
         for layer in range(state.geometry.layers if blocks.length else 0):
-            for tokens in (range(min(sinks, blocks.length)), range(max(0, blocks.length - recent), blocks.length)):
+            sinks_here, recent_here = state.geometry.resident(layer, sinks, recent)
+            last = range(max(0, blocks.length - recent_here), blocks.length)
+            for tokens in (range(min(sinks_here, blocks.length)), state.pool.kept(blocks, layer, last)):
                 at = tokens.start
                 for run in state.pool.runs(blocks, layer, tokens):
                     one.residency.store(layer, at, run.k.to(state.device), run.v.to(state.device))
@@ -53,20 +55,22 @@ class CudaStorage:
         self._state.settle(blocks)
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Keeps the resident ones of k, v `[Hkv, m, d]` and queues the write-back of all."""
+        """Keeps the resident ones of k, v `[Hkv, m, d]` and queues the write-back of all that have slots."""
         state, one = self._state, self._state[blocks]
         one.residency.store(layer, start, k, v)
+        kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
+        k, v = k[:, kept.start - start :], v[:, kept.start - start :]
         with state.write_back.behind_compute():
             at = 0
             stored_k, stored_v = state.format.encode(k), state.format.encode(v)
-            for run in state.pool.stored(blocks, layer, range(start, start + k.shape[1])):
+            for run in state.pool.stored(blocks, layer, kept):
                 piece = slice(at, at + run.k.shape[1])
                 copy_heads(run.k, stored_k[:, piece])
                 copy_heads(run.v, stored_v[:, piece])
                 at = piece.stop
             state.write_back.borrow(k, v)
             one.written = state.write_back.mark()
-        return k.shape[1] * state.token_bytes
+        return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copies on the host, since both rows are in the pool, behind the write-back of the row and the reads of the
@@ -89,12 +93,13 @@ class CudaStorage:
             written += self.append(blocks, layer, stop, part.k, part.v)
             fresh.append(part)
             stop += part.k.shape[1]
-        loaded = self._rows.stage_range(blocks, layer, range(start))
+        first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
+        loaded = self._rows.stage_range(blocks, layer, range(first, start))
         state.prefetch.hold_compute(loaded.mark, loaded.staged)
         before = state.format.decode(loaded.staged)
         k = torch.cat([before[0], *(part.k for part in fresh)], dim=1)
         v = torch.cat([before[1], *(part.v for part in fresh)], dim=1)
-        return PrefilledLayer(KVPart(k, v), start * state.token_bytes, written)
+        return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
 
 
 class CudaLink:
@@ -145,4 +150,4 @@ class CudaLink:
         """Reads rows `[2, Hkv, n, width]` of tokens `[Hkv, n]` from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
-        return lambda layer, tokens: pool.rows[row_ids(pool.layout, base, layer, tokens.cpu())]
+        return lambda layer, tokens: pool.rows[row_ids(pool.layout, base, pool.groups.place[layer], tokens.cpu())]

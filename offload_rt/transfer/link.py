@@ -21,10 +21,12 @@ from .row_lists import RowLists
 
 @dataclass(frozen=True)
 class PrefilledLayer:
-    """K and V of tokens [0, stop) of one layer, contiguous, valid until the next layer is taken; and what crossed the
-    link for them: rows before `start` that had to be loaded, new rows written back."""
+    """K and V of tokens [first, stop) of one layer, contiguous, valid until the next layer is taken: all, or of a
+    sliding layer those that the new tokens' windows show; and what crossed the link for them: rows before `start` that
+    had to be loaded, new rows written back."""
 
     kv: KVPart
+    first: int
     bytes_to_device: int
     bytes_to_host: int
 
@@ -86,8 +88,8 @@ class KVStorage(Protocol):
         ...
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """New rows k, v `[Hkv, m, d]` in the slots [start, start + m): the resident ones stay, all are written back to
-        the pool asynchronously. Returns the bytes written back."""
+        """New rows k, v `[Hkv, m, d]` in the slots [start, start + m): the resident ones stay, all that the layer has
+        slots for are written back to the pool asynchronously. Returns the bytes written back."""
         ...
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -96,8 +98,9 @@ class KVStorage(Protocol):
         ...
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes, keeps
-        those that will be resident, and returns all rows of the layer, on the device."""
+        """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes (of a
+        sliding layer what there are slots for), keeps those that will be resident, and returns the rows of the layer,
+        on the device."""
         ...
 
 

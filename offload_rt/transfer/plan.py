@@ -29,22 +29,23 @@ def first_askers(ids: torch.Tensor) -> torch.Tensor:
     return torch.full_like(ids, -1).scatter_(0, order, order[heads].where(again, -1))
 
 
-def key_rows(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+def key_rows(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
     """Rows of the flat arena `[R, d]` that hold K of `tokens`; V of each lies `layout.plane_rows` behind.
 
-    base: int64 `[chunks]`, the arena row of each chunk's first token (layer 0, head 0, K), on the device of `tokens`.
+    place: the layer's, among the layers of a chunk.
+    base: int64 `[chunks]`, the arena row of each chunk's first token (place 0, head 0, K), on the device of `tokens`.
     tokens: int64 `[Hkv, n]` token indices. Returns int64 `[Hkv, n]`.
 
     A token's row is the token and what its chunk is off by: this runs for every layer and step.
     """
-    first, (kv_heads, n) = layout.row(layer, 0, 0), tokens.shape
+    first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
     off = base - torch.arange(0, len(base) * CHUNK, CHUNK, device=base.device)
     rows = off.index_select(0, (tokens >> CHUNK_BITS).view(-1)).view(kv_heads, n)
     return rows.add_(tokens).add_(heads.unsqueeze(1))
 
 
-def row_ids(layout: ArenaLayout, base: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
     """`key_rows` and the rows of V: int64 `[2, Hkv, n]`."""
-    keys = key_rows(layout, base, layer, tokens)
+    keys = key_rows(layout, base, place, tokens)
     return torch.stack((keys, keys + layout.plane_rows))

@@ -1,4 +1,4 @@
-"""The rows that stay on the device: sinks, and a ring of the most recent tokens."""
+"""The rows that stay on the device: sinks, and a ring of the most recent tokens; of a sliding layer its window."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from ..core import KVPart, ModelGeometry, Visible
 class Residency:
     """Resident rows of one sequence in all layers, on `device`.
 
-    rows: `[L, 2, Hkv, s + w, d]`. A sink t has place t; every other token t has place s + (t - s) mod w, so that a new
-    row overwrites the one that leaves the window, and what there is always fills the first places. `store` and `part`
-    are called on the compute stream; a row that is overwritten has been written back before it could become a candidate
-    (the link orders that).
+    Of each layer `[2, Hkv, s + w, d]`. A sink t has place t; every other token t has place s + (t - s) mod w, so that a
+    new row overwrites the one that leaves the window, and what there is always fills the first places. `store` and
+    `part` are called on the compute stream; a row that is overwritten has been written back before it could become a
+    candidate (the link orders that).
     """
 
     def __init__(
         self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, sinks: int, recent: int
     ) -> None:
-        shape = (geometry.layers, 2, geometry.kv_heads, sinks + recent, geometry.head_dim)
-        self._rows = torch.empty(shape, dtype=dtype, device=device)
-        self._sinks, self._recent = sinks, recent
+        self._sizes = [geometry.resident(layer, sinks, recent) for layer in range(geometry.layers)]
+        shapes = [(2, geometry.kv_heads, s + w, geometry.head_dim) for s, w in self._sizes]
+        self._rows = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def clone(self) -> Residency:
         """An independent copy."""
         twin = object.__new__(Residency)
-        twin._rows, twin._sinks, twin._recent = self._rows.clone(), self._sinks, self._recent
+        twin._rows, twin._sizes = [rows.clone() for rows in self._rows], self._sizes
         return twin
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return self._rows.nbytes
+        return sum(rows.nbytes for rows in self._rows)
 
     def lists(self, layer: int) -> torch.Tensor:
         """The rows of a layer `[2 * Hkv, s + w, d]`, K of all heads, then V (`kernels.lists.keep_rows`)."""
@@ -40,35 +40,36 @@ class Residency:
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps what is resident of tokens [start, start + m), k and v `[Hkv, m, d]`."""
-        stop, sinks = start + k.shape[1], self._sinks
+        rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
-            self._rows[layer, 0, :, start:head] = k[:, : head - start]
-            self._rows[layer, 1, :, start:head] = v[:, : head - start]
-        first = max(start, stop - self._recent, sinks)
+            rows[0, :, start:head] = k[:, : head - start]
+            rows[1, :, start:head] = v[:, : head - start]
+        first = max(start, stop - recent, sinks)
         if first < stop:
-            places = (torch.arange(first - sinks, stop - sinks, device=k.device) % self._recent).add_(sinks)
-            self._rows[layer, 0].index_copy_(1, places, k[:, first - start :])
-            self._rows[layer, 1].index_copy_(1, places, v[:, first - start :])
+            places = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
+            rows[0].index_copy_(1, places, k[:, first - start :])
+            rows[1].index_copy_(1, places, v[:, first - start :])
 
     def move(self, layer: int, source: int, target: int) -> None:
         """The recent row in slot `source` also takes slot `target`, if that is a sink's."""
-        if target < self._sinks:
-            self._rows[layer, :, :, target] = self._rows[layer, :, :, place(source, self._sinks, self._recent)]
+        rows, (sinks, recent) = self._rows[layer], self._sizes[layer]
+        if target < sinks:
+            rows[:, :, target] = rows[:, :, place(source, sinks, recent)]
 
     def part(self, layer: int, visible: Visible) -> list[KVPart]:
         """The resident rows of `visible` in token order, as views."""
-        pieces = [self._rows[layer, :, :, run.start : run.stop] for run in self._runs(visible) if run]
+        pieces = [self._rows[layer][:, :, run.start : run.stop] for run in self._runs(layer, visible) if run]
         return [KVPart(piece[0], piece[1]) for piece in pieces]
 
-    def _runs(self, visible: Visible) -> list[range]:
+    def _runs(self, layer: int, visible: Visible) -> list[range]:
         """Neighbouring places of the resident tokens of `visible`, in token order."""
-        sinks, recent = self._sinks, visible.recent
+        (sinks, size), recent = self._sizes[layer], visible.recent
         first = max(recent.start, sinks)
-        rounds = -(-(first - sinks) // self._recent)
-        ring_start = min(recent.stop, sinks + rounds * self._recent)
+        rounds = -(-(first - sinks) // size)
+        ring_start = min(recent.stop, sinks + rounds * size)
         ring = [run for run in (range(first, ring_start), range(ring_start, recent.stop)) if run]
-        starts = [place(run.start, sinks, self._recent) for run in ring]
+        starts = [place(run.start, sinks, size) for run in ring]
         placed = [range(start, start + len(run)) for start, run in zip(starts, ring, strict=True)]
         return [visible.sinks, range(recent.start, min(recent.stop, sinks)), *placed]
 

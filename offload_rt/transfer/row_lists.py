@@ -62,13 +62,13 @@ class RowLists:
         self.token_bytes = layout.kv_heads * self.pair_bytes
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._bases = torch.zeros(batch, -(-tokens // CHUNK), dtype=torch.int64, device=device)
-        self._tables = torch.zeros(layout.layers, batch, FIELDS, dtype=torch.int64, device=device)
+        places = state.pool.groups.place
+        self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
         firsts = [
-            [[layout.row(layer, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)]
-            for layer in range(layout.layers)
+            [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = torch.tensor(firsts, device=device).unsqueeze(2)
-        """int64 `[L, 2, 1, Hkv]`: the row of a slab's first token."""
+        """int64 `[L, 2, 1, Hkv]`: the row of a slab's first token; of layers that see everything."""
         self._chunks: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []

@@ -11,9 +11,7 @@ from offload_rt.skewing.guess import Correction
 CPU = torch.device("cpu")
 
 
-def geometry(
-    *, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: int = 16, window: int | None = None
-) -> ModelGeometry:
+def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: int = 16) -> ModelGeometry:
     """A model's shape; every layer has its own scale, so that a forgotten or doubled one shows."""
     return ModelGeometry(
         layers=layers,
@@ -23,7 +21,7 @@ def geometry(
         head_dim=head_dim,
         vocab=64,
         scales=tuple(head_dim**-0.5 * (1 + 0.25 * layer) for layer in range(layers)),
-        windows=(window,) * layers,
+        windows=(None,) * layers,
         max_positions=4096,
         absolute_positions=False,
         default_alpha=5.0,

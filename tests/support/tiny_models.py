@@ -129,3 +129,10 @@ def depth(name: str, layers: int) -> dict[str, int]:
 def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
     """`length` token ids, uniform, reproducible."""
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """transformers' own greedy continuation."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
