@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 
 from ..core import CHUNK, BlockTable, Visible
+from ..kernels.h2d_copy import to_device
 
 PAYS_FROM_BYTES = 2 << 20
 """A segment costs one more product and merge, and saves reading its rows for all sequences but one; on one thread of a
@@ -52,7 +53,8 @@ class Sharing:
         """Rows `[B, ...]` in tree order, in the order of the batch."""
         if all(i == at for at, i in enumerate(self.order)):
             return rows
-        return rows[sorted(range(len(self.order)), key=self.order.__getitem__)]
+        back = torch.tensor(sorted(range(len(self.order)), key=self.order.__getitem__))
+        return rows.index_select(0, to_device(back, rows.device))
 
     @classmethod
     def of(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:

@@ -39,6 +39,16 @@ class Wait:
     point: Point
 
 
+@dataclass(frozen=True)
+class Poisoning:
+    """What no stream launches: it may be the last of a captured one."""
+
+    work: Work
+
+    def __call__(self) -> None:
+        self.work()
+
+
 Entry = Work | Point | Wait
 
 
@@ -81,7 +91,7 @@ class Capture:
 
     def _ends_at(self, point: Point) -> bool:
         entries = self.queues[point.queue]
-        return all(isinstance(entry, (Point, Wait)) for entry in entries[entries.index(point) :])
+        return all(isinstance(entry, (Point, Wait, Poisoning)) for entry in entries[entries.index(point) :])
 
 
 class Schedule(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .engine import Engine, Point, Queue
+from .engine import Engine, Point, Poisoning, Queue
 
 POISON = np.uint16(0x7FFF)
 """Twice or four times in a row NaN as float16, bfloat16, float32 and float64; beyond every index as an integer."""
@@ -162,7 +162,7 @@ class Memory:
             self.device.poison(block.address, block.size)
             self._free[block.pool, block.queue, block.size].append(block.address)
 
-        self._engine.submit(block.queue, poison)
+        self._engine.submit(block.queue, Poisoning(poison))
 
     # -------------------------------------------------------------------------------------------------------- host
 

@@ -41,6 +41,8 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator, undo: ExitStack) -> 
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         seen = [sim.seen(x) if isinstance(x, torch.Tensor) else x for x in args]
         seen_named = {k: sim.seen(x) if isinstance(x, torch.Tensor) else x for k, x in named.items()}
+        if "WIDEN" in named:
+            seen_named["WIDEN"] = True  # the interpreter has no products of bfloat16
         sim.queue_work(f"triton {kernel.__name__}", lambda: run(kernel, *seen, grid=grid, warmup=warmup, **seen_named))
 
     patch.setattr(interpreter.InterpretedFunction, "run", launch)

@@ -1,0 +1,151 @@
+"""What the CUDA path must hold: policies with what goes with them, run on a CPU and on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload_rt import LLM, SamplingParams
+
+from .tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+
+Answers = list[list[int]]
+Scene = Callable[[Callable[..., LLM], Path], Answers]
+"""Runs what it is about on runtimes that it is given the maker of, and returns the tokens."""
+
+WINDOW: dict[str, Any] = {"sinks": 2, "recent": 8}
+SPARSE: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.3}
+
+
+def single(make: Callable[..., LLM], folder: Path) -> Answers:
+    """One prompt."""
+    return answers(make(), [tiny_prompt(75)], 4)
+
+
+def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Three prompts of different lengths."""
+    return answers(make(), [tiny_prompt(n, seed=n) for n in (40, 75, 66)], 4)
+
+
+def shared(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Prompts that begin alike, twice, so that chunks change hands and are found again."""
+    stem, llm = tiny_prompt(66), make()
+    prompts = [stem + tiny_prompt(6, seed=i) for i in (1, 2, 3)]
+    return answers(llm, prompts, 3) + answers(llm, prompts[::-1], 2)
+
+
+def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Past the end of a pool of two chunks."""
+    return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(118)], 16)
+
+
+def forked(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Samples and beams."""
+    llm, prompt = make(), tiny_prompt(70)
+    samples = llm.generate([prompt], SamplingParams(3, seed=1, n=3))
+    beams = llm.generate([prompt], SamplingParams(3, temperature=0, num_beams=2))
+    return [done.token_ids for done in (*samples, *beams)]
+
+
+def session(make: Callable[..., LLM], folder: Path) -> Answers:
+    """A conversation that is saved, loaded by another runtime, and forked."""
+    greedy = SamplingParams(max_new_tokens=3, temperature=0)
+    first = make().session("s", folder)
+    turns = [tiny_prompt(70, seed=1), tiny_prompt(9, seed=2), tiny_prompt(5, seed=3)]
+    found = [[event.token_id for event in first.send(turns[0], greedy)]]
+    first.close()
+    second = make().session("s", folder)
+    found.append([event.token_id for event in second.send(turns[1], greedy)])
+    twin = second.fork("t")
+    for one in (second, twin):
+        found.append([event.token_id for event in one.send(turns[2], greedy)])
+        one.close()
+    return found
+
+
+def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
+    """Greedy answers; the runtime is whole afterwards."""
+    done = llm.generate(prompts, SamplingParams(max_new_tokens=tokens, temperature=0))
+    llm.runner.check_integrity()
+    return [one.token_ids for one in done]
+
+
+LAYERS = 2
+CHUNK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A policy and its options, settings of the runtime, and what is run. `streamed`: the model comes from a folder and
+    its weights do not fit."""
+
+    name: str
+    policy: str
+    scene: Scene = single
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    streamed: bool = False
+
+    def run(self, device: str, folder: Path) -> Answers:
+        """The tokens on `device`."""
+
+        def make(**more: Any) -> LLM:
+            settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more
+            if device == "cpu":
+                settings.pop("cuda_graphs", None)
+            if self.streamed:
+                model: Any = folder / "model"
+                if not model.exists():
+                    tiny_checkpoint(model, "llama", num_hidden_layers=6)
+            else:
+                model = tiny_model("llama", num_hidden_layers=LAYERS).to(device)
+            return LLM(model, policy=self.policy, policy_options=self.options, device=device, **settings)
+
+        return self.scene(make, folder / device)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "infinigen": SPARSE,
+    "quest": WINDOW | {"budget": 0.4},
+    "h2o": WINDOW | {"budget": 0.4},
+    "streaming": WINDOW | {"budget": 0.4},
+    "oracle": WINDOW | {"budget": 0.4},
+}
+PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
+TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4}
+
+CELLS = [
+    *(Cell(name, name, options=options) for name, options in POLICIES.items()),
+    Cell("tail", "infinigen", options=TAIL),
+    Cell("paper", "infinigen", options=PAPER),
+    *(Cell(f"{name}, batch", name, ragged, options) for name, options in POLICIES.items()),
+    Cell("tail, batch", "infinigen", ragged, TAIL),
+    Cell("paper, batch", "infinigen", ragged, PAPER),
+    Cell("int4 scorer, batch", "infinigen", ragged, SPARSE | {"scorer": "int4", "source": "attention_input", "dense_layers": ()}),
+    Cell("repair", "infinigen", options=SPARSE | {"max_missed_mass": 0.05}),
+    Cell("missed mass", "infinigen", ragged, SPARSE, {"missed_mass_every": 2}),
+    Cell("missed mass, paper", "infinigen", options=PAPER, settings={"missed_mass_every": 2}),
+    Cell("working set", "infinigen", ragged, SPARSE, {"working_set": 9}),
+    Cell("working set, quest", "quest", ragged, POLICIES["quest"], {"working_set": 9}),
+    Cell("eviction, full", "full", evicted, settings={"eviction": "lru"}),
+    Cell("eviction", "infinigen", evicted, SPARSE, {"eviction": "counter"}),
+    Cell("eviction, working set", "infinigen", evicted, SPARSE, {"eviction": "fifo", "working_set": 9}),
+    Cell("rounded", "infinigen", ragged, SPARSE, {"kv_format": "int4"}),
+    Cell("rounded, full", "full", ragged, settings={"kv_format": "int8"}),
+    Cell("shared, full", "full", shared),
+    Cell("shared", "infinigen", shared, SPARSE),
+    Cell("shared, working set", "infinigen", shared, SPARSE, {"working_set": 9}),
+    Cell("shared, oracle", "oracle", shared, POLICIES["oracle"]),
+    Cell("forks, full", "full", forked),
+    Cell("forks", "infinigen", forked, SPARSE),
+    Cell("sessions, full", "full", session),
+    Cell("sessions", "infinigen", session, SPARSE),
+    Cell("sessions, tail", "infinigen", session, TAIL),
+    Cell("graphs", "infinigen", ragged, SPARSE, {"cuda_graphs": True, "prefix_sharing": False}),
+]
