@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import CHUNK, Visible
+from ..kernels.h2d_copy import to_device
 from ..pool.layout import ArenaLayout
 
 CHUNK_BITS = CHUNK.bit_length() - 1
@@ -14,8 +15,8 @@ assert CHUNK == 1 << CHUNK_BITS
 def attended_tokens(visible: Visible, selected: torch.Tensor) -> torch.Tensor:
     """Resident and selected token indices together: int64 `[Hkv, resident + n]` from selected `[Hkv, n]`."""
     heads = selected.shape[0]
-    resident = torch.tensor([*visible.sinks, *visible.recent], dtype=torch.int64, device=selected.device)
-    return torch.cat((resident.expand(heads, -1), selected), dim=1)
+    resident = torch.tensor([*visible.sinks, *visible.recent], dtype=torch.int64)
+    return torch.cat((to_device(resident, selected.device).expand(heads, -1), selected), dim=1)
 
 
 def first_askers(ids: torch.Tensor) -> torch.Tensor:

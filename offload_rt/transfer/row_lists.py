@@ -14,7 +14,7 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..kernels.dispatch import gather_rows, keep_rows, scatter_rows
-from ..kernels.h2d_copy import copy_into
+from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..pool.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
@@ -67,7 +67,7 @@ class RowLists:
         firsts = [
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
-        self._planes = torch.tensor(firsts, device=device).unsqueeze(2)
+        self._planes = to_device(torch.tensor(firsts), device).unsqueeze(2)
         """int64 `[L, 2, 1, Hkv]`: the row of a slab's first token; of layers that see everything."""
         self._chunks: list[list[int]] = []
         self._open: list[OpenSequence] = []

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.forward.cuda_graphs import GraphSteps
+from offload_rt.models.registry import load_shape
+from offload_rt.planning.memory_model import DeviceCosts
+from offload_rt.select.registry import memory_demand
+from offload_rt.transfer.weights import BUFFERS
 
+from .cuda_simulator import Late, Lazy, Schedule, Seeded
 from .tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 Answers = list[list[int]]
@@ -29,6 +35,15 @@ def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
     return answers(make(), [tiny_prompt(n, seed=n) for n in (40, 75, 66)], 4)
 
 
+def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Steps of two sequences, past the end of a chunk: of the second step of each bucket on, graphs replay."""
+    llm = make()
+    found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
+    steps = llm.runner.steps
+    assert not isinstance(steps, GraphSteps) or sum(one is not None for one in steps._captured.values()) >= 2
+    return found
+
+
 def shared(make: Callable[..., LLM], folder: Path) -> Answers:
     """Prompts that begin alike, twice, so that chunks change hands and are found again."""
     stem, llm = tiny_prompt(66), make()
@@ -38,7 +53,7 @@ def shared(make: Callable[..., LLM], folder: Path) -> Answers:
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
     """Past the end of a pool of two chunks."""
-    return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(118)], 16)
+    return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(122)], 12)
 
 
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -72,21 +87,38 @@ def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
     return [one.token_ids for one in done]
 
 
-LAYERS = 2
+LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 CHUNK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
+
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "lazy": Lazy,
+    "eager": Late,
+    "late compute": lambda: Late((0,)),
+    "late prefetch": lambda: Late((1,)),
+    "late write-back": lambda: Late((2,)),
+    "late prefetch and write-back": lambda: Late((1, 2)),
+    "seed 0": lambda: Seeded(0),
+    "seed 1": lambda: Seeded(1),
+}
+"""Streams are numbered as they are made: 0 computes; where weights stream, theirs comes before the other two."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A policy and its options, settings of the runtime, and what is run. `streamed`: the model comes from a folder and
-    its weights do not fit."""
+    """A policy and its options, settings of the runtime, and what is run.
+
+    streamed: the model comes from a folder, and of its weights so many layers fit the device; with -1 not even the
+    scoring keys do. daily: the schedules of `SCHEDULES` that `make test` runs; `make soak` runs all of every cell.
+    """
 
     name: str
     policy: str
     scene: Scene = single
     options: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    streamed: bool = False
+    streamed: int | None = None
+    daily: tuple[str, ...] = ()
 
     def run(self, device: str, folder: Path) -> Answers:
         """The tokens on `device`."""
@@ -95,15 +127,23 @@ class Cell:
             settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more
             if device == "cpu":
                 settings.pop("cuda_graphs", None)
-            if self.streamed:
-                model: Any = folder / "model"
+            model: Any = tiny_model("llama", num_hidden_layers=LAYERS).to(device)
+            if self.streamed is not None:
+                model = folder / "model"
                 if not model.exists():
-                    tiny_checkpoint(model, "llama", num_hidden_layers=6)
-            else:
-                model = tiny_model("llama", num_hidden_layers=LAYERS).to(device)
+                    tiny_checkpoint(model, "llama", num_hidden_layers=STREAMED_LAYERS)
+                settings |= {"dtype": "float32"} | ({} if device == "cpu" else self._limit(model, device))
             return LLM(model, policy=self.policy, policy_options=self.options, device=device, **settings)
 
         return self.scene(make, folder / device)
+
+    def _limit(self, model: Path, device: str) -> dict[str, Any]:
+        """What streams weights."""
+        shape = load_shape(model, device=device, dtype="float32")
+        costs = DeviceCosts(shape, memory_demand(self.policy, self.options, shape.geometry, shape.dtype), 512)
+        resident, spare = (0, -1) if self.streamed == -1 else (self.streamed or 0, 0)
+        weights = shape.sizes.fixed + (resident + BUFFERS) * shape.sizes.layers[0]
+        return {"device_memory": weights + costs.total([CONTEXT] * 3) + spare, "max_context": CONTEXT}
 
     def __str__(self) -> str:
         return self.name
@@ -127,7 +167,12 @@ CELLS = [
     *(Cell(f"{name}, batch", name, ragged, options) for name, options in POLICIES.items()),
     Cell("tail, batch", "infinigen", ragged, TAIL),
     Cell("paper, batch", "infinigen", ragged, PAPER),
-    Cell("int4 scorer, batch", "infinigen", ragged, SPARSE | {"scorer": "int4", "source": "attention_input", "dense_layers": ()}),
+    Cell(
+        "int4 scorer, batch",
+        "infinigen",
+        ragged,
+        SPARSE | {"scorer": "int4", "source": "attention_input", "dense_layers": ()},
+    ),
     Cell("repair", "infinigen", options=SPARSE | {"max_missed_mass": 0.05}),
     Cell("missed mass", "infinigen", ragged, SPARSE, {"missed_mass_every": 2}),
     Cell("missed mass, paper", "infinigen", options=PAPER, settings={"missed_mass_every": 2}),
@@ -147,5 +192,8 @@ CELLS = [
     Cell("sessions, full", "full", session),
     Cell("sessions", "infinigen", session, SPARSE),
     Cell("sessions, tail", "infinigen", session, TAIL),
-    Cell("graphs", "infinigen", ragged, SPARSE, {"cuda_graphs": True, "prefix_sharing": False}),
+    Cell("streamed, full", "full", ragged, streamed=1),
+    Cell("streamed", "infinigen", single, SPARSE, streamed=0),
+    Cell("streamed, keys on the host", "infinigen", single, SPARSE, streamed=-1),
+    Cell("graphs", "infinigen", replayed, SPARSE, {"cuda_graphs": True, "prefix_sharing": False}),
 ]

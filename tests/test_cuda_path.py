@@ -1,0 +1,94 @@
+"""The CUDA path, run on a simulated device: whatever streams are late with, the tokens are the CPU's, and the host
+waits for the device where it must and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda_cells import CELLS, SCHEDULES, Cell
+from support.cuda_simulator import Lazy, simulated
+
+from offload_rt.engine.runner import Runner
+
+ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+RUNS = [(cell, name) for cell in CELLS for name in (SCHEDULES if ALL else cell.daily)]
+BY_NAME = {cell.name: cell for cell in CELLS}
+
+_expected: dict[str, list[list[int]]] = {}
+
+
+def on_cpu(cell: Cell, folder: Path) -> list[list[int]]:
+    """The CPU's tokens, computed once."""
+    if cell.name not in _expected:
+        _expected[cell.name] = cell.run("cpu", folder)
+    return _expected[cell.name]
+
+
+@pytest.mark.parametrize(("cell", "schedule"), RUNS, ids=lambda x: str(x))
+def test_tokens_are_those_of_a_cpu(cell: Cell, schedule: str, tmp_path: Path) -> None:
+    expected = on_cpu(cell, tmp_path)
+    with simulated(SCHEDULES[schedule]()):
+        assert cell.run("cuda", tmp_path) == expected
+
+
+EVICTION = {
+    ("event", "offload_rt/transfer/open_sequences.py"),  # a row moves behind the write-back of it
+    ("event", "offload_rt/transfer/cuda.py"),  # and behind the fetches of what it overwrites
+    ("_local_scalar_dense", "offload_rt/forward/batched.py"),  # the host ranks victims: it has to know
+    ("copy device to host", "offload_rt/forward/slot_table.py"),  # how many tokens were selected, and which
+}
+ALLOWED: dict[str, set[tuple[str, str]]] = {
+    "full, batch": set(),
+    "infinigen, batch": set(),
+    "quest, batch": set(),
+    "streaming, batch": set(),
+    "tail, batch": set(),
+    "paper, batch": set(),
+    "working set": set(),
+    "shared": set(),
+    "forks": set(),
+    "rounded, full": set(),
+    "graphs": set(),
+    "h2o, batch": {("_local_scalar_dense", "offload_rt/select/h2o.py")},  # how many have not been dropped
+    "oracle, batch": {  # its true scores are of the keys in host memory
+        ("event", "offload_rt/transfer/open_sequences.py"),
+        ("copy host to device", "offload_rt/select/oracle.py"),
+    },
+    "missed mass, paper": {  # measured on the host, against all keys
+        ("event", "offload_rt/transfer/open_sequences.py"),
+        ("copy device to host", "offload_rt/forward/attention.py"),
+        ("copy device to host", "offload_rt/forward/trace.py"),
+    },
+    "eviction": EVICTION,
+}
+"""For each cell the waits of a decode step that it has, all of them."""
+
+SLOW = () if ALL else ("infinigen, batch", "shared", "forks", "graphs", "eviction", "working set", "paper, batch")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """What the host waits for in decode steps, and in which file."""
+    found: set[tuple[str, str]] = set()
+    decode = Runner.decode
+    with simulated(Lazy()) as sim:
+
+        def watched(self: Runner, *args: Any) -> torch.Tensor:
+            before = len(sim.syncs)
+            logits = decode(self, *args)
+            found.update((sync.what, sync.file) for sync in sim.syncs[before:])
+            return logits
+
+        monkeypatch.setattr(Runner, "decode", watched)
+        yield found
+
+
+@pytest.mark.parametrize("name", [name for name in ALLOWED if name not in SLOW] + ["infinigen"])
+def test_a_decode_step_waits_for_nothing_else(name: str, tmp_path: Path, waits: set[tuple[str, str]]) -> None:
+    BY_NAME[name].run("cuda", tmp_path)
+    assert waits == ALLOWED.get(name, set())
