@@ -270,7 +270,8 @@ class EngineConfig:
         exact: a result does not depend on what ran before.
     swap: folder on a fast disk where `LLM.generate` keeps the rows of requests that are preempted in a full pool, if
         that is estimated cheaper than computing them again; nothing of it outlives the object.
-    missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures.
+    missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures. None is 16
+        on a CPU, and 0 on a device: a measurement reads all keys where they are, in host memory.
     working_set: rows of each KV head, in each layer that selects and for each sequence, that stay on the device after
         they were fetched, those used most and latest: only other rows cross the link; 0 is none. The tokens are the
         same. On a CPU, where rows are otherwise attended to where they lie, this copies them as a device would: it
@@ -301,9 +302,9 @@ class EngineConfig:
     kv_format: KVFormatName = option("auto", help="rows in host memory", group="pool")
     prefix_sharing: bool = option(True, help="compute and keep once what prompts have in common", group="pool")
     swap: Path | None = option(None, help="folder for the rows of preempted requests", metavar="DIR")
-    missed_mass_every: int = option(
-        16, help="decode steps between two measurements of the missed attention mass; 0: none", metavar="N",
-        group="device",
+    missed_mass_every: int | None = option(
+        None, help="steps between two measurements of the missed attention mass; 0: none (default: 16, on a GPU 0)",
+        metavar="N", group="device",
     )  # fmt: skip
     working_set: int = option(
         0, help="fetched rows per layer and KV head that stay on the device", metavar="ROWS", group="device", plans=True
@@ -333,7 +334,7 @@ class EngineConfig:
         check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
         for name in ("prefill_slice", "prefill_tokens", "max_batch"):
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        check(self.missed_mass_every >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
+        check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
         check(
             self.working_set >= 0,
             f"working_set={self.working_set} must not be negative: rows per layer and KV head, 0 is none",

@@ -1,4 +1,5 @@
-"""What every test file shares: `gpu` tests skip where there is no CUDA device, `device` runs a test on each device."""
+"""What every test file shares: `gpu` tests skip where there is no CUDA device, or run on a simulated one if they are
+`simulated` too; `device` runs a test on each device."""
 
 from __future__ import annotations
 
@@ -22,8 +23,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not item.get_closest_marker("simulated"):
             item.add_marker(NO_CUDA)
+
+
+@pytest.fixture(autouse=True)
+def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where there is no CUDA device, the simulated one of a test that is marked `gpu` and `simulated`."""
+    markers = [request.node.get_closest_marker(name) for name in ("gpu", "simulated")]
+    if torch.cuda.is_available() or not all(markers):
+        yield
+        return
+    from support.cuda_simulator import Seeded, simulated
+
+    with simulated(Seeded(0)):
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -101,7 +101,8 @@ def test_a_sparse_step_never_waits_for_the_device() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     options = OPTIONS | {"dense_layers": ()}
-    llm = LLM(tiny_model("llama"), policy_options=options, device="cuda", working_set=9, missed_mass_every=0)
+    model = tiny_model("llama").to("cuda")
+    llm = LLM(model, policy_options=options, device="cuda", working_set=9, missed_mass_every=0)
     runner = llm.runner
     sequence = runner.new_sequence(tiny_prompt(220), 256)
     runner.prefill(sequence, 200)

@@ -4,19 +4,23 @@ waits for the device where it must and nowhere else."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cuda_cells import CELLS, SCHEDULES, Cell
-from support.cuda_simulator import Lazy, simulated
+from support.cuda_cells import CELLS, SCHEDULES, Cell, single
+from support.cuda_simulator import Late, Lazy, simulated
+from support.tiny_models import tiny_prompt
 
+from offload_rt import LLM, SamplingParams
 from offload_rt.engine.runner import Runner
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 RUNS = [(cell, name) for cell in CELLS for name in (SCHEDULES if ALL else cell.daily)]
+assert {name for _, name in RUNS} == set(SCHEDULES)
 BY_NAME = {cell.name: cell for cell in CELLS}
 
 _expected: dict[str, list[list[int]]] = {}
@@ -92,3 +96,25 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
 def test_a_decode_step_waits_for_nothing_else(name: str, tmp_path: Path, waits: set[tuple[str, str]]) -> None:
     BY_NAME[name].run("cuda", tmp_path)
     assert waits == ALLOWED.get(name, set())
+
+
+def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
+    """Kernels, copies and graphs are all on the model's."""
+    cell = replace(BY_NAME["graphs"], scene=single)
+    expected = on_cpu(BY_NAME["infinigen"], tmp_path)
+    with simulated(Late(), devices=2) as sim:
+        assert cell.run("cuda:1", tmp_path) == expected
+        assert sim.device == 0 and all(queue.device == 1 for queue in sim.engine.queues[2:])
+
+
+@pytest.mark.parametrize(("device", "steps"), [("cpu", [0]), ("cuda", [])])
+def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list[int], tmp_path: Path) -> None:
+    """On a device only where it is asked for."""
+
+    def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
+        [done] = make(missed_mass_every=None).generate([tiny_prompt(40)], SamplingParams(3, temperature=0))
+        assert [step for step, _ in done.stats.missed_by_step] == steps
+        return []
+
+    with simulated(Late()):
+        replace(BY_NAME["quest"], scene=once).run(device, tmp_path)

@@ -198,6 +198,7 @@ def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any)
 
 
 @pytest.mark.gpu
+@pytest.mark.simulated
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy: str, options: dict[str, Any]) -> None:
     """CUDA's own peak counter; CUDA_WORKSPACE of the limit is for cuBLAS. The streamed run's tokens are those of the

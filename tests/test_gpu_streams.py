@@ -1,6 +1,7 @@
 """Stream order: whatever a stream is late with, nobody reads rows before they are there, or writes rows that are still
-being read. On CUDA every stream is held up in turn; the tokens must not change. On a CPU the same tests run with
-streams that work at once, so that they are known to run."""
+being read. On CUDA every stream is held up in turn; the tokens must not change. Elsewhere the same tests run on a CPU
+with streams that work at once, and on a simulated device, so that they are known to run (what streams can be late with
+there, and more, is `test_cuda_path`'s)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.device_link import linked
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -63,7 +65,7 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
         return LateLane(plain, delay) if name in late else plain
 
     streams = (stream("prefetch"), stream("write-back"))
-    runner.link = CudaLink(runner.pool, runner.adapter.geometry, device, streams=streams)
+    llm = linked(llm, CudaLink(runner.pool, runner.adapter.geometry, device, streams=streams))
     if "compute" in late:
         for name in ("qkv", "after_attention", "mlp"):
             slow = getattr(runner.adapter, name)
@@ -76,17 +78,21 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
     return llm
 
 
-def tokens(llm: LLM) -> list[list[int]]:
+def tokens(llm: LLM, count: int = 16) -> list[list[int]]:
     """A batch that shares a prefix, twice, so that chunks change hands; then samples that fork."""
     stem = tiny_prompt(130)
     prompts = [stem + tiny_prompt(20, seed=i) for i in range(4)]
-    found = [c.token_ids for _ in range(2) for c in llm.generate(prompts, SamplingParams(16, temperature=0))]
-    return found + [c.token_ids for c in llm.generate([stem], SamplingParams(12, seed=1, n=3))]
+    found = [c.token_ids for _ in range(2) for c in llm.generate(prompts, SamplingParams(count, temperature=0))]
+    return found + [c.token_ids for c in llm.generate([stem], SamplingParams(count, seed=1, n=3))]
 
+
+SIMULATED = not torch.cuda.is_available()
+"""The device, where it is one."""
 
 LATE = [("prefetch",), ("compute",), ("write-back",), ("prefetch", "write-back"), ("prefetch", "compute", "write-back")]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("late", LATE, ids=" and ".join)
 @pytest.mark.parametrize(
     ("policy", "options"),
@@ -98,8 +104,12 @@ def test_late_streams_change_no_token(
 ) -> None:
     if device.type == "cpu" and late != LATE[-1]:
         pytest.skip("a CPU has no streams; once is enough to see that it runs")
-    plain = tokens(make(device, policy, options, (), Delay(device, None)))
-    for seed in (None, 0) if device.type == "cuda" else (None,):
+    if device.type == "cuda" and SIMULATED and (late != LATE[-1] or policy != "full"):
+        pytest.skip("on a simulated device once is enough")
+    simulated = device.type == "cuda" and SIMULATED
+    count = 3 if simulated else 16
+    plain = tokens(make(device, policy, options, (), Delay(device, None)), count)
+    for seed in (None, 0) if device.type == "cuda" and not simulated else (None,):
         delay = Delay(device, seed)
-        assert tokens(make(device, policy, options, late, delay)) == plain
+        assert tokens(make(device, policy, options, late, delay), count) == plain
         assert delay.calls > 100

@@ -31,6 +31,7 @@ def test_cpu_tensors_take_the_definition() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cuda_tensors_stay_there(dtype: torch.dtype) -> None:
     q, k = (torch.randn(2, n, 64, dtype=dtype, device="cuda") for n in (3, 300))

@@ -233,7 +233,7 @@ def test_slabs_are_made_ready_at_admission() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.simulated
 def test_slabs_are_pinned_when_they_are_needed() -> None:
     pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
     blocks = pool.new_block_table(5 * CHUNK)
@@ -243,3 +243,16 @@ def test_slabs_are_pinned_when_they_are_needed() -> None:
     k, v = kv(range(5 * CHUNK), 0)
     pool.write(blocks, 0, 0, k.cuda(), v.cuda())
     assert torch.equal(read(pool.runs(blocks, 0, range(5 * CHUNK)))[0], k)
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+def test_memory_that_cannot_be_pinned_is_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clear one, and not also the next kernel's."""
+    pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
+    again = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
+    pool.prepare(1)
+    monkeypatch.setattr(again._arena, "rows", pool._arena.rows)  # memory that is pinned already
+    with pytest.raises(MemoryLimitError, match="cannot pin"):
+        again.prepare(1)
+    assert torch.ones(3, device="cuda").sum().item() == 3

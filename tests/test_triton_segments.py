@@ -59,6 +59,7 @@ def test_long_runs_are_cut_into_few_pieces(kernel_device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.simulated
 def test_cuda_tensors_take_the_kernel() -> None:
     device = torch.device("cuda")
     runs = [Run(0, 2, *rows(device, 100, 2, 64, torch.bfloat16))]

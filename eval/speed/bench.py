@@ -117,16 +117,33 @@ def run_bench(config: BenchConfig, out: Path, console: Console, *others: str) ->
 
 
 def measure(config: BenchConfig, model: Any, point: Point, console: Console, skipped: dict[str, None]) -> list[Timing]:
-    """All baselines at one point; those that cannot run are entered in `skipped`, with the reason."""
+    """All baselines at one point, in turns; on a device one after the other, since it has no room for all of them at
+    once. Those that cannot run are entered in `skipped`, with the reason."""
     repeats = WARM_UP + config.repeats
     stage_steps = 2 * config.repeats
     room = point.context + repeats * BURST + stage_steps + CHUNK
     field = make_field(model, point.context, room, config.fraction, config.spread, point.batch)
-    baselines = _baselines(config.baselines, field, console, skipped)
+    timings: list[Timing] = []
+    for names in [(name,) for name in config.baselines] if _is_cuda(model) else [config.baselines]:
+        try:
+            timings += _interleaved(config, field, point, names, console, skipped)
+        except torch.OutOfMemoryError as error:
+            line = f"{', '.join(names)} at {point}: the device has no room for it ({str(error).splitlines()[0]})"
+            console.print(f"skipped {line}", soft_wrap=True)
+            skipped[line] = None
+    return timings
+
+
+def _interleaved(
+    config: BenchConfig, field: Field, point: Point, names: Sequence[str], console: Console, skipped: dict[str, None]
+) -> list[Timing]:
+    """The baselines `names`, which are in memory together, in turns."""
+    repeats, stage_steps = WARM_UP + config.repeats, 2 * config.repeats
+    baselines = _baselines(names, field, console, skipped)
     for layer, kv in enumerate(field.synthetic.layers()):
         for baseline in baselines:
             baseline.fill(layer, kv)
-    read = _clock(model.device)
+    read = _clock(field.model.device)
     seconds: list[list[float]] = [[] for _ in baselines]
     for repeat in range(repeats):
         console.print(f"  {point}: repeat {repeat + 1} of {repeats}", end="\r")
@@ -148,8 +165,10 @@ def make_field(model: Any, length: int, room: int, fraction: float, spread: floa
     made = {"auto": _context(model, synthetic, room, batch, "auto", len(MAKERS))}
 
     def other(kind: str) -> Context:
+        if kind == "device":
+            return _ideal(model, made["auto"], room)  # not kept: it has all rows on the device
         if kind not in made:
-            made[kind] = _ideal(model, made["auto"], room) if kind == "device" else _rounded(kind)
+            made[kind] = _rounded(kind)
         return made[kind]
 
     def _rounded(kind: Any) -> Context:

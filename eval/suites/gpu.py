@@ -286,14 +286,25 @@ PARTS: dict[str, Callable[[GpuJob], Iterator[Results]]] = {
 
 
 def run_part(name: str, job: GpuJob) -> Path:
-    """Runs one part in this process and writes `out`/name.json, as far as it has come."""
+    """Runs one part in this process and writes `out`/name.json, as far as it has come; where the device has no room for
+    more, that is in it."""
     job.out.mkdir(parents=True, exist_ok=True)
     path, about, began = job.out / f"{name}.json", machine(job.device), time.perf_counter()
-    for results in PARTS[name](job):
+
+    def write(results: Results) -> None:
         seconds = time.perf_counter() - began
         record = {"part": name, "machine": about, "seconds": seconds, "results": results}
         write_atomic(path, json.dumps(record, indent=1, default=str) + "\n")
         print(f"{name}: {seconds:.0f} s, wrote {path}", flush=True)
+
+    found: Results = {}
+    try:
+        for results in PARTS[name](job):
+            found = dict(results)
+            write(found)
+    except torch.OutOfMemoryError as error:
+        write(found | {"out of memory": str(error).splitlines()[0]})
+        print(f"{name}: the device has no room for the rest: end what else runs on it, and run this part again")
     return path
 
 

@@ -24,7 +24,7 @@ from ..skewing.tuned import default_options, load_artifact
 from ..transfer.cpu import CpuLink
 from ..transfer.cuda import CudaLink
 from ..transfer.link import Link
-from ..transfer.streams import CudaStream, InlineStream
+from ..transfer.streams import CudaStream, InlineStream, on_device
 from ..transfer.weights import StreamedAdapter, WeightStream
 from .runner import Runner
 
@@ -130,5 +130,6 @@ def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[Loade
         return loaded, None
     device = loaded.adapter.device
     copies = CudaStream(device) if device.type == "cuda" else InlineStream()
-    weights = WeightStream(loaded.layers, plan.streamed, device, copies)
+    with on_device(device):
+        weights = WeightStream(loaded.layers, plan.streamed, device, copies)
     return replace(loaded, adapter=StreamedAdapter(loaded.adapter, weights)), weights

@@ -6,7 +6,8 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -27,12 +28,17 @@ from ..planning.device_plan import DevicePlan
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
+from ..transfer.streams import on_device
 from ..transfer.weights import WeightStream
 from .checks import check_evictable, check_positions, check_token_ids
 from .reclaim import Reclaimable, retry_after_reclaim
 from .stats import Accounting, Stats
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+MISSED_MASS_EVERY = 16
+"""Steps between two measurements of the missed mass on a CPU, where all keys are at hand."""
 
 SHARED_BEHIND = 512
 """Of a prompt that others may begin with, so many tokens more than its own windows show keep their rows of sliding
@@ -40,6 +46,17 @@ layers, if there is room: another prompt can part from it at most so far before 
 
 EXACT = "exact"
 """Lineage of rows that exact attention made, by prefill or under policy "full"."""
+
+
+def _on_own_device(method: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
+    """The method with the runner's device as the current one."""
+
+    @wraps(method)
+    def on_own_device(runner: Runner, /, *args: P.args, **named: P.kwargs) -> T:
+        with on_device(runner.adapter.device):
+            return method(runner, *args, **named)
+
+    return on_own_device
 
 
 class Runner:
@@ -60,6 +77,8 @@ class Runner:
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
         self.plan, self.weights = plan, weights
         self.adapter = model.adapter
+        usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" else 0
+        self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
         self.strategies = StrategyCache()
@@ -163,6 +182,7 @@ class Runner:
         them, or with eviction, which overwrites where the pool is full, one more than is computed."""
         return computed + 1 if self._evicts else total
 
+    @_on_own_device
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
         """Says that a sequence may grow to `tokens` tokens, and so may `forks` others that will fork from it. The pool
         makes memory ready for that now, as far as it has any, so that no decode step waits for memory to be pinned;
@@ -222,6 +242,7 @@ class Runner:
         self.pool.commit(blocks, known)
         return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, truncation_id=truncation_id)
 
+    @_on_own_device
     def reload(self, sequence: Sequence) -> None:
         """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
         self.link.storage.close(sequence.blocks)
@@ -234,6 +255,7 @@ class Runner:
         sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
         sequence.interrupted = False
 
+    @_on_own_device
     def _open_sequence(
         self,
         blocks: BlockTable,
@@ -278,9 +300,10 @@ class Runner:
 
     def _new_trace(self, known: int, origin: Sequence | None, same_trace: bool) -> Trace:
         if origin is None:
-            return Trace(self.adapter.geometry.layers, self.config.missed_mass_every, reused_tokens=known)
+            return Trace(self.adapter.geometry.layers, self._missed_mass_every, reused_tokens=known)
         return origin.trace.copy() if same_trace else origin.trace.restart(reused=known)
 
+    @_on_own_device
     def free(self, sequence: Sequence) -> None:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
@@ -296,6 +319,7 @@ class Runner:
             lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
             self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.truncation_id)
 
+    @_on_own_device
     @torch.inference_mode()
     def begin_prefill(
         self,
@@ -323,6 +347,7 @@ class Runner:
             after_layer=after_layer,
         )
 
+    @_on_own_device
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
         """Runs one layer; commits the tokens after the last."""
@@ -355,6 +380,7 @@ class Runner:
             on_layer(prefill.layer)
         return prefill.logits
 
+    @_on_own_device
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""

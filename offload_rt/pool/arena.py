@@ -81,6 +81,8 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
     cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
     code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
     if code != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the failure would be the next launch's: let it be this one's
         raise MemoryLimitError(
             f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
             f"host_memory, or raise the limit on locked memory (ulimit -l)"

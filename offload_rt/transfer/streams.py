@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +78,15 @@ class CudaStream:
         """Tells the allocator that the CUDA stream uses `tensors`."""
         for tensor in tensors:
             tensor.record_stream(self._stream)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """What Triton launches and CUDA captures in this context is on `device`, whichever is the process's current one
+    (torch's own operations look at their tensors)."""
+    if device.type != "cuda":
+        return nullcontext()
+    chosen: AbstractContextManager[None] = torch.cuda.device(device)
+    return chosen
 
 
 class _Reached:

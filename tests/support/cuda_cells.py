@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,13 @@ def shared(make: Callable[..., LLM], folder: Path) -> Answers:
     stem, llm = tiny_prompt(66), make()
     prompts = [stem + tiny_prompt(6, seed=i) for i in (1, 2, 3)]
     return answers(llm, prompts, 3) + answers(llm, prompts[::-1], 2)
+
+
+def continued(make: Callable[..., LLM], folder: Path) -> Answers:
+    """An answer that fills a chunk with its last row, and a prompt that begins with both."""
+    llm, prompt = make(), tiny_prompt(60)
+    [first] = answers(llm, [prompt], 5)
+    return [first, *answers(llm, [[*prompt, *first, 7, 8]], 2)]
 
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -160,7 +167,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4}
 
-CELLS = [
+_CELLS = [
     *(Cell(name, name, options=options) for name, options in POLICIES.items()),
     Cell("tail", "infinigen", options=TAIL),
     Cell("paper", "infinigen", options=PAPER),
@@ -187,6 +194,7 @@ CELLS = [
     Cell("shared", "infinigen", shared, SPARSE),
     Cell("shared, working set", "infinigen", shared, SPARSE, {"working_set": 9}),
     Cell("shared, oracle", "oracle", shared, POLICIES["oracle"]),
+    Cell("continued, full", "full", continued),
     Cell("forks, full", "full", forked),
     Cell("forks", "infinigen", forked, SPARSE),
     Cell("sessions, full", "full", session),
@@ -197,3 +205,33 @@ CELLS = [
     Cell("streamed, keys on the host", "infinigen", single, SPARSE, streamed=-1),
     Cell("graphs", "infinigen", replayed, SPARSE, {"cuda_graphs": True, "prefix_sharing": False}),
 ]
+
+_DAILY: dict[str, tuple[str, ...]] = {
+    "full": ("lazy", "late compute", "seed 0"),
+    "full, batch": ("late prefetch", "seed 1"),
+    "infinigen": ("late prefetch and write-back",),
+    "infinigen, batch": ("late compute",),
+    "quest": ("seed 0", "eager"),
+    "quest, batch": ("late prefetch",),
+    "h2o, batch": ("late write-back",),
+    "streaming": ("seed 1",),
+    "oracle": ("late write-back", "lazy"),
+    "tail": ("late compute",),
+    "paper": ("seed 1",),
+    "repair": ("late prefetch",),
+    "missed mass, paper": ("late write-back",),
+    "working set, quest": ("seed 0",),
+    "eviction, full": ("lazy", "seed 1"),
+    "eviction": ("late write-back",),
+    "rounded, full": ("late prefetch",),
+    "shared, full": ("lazy", "late prefetch"),
+    "shared": ("late compute",),
+    "continued, full": ("late write-back",),
+    "forks, full": ("late write-back",),
+    "sessions, full": ("late write-back", "seed 0"),
+    "sessions, tail": ("late prefetch",),
+    "streamed, full": ("late prefetch",),
+    "graphs": ("seed 0",),
+}
+
+CELLS = [replace(cell, daily=_DAILY.get(cell.name, ())) for cell in _CELLS]

@@ -17,7 +17,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from .copies import Sync
+from . import copies
+from .copies import Sync, register
 from .dispatch import DeviceMode
 from .engine import CaptureError, Late, Lazy, Schedule, Seeded
 from .simulator import Simulator
@@ -43,6 +44,8 @@ def simulated(schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> 
     bytes of a device. Skips the test where the simulator cannot be built."""
     sim = Simulator(schedule, limit=limit, devices=devices)
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch, DeviceMode(sim):
+        register()
+        patch.setattr(copies, "current", [sim])
         patch_torch(patch, sim)
         patch_triton(patch, sim, undo)
         try:

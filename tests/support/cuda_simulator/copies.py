@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ import torch
 
 if TYPE_CHECKING:
     from .simulator import Simulator
+
+current: list[Simulator] = []
+"""The machine that is simulated now, if any."""
 
 PACKAGE = Path(__file__).parents[3]
 OWN = str(Path(__file__).parent)
@@ -106,3 +110,27 @@ def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -
         out = torch.empty_strided(like.shape, like.stride(), dtype=dtype)
     to_host(sim, out, source, non_blocking)
     return out
+
+
+@cache
+def register() -> None:
+    """`torch.tensor(..., device="cuda")` and indices given as lists come over by calls within torch that no mode sees:
+    they end in these two."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty_strided", _empty, "CUDA")
+    library.impl("copy_", _copied, "CUDA")
+    _kept.append(library)
+
+
+_kept: list[Any] = []
+
+
+def _empty(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **named: Any) -> torch.Tensor:
+    like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    return current[-1].new(like, torch.device("cuda") if device is None else device)
+
+
+def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    assert not source.is_cuda, "a copy on the device that no mode saw"
+    to_device(current[-1], into, source, non_blocking)
+    return into

@@ -107,6 +107,8 @@ class Memory:
         self._free: dict[tuple[int, Queue, int], list[int]] = defaultdict(list)
         self._free_host: dict[int, list[int]] = defaultdict(list)
         self._kept: list[tuple[Block, list[Point]]] = []
+        self.lockable = 1 << 62
+        """Bytes that may be registered."""
         self.registered: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------------------------------------------------ device
@@ -178,8 +180,11 @@ class Memory:
         return self._module.over(address, nbytes, number, -1)
 
     def register(self, address: int, size: int) -> bool:
-        """cudaHostRegister: False where a part is registered already."""
-        if any(start < address + size and address < stop for start, stop in self.registered):
+        """cudaHostRegister: False where a part is registered already, or it would be too much."""
+        held = sum(stop - start for start, stop in self.registered)
+        if held + size > self.lockable or any(
+            start < address + size and address < stop for start, stop in self.registered
+        ):
             return False
         self.registered = sorted([*self.registered, (address, address + size)])
         return True

@@ -28,6 +28,9 @@ class Simulator:
         self.defaults = [self.engine.new_queue(device) for device in range(devices)]
         self._thread = threading.local()
         self.syncs: list[Sync] = []
+        self.syncs_raise = False
+        self.error: str | None = None
+        """Of a call whose result was a code: the next launch raises it."""
         self.launched: Counter[str] = Counter()
 
     # --------------------------------------------------------------------------------------------- device and stream
@@ -63,11 +66,16 @@ class Simulator:
 
     def queue_work(self, name: str, work: Work, device: int | None = None) -> None:
         """Queues a kernel or copy in the current stream of a device, the current one where it is None."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise RuntimeError(f"CUDA error (simulated): {error}")
         self.launched[name] += 1
         self.engine.submit(self.stream(device), work)
 
     def host_waits(self, what: str, device: int | None = None, *, point: Point | None = None) -> None:
         """The host waits, for everything in the current stream of a device or for `point`; it is noted."""
+        if self.syncs_raise:
+            raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
         self.syncs.append(Sync(what, place()))
         self.engine.finish(self.engine.record(self.stream(device)) if point is None else point)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -183,11 +184,19 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         return memory.usage.allocated
 
     def registered(address: int, size: int, flags: int) -> int:
-        return 0 if memory.register(address, size) else 712  # cudaErrorHostMemoryAlreadyRegistered
+        if memory.register(address, size):
+            return 0
+        sim.error = "cudaHostRegister failed"
+        return 2
 
     def unregistered(address: int) -> int:
         memory.unregister(address)
         return 0
+
+    def debug_mode(mode: str) -> None:
+        sim.syncs_raise = mode == "error"
+        if mode != "default":
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
 
     runtime = SimpleNamespace(cudaHostRegister=registered, cudaHostUnregister=unregistered, cudaGetLastError=lambda: 0)
     properties = SimpleNamespace(
@@ -221,7 +230,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         "get_device_name": lambda device=None: "simulated",
         "get_device_capability": lambda device=None: (9, 0),
         "cudart": lambda: runtime,
-        "set_sync_debug_mode": lambda mode: None,
+        "set_sync_debug_mode": debug_mode,
         "_sleep": lambda cycles: sim.queue_work("sleep", lambda: None),
     }
     for name, value in values.items():
@@ -229,21 +238,8 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     patch.setattr(torch.Tensor, "pin_memory", lambda x, device=None: _pinned(sim, x))
     patch.setattr(torch.Tensor, "is_pinned", lambda x, device=None: not x.is_cuda and memory.is_pinned(x.data_ptr()))
     patch.setattr(torch.Tensor, "record_stream", lambda x, stream: _used(sim, x, stream))
-    for name in ("tensor", "as_tensor"):
-        patch.setattr(torch, name, _made_on_host(getattr(torch, name)))
     patch.setattr(torch.nn.attention.bias, "CausalBias", _Bias)
     patch.setattr(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
-
-
-def _made_on_host(of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.tensor`, which brings numbers over by a call that no mode sees: made on the host, and then moved."""
-
-    def make(data: Any, *, device: Any = None, **named: Any) -> torch.Tensor:
-        if device is None or torch.device(device).type != "cuda" or isinstance(data, torch.Tensor):
-            return of_torch(data, device=device, **named)
-        return of_torch(data, **named).to(device)
-
-    return make
 
 
 def _pinned(sim: Simulator, x: torch.Tensor) -> torch.Tensor:
