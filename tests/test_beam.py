@@ -26,9 +26,14 @@ def make(name: str = "llama", *, eos: list[int] | None = None, **options: Any) -
     return model, LLM(model, dtype="float64", **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.5])
+RULES = [(early, penalty) for early in (True, False, "never") for penalty in (-1.0, 0.0, 1.0, 2.5)]
+"""early_stopping and length_penalty."""
+
+
+@pytest.mark.parametrize(
+    ("name", "early_stopping", "length_penalty"),
+    [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0), ("gpt2", False, 1.0), ("gpt2", "never", 2.5)],
+)
 def test_beams_are_those_of_transformers(name: str, early_stopping: Any, length_penalty: float) -> None:
     """Several end-of-text tokens, so that beams end at every length, and some searches stop early."""
     model, llm = make(name, eos=EOS)

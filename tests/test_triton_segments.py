@@ -25,8 +25,20 @@ TREE = [(0, 7, 130), (0, 3, 64), (3, 6, 256), (4, 6, 1), (0, 1, 300), (1, 2, 1),
 """first, stop, rows: three levels of sharing over seven sequences, an empty run; tails of 5, 4 and 3 follow."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("d", "group"), [(64, 1), (80, 4), (96, 3), (128, 16), (128, 4), (20, 2)])
+SHAPES = [(64, 1), (80, 4), (96, 3), (128, 16), (128, 4), (20, 2)]
+"""Head dimension and group."""
+
+HALVES = SHAPES if torch.cuda.is_available() else SHAPES[:2]
+"""Those that half precision is tested with too: under the interpreter it only loads other words."""
+
+
+@pytest.mark.parametrize(
+    ("d", "group", "dtype"),
+    [
+        *((d, group, torch.float32) for d, group in SHAPES),
+        *((d, group, dtype) for dtype in (torch.float16, torch.bfloat16) for d, group in HALVES),
+    ],
+)
 def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_segments import attend_runs
 
