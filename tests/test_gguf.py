@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.errors import ModelError
+from offload_rt.errors import MemoryLimitError, ModelError
 from offload_rt.models import checkpoint
+from offload_rt.models.checkpoint import read_config
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.location import Location, locate
 from offload_rt.models.registry import load_model, load_shape
@@ -87,6 +89,20 @@ def test_a_missing_package_is_named_in_one_line(written: tuple[Path, Any], monke
     with pytest.raises(ModelError, match=r"tiny\.gguf' needs the package gguf .*offload-rt\[gguf\]") as caught:
         load_model(written[0], device="cpu")
     assert "\n" not in str(caught.value)
+
+
+def test_an_architecture_that_cannot_run_is_said_from_the_header(written: tuple[Path, Any]) -> None:
+    with pytest.raises(ModelError, match=r"^Qwen2ForCausalLM is not supported; supported are LlamaForCausalLM$"):
+        read_config(locate(written[0]), ("LlamaForCausalLM",))
+
+
+def test_a_device_without_room_is_a_memory_limit(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate\n2 GiB")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(MemoryLimitError, match=r"the device has no room for it \(Tried to allocate 2 GiB\)"):
+        load_model(written[0], device="cpu")
 
 
 @pytest.mark.parametrize(

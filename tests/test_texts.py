@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from offload_rt import texts
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.texts import read_prompts, read_text, text_name
+from offload_rt.texts import check_writable, read_prompts, read_text, text_name
 
 ROWS = [{"text": "One.", "id": 1}, {"text": "Two.\n", "id": 2}, {"text": " ", "id": 3}, {"text": "Four", "id": 4}]
 
@@ -107,3 +108,34 @@ def test_a_long_data_set_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: ({"text": "12345"} for _ in iter(int, 1)))
     monkeypatch.setattr(texts, "CHARACTERS", 20)
     assert read_text("a:b") == "12345\n" * 4
+
+
+def test_nothing_to_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: [])
+    with pytest.raises(InputError, match="'a:b' has no rows"):
+        read_text("a:b")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: [{"text": ""}] * 3)
+    with pytest.raises(InputError, match="'a:b' holds no text"):
+        read_text("a:b")
+    for name, data, said in (("a", b" \n", "is empty"), ("b", b"x\0", "NUL"), ("c", b"\xff", "byte 0 is not UTF-8")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError, match=said):
+            read_text(str(tmp_path / name))
+
+
+def test_a_minus_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfOne.\n\nTwo.")))
+    assert read_prompts("-") == ["One.", "Two."]
+
+
+def test_what_cannot_be_written_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(None)
+    check_writable(str(tmp_path / "new.json"))
+    with pytest.raises(InputError, match="there is no folder"):
+        check_writable(str(tmp_path / "none" / "new.json"))
+    with pytest.raises(InputError, match="it is a folder"):
+        check_writable(str(tmp_path))
+    monkeypatch.setattr("os.access", lambda *given: False)
+    with pytest.raises(InputError, match="writing is not permitted"):
+        check_writable(str(tmp_path / "new.json"))
