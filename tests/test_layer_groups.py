@@ -3,6 +3,7 @@ prompts are shared, sequences fork, evict, swap, sessions are stored and truncat
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from offload_rt.engine.swap import Swap
 from offload_rt.models.adapter import ModelAdapter
 from offload_rt.pool.layer_groups import LayerGroups
 from offload_rt.sessions.session import Session
-from offload_rt.storage.loader import ChunkLoader
+from offload_rt.storage.saver import layer_block
 
 WINDOW = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,18 +77,24 @@ def test_a_window_reaches_into_so_many_places(window: int) -> None:
     assert max(seen) == groups.window_chunks
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("device", ["host", "staged"])
+@pytest.mark.parametrize(
+    ("kind", "policy", "device"),
+    [(kind, "full", "host") for kind in MODELS]
+    + [
+        ("half slide", "everything", "host"),
+        ("room to spare", "everything", "staged"),
+        ("all slide", "full", "staged"),
+    ],
+)
 def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
     """Prompts shorter and longer than the window, in one batch; what has left the windows has left the pool."""
     llm = make(kind, **POLICIES[policy])
     if device == "staged":
         llm = staged(llm)
-    prompts = [tiny_prompt(length, seed=length) for length in (5, 47, 48, 200)]
+    prompts = [tiny_prompt(length, seed=length) for length in (5, 47, 200)]
     reference = model_of(kind)
-    for prompt, completion in zip(prompts, llm.generate(prompts, greedy(90)), strict=True):
-        assert completion.token_ids == greedy_reference(reference, prompt, 90)
+    for prompt, completion in zip(prompts, llm.generate(prompts, greedy(70)), strict=True):
+        assert completion.token_ids == greedy_reference(reference, prompt, 70)
     llm.runner.check_integrity()
     assert llm.runner.pool.bytes_held == 0
 
@@ -134,12 +141,12 @@ def test_rows_kept_for_others_leave_when_room_is_needed() -> None:
         small.runner.check_integrity()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["all slide", "room to spare"])
 def test_samples_and_beams_fork(kind: str) -> None:
     """Forks share the window's chunks, copy the partly filled one, and slide on by themselves."""
     prompt = tiny_prompt(100)
     llm = make(kind)
-    for completion in llm.generate([prompt], SamplingParams(max_new_tokens=100, n=3, seed=5)):
+    for completion in llm.generate([prompt], SamplingParams(max_new_tokens=70, n=3, seed=5)):
         continued = prompt + completion.token_ids
         logits = model_of(kind)(torch.tensor([continued])).logits[0, len(prompt) - 1 : -1].double()
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -172,7 +179,7 @@ def plain_step(
     return adapter.logits(x)[0]
 
 
-@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("kind", ["room to spare", "one slides"])
 def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
     """First in, first out in these, as a plain model with lists does it for 300 steps; sliding layers keep windows."""
     chunks = make(kind).runner.pool.groups
@@ -185,7 +192,7 @@ def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
     sequence = runner.new_sequence(tokens[:120], 120)
     sequence.tokens += tokens[120:]
     runner.prefill(sequence, 120)
-    for position, token in enumerate(tokens[120:], start=120):
+    for position, token in enumerate(tokens[120:330], start=120):
         for layer, window in zip(kept, runner.adapter.geometry.windows, strict=True):
             if window is None and len(layer) == 2 * CHUNK:
                 layer.pop(0)
@@ -196,18 +203,19 @@ def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
     assert runner.pool.bytes_held == 0
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("eviction", ["counter", "lru"])
+@pytest.mark.parametrize(
+    ("kind", "eviction"), [("all slide", "lru"), ("half slide", "lru"), ("room to spare", "counter")]
+)
 def test_generation_goes_on_far_past_the_limit(kind: str, eviction: str) -> None:
     pool = make(kind).runner.pool
     memory = pool.chunk_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_chunks)
     options = {"policy": "infinigen", "policy_options": {"recent": 8, "alpha": 2.0}}
     llm = make(kind, memory=memory, eviction=eviction, **options)
-    for event in llm.stream(tiny_prompt(50), greedy(600)):
+    for event in llm.stream(tiny_prompt(50), greedy(400)):
         assert llm.runner.pool.bytes_used <= memory
         if event.index % 100 == 0:
             llm.runner.check_integrity()
-    assert llm.last_stats is not None and llm.last_stats.new_tokens == 600 and llm.runner.pool.bytes_held == 0
+    assert llm.last_stats is not None and llm.last_stats.new_tokens == 400 and llm.runner.pool.bytes_held == 0
 
 
 # ------------------------------------------------------------------------------------------- sessions, swap, truncation
@@ -222,8 +230,7 @@ def answer(session: Session, turn: list[int], count: int = 40) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kv_format", ["auto", "int8"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "kv_format"), [*((kind, "auto") for kind in MODELS), ("room to spare", "int8")])
 def test_a_stored_session_goes_on_as_if_it_had_never_stopped(kind: str, kv_format: str, tmp_path: Path) -> None:
     straight = make(kind, kv_format=kv_format).session("s", tmp_path / "straight")
     expected = [answer(straight, turn) for turn in TURNS]
@@ -280,7 +287,14 @@ def test_a_fork_of_a_session_goes_its_own_way(kind: str, tmp_path: Path) -> None
     plain.close()
 
 
-def test_the_tail_of_a_session_leaves_one_set_of_files(tmp_path: Path) -> None:
+def test_the_tail_of_a_session_leaves_one_set_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the disk is slower than the turns: a tail that is replaced while it is written does not stay."""
+
+    def slow(*args: Any) -> memoryview:
+        time.sleep(0.02)
+        return layer_block(*args)
+
+    monkeypatch.setattr("offload_rt.storage.saver.layer_block", slow)
     session = make("half slide").session("s", tmp_path)
     for turn in ([1, 2, 3], [4, 5], [6]):
         answer(session, turn, count=4)
@@ -326,7 +340,7 @@ def _kept(computed: int, cut: dict[str, Any]) -> set[int]:
     return {*range(cut.get("sinks", 4)), *range(computed - cut["keep_last"], computed)}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["all slide", "room to spare"])
 def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> None:
     pool = make(kind).runner.pool
     each, step = pool.groups.chunks(150), pool.groups.chunks_at_once
@@ -360,7 +374,7 @@ def test_a_loader_brings_each_group_to_its_chunks(tmp_path: Path) -> None:
     session = other.session("s", tmp_path)
     session.kv.fetch(whole=True)
     session.kv.load_all()
-    assert session.kv.loader is None and ChunkLoader is not None
+    assert session.kv.loader is None
     restored = session.kv.sequence
     assert restored is not None and pool.groups == other.runner.pool.groups
     for layer, rows in saved.items():

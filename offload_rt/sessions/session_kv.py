@@ -267,16 +267,22 @@ class SessionKV:
     def enter_names(self) -> None:
         """Lets the history say which chunks on disk it is made of; its last, partly filled one replaces the one
         before."""
-        history, storage, names = self.history, self.context.storage, self.all_names()
+        history, names = self.history, self.all_names()
         tail = [name.key.hex() for name in names if name.count < CHUNK]
         before = [key for key in (history.tail, *history.tail_windows) if key]
         if before and before != tail and not history.tail_shared:
-            storage.remove(bytes.fromhex(key) for key in before)
+            self._remove([bytes.fromhex(key) for key in before])
         history.tail_shared = history.tail_shared and before == tail
         full = self.runner.pool.groups.full and bool(tail)
         history.tail, history.tail_windows = tail[0] if full else "", tail[full:]
         history.keys = [name.key.hex() for name in names]
         self._pin(name.key for name in names)
+
+    def _remove(self, keys: Seq[bytes]) -> None:
+        """Removes chunks from disk; those that are on their way there must have arrived, or they would stay."""
+        if any(key in self._enqueued and key not in self.context.storage for key in keys):
+            self.context.saver.flush()
+        self.context.storage.remove(keys)
 
     def save(self) -> None:
         """Hands everything that is not on disk yet to the saver, and writes the history. Raises StoreError."""
