@@ -167,7 +167,9 @@ class Runner:
 
     def _slide(self, sequence: Sequence, stop: int, *, behind: int = 0) -> None:
         """Takes the slots in sliding layers that tokens [position, stop) need, and gives back what has left the
-        windows. Raises PoolFullError."""
+        windows. Raises PoolFullError. Rows that leave have been written, since that is waited for, and read: a decode
+        step reads nothing of a sliding layer from the pool (its window is resident), and after a prefill the first
+        token is sampled before anybody else gets chunks."""
         if behind or self.pool.slides(sequence.blocks, sequence.position, stop, whole=self._evicts):
             self.link.storage.settle(sequence.blocks)
             self.pool.slide(sequence.blocks, sequence.position, stop, whole=self._evicts, behind=behind)

@@ -45,11 +45,11 @@ class HostPool(StoredRows):
 
     Order. The pool never sees a stream and never waits: it is called from one thread, and its calls take effect in the
     order they are made. What runs later than the call that started it (a copy to the device, a write-back) belongs to
-    the link, and the link's owner calls `release`, `truncate`, `reserve`, `publish` and `claim` only when every read
-    and write of the block table's chunks that these calls may free, copy or exchange has been waited for, or is ordered
-    (by an event on the write-back stream) before the first write of the chunk's next holder. Nothing that is half
-    written is visible: `runs` may show a token as soon as a layer wrote it, but forks and the prefix tree only ever
-    take tokens below `blocks.length`.
+    the link, and the link's owner calls `release`, `truncate`, `reserve`, `slide`, `publish` and `claim` only when
+    every read and write of the block table's chunks that these calls may free, copy or exchange has been waited for, or
+    is ordered (by an event on the write-back stream) before the first write of the chunk's next holder. Nothing that is
+    half written is visible: `runs` may show a token as soon as a layer wrote it, but forks and the prefix tree only
+    ever take tokens below `blocks.length`.
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
     machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
