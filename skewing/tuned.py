@@ -67,7 +67,12 @@ def default_options(
     if skew is None or not skew.is_dir() or "preset" in given:
         return given
     tuned = TunedPolicy.load(skew, fingerprint)
-    return given if tuned is None or tuned.policy != policy else {**tuned.options, **given}
+    if tuned is None or tuned.policy != policy:
+        return given
+    without = (
+        {"tail": "off"} if policy == "infinigen" else {}
+    )  # what a choice that says nothing of a tail was made with
+    return {**without, **tuned.options, **given}
 
 
 def load_artifact(skew: Path, fingerprint: str) -> SkewArtifact:

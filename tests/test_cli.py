@@ -112,7 +112,7 @@ def test_quiet_writes_the_text_alone(generate: Cli) -> None:
 
 def test_stats_and_plot_of_infinigen(generate: Cli, tmp_path: Path) -> None:
     stats_file, plot_file = tmp_path / "stats.json", tmp_path / "run.png"
-    flags = ("--max-fraction", "0.1", "--dense-layers", "0,1", "--scorer", "int4", "--source", "attention_input")
+    flags = ("--preset", "rows", "--dense-layers", "0,1", "--scorer", "int4", "--source", "attention_input")
     files = ("--stats-json", str(stats_file), "--plot", str(plot_file))
     run = generate("--policy", "infinigen", "--prompt-tokens", "300", *flags, *files)
     assert run.code == 0, run.err

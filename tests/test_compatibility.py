@@ -1,6 +1,6 @@
-"""What an earlier version wrote is still read: sessions go on with the same tokens and nothing computed again, a skew
-artifact and a recording mean the same. `tests/data/written_before` was written by the commit that `expected.json`
-names, with a tiny random model whose weights its seed gives again."""
+"""What an earlier version wrote is still read: sessions go on with the same tokens and nothing computed again (under
+preset "rows", which was the default then), a skew artifact and a recording mean the same. `tests/data/written_before`
+was written by the commit that `expected.json` names, with a tiny random model whose weights its seed gives again."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from offload_rt.sessions.history import History
 from offload_rt.sessions.naming import Lineage, name_chunks
 
 BEFORE = Path(__file__).parent / "data" / "written_before"
+ROWS = {"preset": "rows"}
 EXPECTED: dict[str, Any] = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
 
 
@@ -31,7 +32,8 @@ def test_sessions_go_on_with_nothing_computed_again(place: str, kv_format: Any, 
     shutil.copytree(BEFORE / place, tmp_path / place)
     stored = sorted(path.name for path in (tmp_path / place).rglob("*.kv"))
     for name, expected in EXPECTED[place].items():
-        llm = LLM(tiny, skew=BEFORE / "skew_tiny", host_memory="64MiB", kv_format=kv_format, device="cpu")
+        skew, room = BEFORE / "skew_tiny", "64MiB"
+        llm = LLM(tiny, policy_options=ROWS, skew=skew, host_memory=room, kv_format=kv_format, device="cpu")
         assert llm.runner.model.fingerprint == EXPECTED["fingerprint"], "the tiny model is another one than then"
         session = llm.session(name, tmp_path / place)
         assert len(session.tokens) == expected["held"] and len(session.turns) == expected["turns"]
@@ -54,7 +56,7 @@ def test_a_skew_artifact_and_a_recording_mean_the_same(tmp_path: Path) -> None:
     expected = EXPECTED["recording"]
     old = Recording.open(BEFORE / "recording")
     assert [[rows.tolist() for rows in step] for _, step in list(old.steps())[:2]] == expected["first"]
-    llm = LLM("reference", skew=BEFORE / "skew_reference", device="cpu")
+    llm = LLM("reference", policy_options=ROWS, skew=BEFORE / "skew_reference", device="cpu")
     prompt, params = list(old.info.tokens[: expected["prompt_tokens"]]), SamplingParams(16, temperature=0)
     new = [event.token_id for event in llm.stream(prompt, params, record=tmp_path / "new")]
     assert [*prompt, *new] == list(old.info.tokens) == expected["tokens"]

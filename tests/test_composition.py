@@ -22,7 +22,7 @@ from offload_rt import LLM, ConfigError, SamplingParams
 PRINTED = Path(__file__).parents[1] / "eval" / "results" / "store" / "composition.md"
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
-    "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "scorer": "int4"}},
+    "infinigen": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
     "infinigen, tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int2", "budget": 0.5}},
     "infinigen, paper": {"policy": "infinigen", "policy_options": {"preset": "paper"}},
     "oracle": {"policy": "oracle", "policy_options": {"budget": 0.5, "recent": 16}},

@@ -18,7 +18,7 @@ from offload_rt.kernels import dispatch
 from offload_rt.select.infinigen import InfiniGen
 from offload_rt.select.key_lists import Rule
 
-OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8}
+OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
 
 
 def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set: int = 0, **settings: Any) -> LLM:

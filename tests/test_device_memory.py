@@ -37,11 +37,17 @@ PAIR = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("infinigen", {}),
+    ("infinigen", {"preset": "rows"}),
     ("infinigen", {"preset": "paper"}),
-    ("infinigen", {"scorer": "int4", "max_missed_mass": 0.02, "dense_layers": (), "source": "attention_input"}),
+    (
+        "infinigen",
+        {"preset": "rows", "scorer": "int4", "max_missed_mass": 0.02, "dense_layers": (), "source": "attention_input"},
+    ),
     ("h2o", {}),
     ("quest", {}),
 ]
+LARGE = [POLICIES[1], POLICIES[4], POLICIES[5]]
+"""Whose work on a prompt takes more than the tiny model's weights."""
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +137,14 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
 
 
 def test_a_batch_shares_what_streams(folder: Any) -> None:
-    costs = costs_of(folder("llama"), "infinigen", {})
+    rows = {"preset": "rows"}
+    costs = costs_of(folder("llama"), "infinigen", rows)
     prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
-    llm = limited(folder("llama"), "infinigen", {}, streaming_limit(costs, [CONTEXT] * 3))
+    llm = limited(folder("llama"), "infinigen", rows, streaming_limit(costs, [CONTEXT] * 3))
     together = llm.generate(prompts, GREEDY)
     stream = llm.runner.weights
     assert stream is not None
-    alone = LLM(folder("llama"), device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
+    alone = LLM(folder("llama"), policy_options=rows, device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert sum(c.stats.link_bytes_weights for c in together) + stream.device_bytes >= stream.bytes
 
@@ -154,8 +161,7 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
 def test_the_allocator_never_holds_more_than_the_limit(
     folder: Any, unlimited: Any, policy: str, options: dict[str, Any], link: str
 ) -> None:
-    """The limit is the least that holds two prompts together. It is below the weights' own size, but for policies whose
-    work on a prompt takes more than this small model's weights."""
+    """The limit is the least that holds two prompts together. It is below the weights' own size, but for `LARGE`."""
     rounded = link == "staged, int8 rows"
     working_set = 8 if link == "staged, a working set" else 0
     costs = replace(costs_of(folder("llama"), policy, options, rounded=rounded), working_set=working_set)
@@ -172,7 +178,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
 
     with device_selection():
         tokens, counted = count(make, pool_of, lambda llm: [c.token_ids for c in llm.generate(PAIR, GREEDY)])
-    assert limit < costs.shape.weight_bytes or (policy, options) in POLICIES[3:5]
+    assert limit < costs.shape.weight_bytes or (policy, options) in LARGE
     assert 0.5 * limit <= counted.peak <= limit
     assert expected is None or tokens == expected
 
@@ -242,7 +248,7 @@ def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str
 def test_corrections_of_guesses_are_on_the_device_wherever_keys_are(folder: Any, corrected: bool) -> None:
     costs = costs_of(folder("llama"), "infinigen", {"corrected": corrected})
     geometry, size = costs.shape.geometry, costs.shape.dtype.itemsize
-    held = 2 * geometry.hidden * (LAYERS - 1) * size if corrected else 0  # slope and offset; layer 0 is dense
+    held = 2 * geometry.hidden * LAYERS * size if corrected else 0  # slope and offset
     assert replace(costs, keys_on_host=True).basis() == held
     assert costs.basis() == held + costs.demand.basis_bytes > held
 
@@ -317,7 +323,7 @@ def test_settings_without_meaning_are_refused(folder: Any, wrong: dict[str, Any]
 
 def test_demand_follows_the_options() -> None:
     geometry = load_shape(tiny_model("llama")).geometry  # 4 layers, 2 KV heads of 16
-    options = InfiniGenOptions(dense_layers=(0, 1), max_fraction=0.1, budget=0.3, scorer="int8")
+    options = InfiniGenOptions.preset("rows", dense_layers=(0, 1), budget=0.3)
     demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
     assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == ((0, 1), 68, 0.3, 2 * 4)
     assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2, 3)
@@ -392,8 +398,14 @@ def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None
     assert told[4:] == ["copy behind compute"]
 
 
-def test_the_plan_of_an_8b_model_by_hand() -> None:
-    """At 128k tokens all of it fits 24 GB; in 12 GB layers stream; in 5 GB the scoring keys are on the host too."""
+@pytest.mark.parametrize(
+    ("preset", "layers", "row"),
+    [("rows", 31, 38), ("default", 32, 130)],
+    ids=["rows: 38 of 128 columns as int8, layer 0 dense", "tail: 128 columns of keys and values in 4 bits, two steps"],
+)
+def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> None:
+    """At 128k tokens all of it fits 24 GB; in 12 GB layers stream; in 4 GB nothing fits, even where scoring keys are
+    on the host."""
     layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
     sizes = WeightSizes(2 * (2 * 128_256 + 1) * 4096, (layer,) * 32, 14336)
     geometry = ModelGeometry(
@@ -410,14 +422,14 @@ def test_the_plan_of_an_8b_model_by_hand() -> None:
         default_alpha=5.0,
     )
     shape = ModelShape(geometry, sizes.fixed + sum(sizes.layers), sizes, torch.bfloat16, torch.device("cuda"))
-    demand = memory_demand("infinigen", {}, geometry, torch.bfloat16)
+    demand = memory_demand("infinigen", {"preset": preset}, geometry, torch.bfloat16)
     costs = DeviceCosts(shape, demand, 512)
     assert plan_device(24_000_000_000, costs, 131_072).streamed == ()
     small = plan_device(12_000_000_000, costs, 131_072)
     assert not small.keys_on_host and 0 < len(small.streamed) < 32
     assert small.weights + costs.total([131_072]) <= 12_000_000_000 < small.weights + costs.total([131_072]) + layer
     assert small.streamed_bytes == len(small.streamed) * layer
-    keys = 31 * 8 * 38 * 131_072  # layer 0 is dense; 38 of 128 columns, int8
+    keys = layers * 8 * row * 131_072
     assert keys <= costs.scoring(131_072) <= 1.1 * keys
     with pytest.raises(MemoryLimitError, match="scoring keys on the host"):
         plan_device(4_000_000_000, costs, 131_072)

@@ -80,7 +80,14 @@ def test_block_similarities_are_those_of_transformers() -> None:
 
 def test_skew_none_is_no_skew() -> None:
     tested = ModelUnderTest("reference")
-    chosen = {"scorer": "partial", "columns": "prompt", "partial_ratio": 1.0, "budget": 0.2, "recent": 8}
+    chosen = {
+        "preset": "rows",
+        "scorer": "partial",
+        "columns": "prompt",
+        "partial_ratio": 1.0,
+        "budget": 0.2,
+        "recent": 8,
+    }
     tokens = tuple(tested.loaded.tokenizer(BOOK[:2000])["input_ids"][:160])  # type: ignore[misc]
     from offload_rt.eval.core.model_under_test import Text
 
@@ -119,6 +126,6 @@ def test_ablation_measures_every_part_once(tmp_path: Path) -> None:
     assert len({what for what, _ in parts(0.1)}) == len(parts(0.1))
     report = run_ablation(tested, BOOK, "arrow", (0.2,), SMALL, tmp_path)
     rows = {row["part"]: row for row in report.rows}
-    assert rows["default"]["caught"] <= rows["true query, full keys (oracle)"]["caught"]
+    assert rows["nothing"]["caught"] <= rows["true query, full keys (oracle)"]["caught"]
     assert rows["scorer: int4"]["caught"] >= rows["scorer: partial, bytes of int4"]["caught"] - 0.02
     assert (tmp_path / "caught_mass_by_part_at_20_percent.png").exists()

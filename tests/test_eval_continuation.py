@@ -49,7 +49,8 @@ def test_command_writes_its_table_and_refuses_a_short_text(tmp_path: Path, capsy
     assert main(flags) == 0
     assert "| infinigen, preset paper |" in capsys.readouterr().out
     rows = json.loads((tmp_path / "side_by_side.json").read_text())["rows"]
-    assert [row["policy"] for row in rows] == ["full", "infinigen, default", "infinigen, preset paper"]
+    presets = ("default", "preset rows", "preset paper")
+    assert [row["policy"] for row in rows] == ["full", *(f"infinigen, {name}" for name in presets)]
     assert main([*flags, "--context", "90000"]) == 2
     assert "too few for 90000" in capsys.readouterr().err
     assert main(["eval", "continuation", "reference", "--text", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2

@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "normed": ("infinigen", {"source": "normed_input", "recent": 4, "sinks": 1, "dense_layers": ()}),
     "repair": (
         "infinigen",
-        {"scorer": "int4", "recent": 4, "budget": 0.1, "max_fraction": 0.6, "max_missed_mass": 0.05},
+        {"preset": "rows", "scorer": "int4", "recent": 4, "budget": 0.1, "max_fraction": 0.6, "max_missed_mass": 0.05},
     ),
     "oracle": ("oracle", {"budget": 0.25, "recent": 8}),
     "streaming": ("streaming", {"budget": 0.25, "recent": 8}),
@@ -294,7 +294,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
 def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = BOOK.read_text(encoding="utf-8")[:20_000]
     config = PerplexityConfig(context=128, windows=3, decode_from=96)
-    variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8})
+    variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8, "dense_layers": [0]})
     report = run_perplexity(ModelUnderTest("reference"), text, "arrow", variants, config, tmp_path)
     record = json.loads((tmp_path / "perplexity.json").read_text())
     assert record["rows"] == json.loads(json.dumps(report.rows))
@@ -312,7 +312,7 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     )
     with (tmp_path / "perplexity.csv").open() as file:
         assert [row["policy"] for row in csv.DictReader(file)] == ["full", "infinigen", "streaming"]
-    assert "streaming recent=8 budget=0.2" in (tmp_path / "perplexity.md").read_text()
+    assert "streaming recent=8 dense_layers=0 budget=0.2" in (tmp_path / "perplexity.md").read_text()
     assert (tmp_path / "perplexity_by_attended_share.png").read_bytes()[:4] == b"\x89PNG"
 
     def forbidden(*args: object, **kwargs: object) -> None:

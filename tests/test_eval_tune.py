@@ -98,7 +98,7 @@ def test_a_damaged_choice_or_one_for_another_model_is_refused(tmp_path: Path) ->
     (tmp_path / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "you").text())
     with pytest.raises(ArtifactError, match=r"you.*me"):
         TunedPolicy.load(tmp_path, "me")
-    assert default_options(tmp_path, "infinigen", {"sinks": 1}, "you") == {"recent": 8, "sinks": 1}
+    assert default_options(tmp_path, "infinigen", {"sinks": 1}, "you") == {"tail": "off", "recent": 8, "sinks": 1}
     assert default_options(tmp_path, "infinigen", {"preset": "paper"}, "you") == {"preset": "paper"}
     assert default_options(tmp_path, "oracle", {}, "you") == {}
     assert default_options(None, "infinigen", {}, "you") == {}
@@ -135,7 +135,7 @@ def test_repair_keeps_the_estimated_contract(scorer: str, slack: float, monkeypa
         return extra
 
     monkeypatch.setattr(InfiniGenState, "repair", spy)
-    options = {"scorer": scorer, "partial_ratio": 1.0, "alpha": 1.0, "max_fraction": 1.0, "recent": 8}
+    options = {"preset": "rows", "scorer": scorer, "partial_ratio": 1.0, "alpha": 1.0, "max_fraction": 1.0, "recent": 8}
     model, prompt = tiny_model("llama"), tiny_prompt(170)
     llm = LLM(model, policy_options=options | {"max_missed_mass": limit}, missed_mass_every=1)
     (score,) = llm.score([prompt[:150]], [prompt[150:]])

@@ -24,8 +24,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("infinigen", {"recent": 8}),
     ("infinigen", {"preset": "paper"}),
-    ("infinigen", {"recent": 5, "sinks": 3, "scorer": "int4", "dense_layers": ()}),
-    ("infinigen", {"recent": 5, "scorer": "int2", "source": "attention_input"}),
+    ("infinigen", {"preset": "rows", "recent": 5, "sinks": 3, "scorer": "int4", "dense_layers": ()}),
+    ("infinigen", {"preset": "rows", "recent": 5, "scorer": "int2", "source": "attention_input"}),
     ("infinigen", {"recent": 8, "tail": "int2", "budget": 0.3}),
     ("oracle", {"budget": 0.3, "recent": 16}),
 ]

@@ -73,8 +73,9 @@ def policies() -> list[tuple[str, dict[str, Any]]]:
     return [
         ("full", {}),
         ("infinigen", {}),
+        ("infinigen", {"preset": "rows"}),
         ("infinigen", {"preset": "paper"}),
-        ("infinigen", {"scorer": "int4", "source": "normed_input", "recent": 8}),
+        ("infinigen", {"preset": "rows", "scorer": "int4", "source": "normed_input", "recent": 8}),
         ("infinigen", {"tail": "int2", "budget": 0.2, "recent": 8, "dense_layers": ()}),
     ]
 
@@ -98,7 +99,7 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
 def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:
     model = tiny_model(name)
     prompt, params = tiny_prompt(80), SamplingParams(max_new_tokens=24, temperature=0)
-    options = EVERYTHING | {"source": source, "scorer": scorer, "dense_layers": ()}
+    options = EVERYTHING | {"preset": "rows", "source": source, "scorer": scorer, "dense_layers": ()}
     [sparse] = LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
     assert sparse.token_ids == greedy_reference(model, prompt, 24), "as full's are"
     assert sparse.stats.attended_fraction == 1.0

@@ -86,7 +86,7 @@ def corrected_policy(shape: ModelGeometry, **options: Any) -> tuple[InfiniGen, S
     size = (len(SOURCES), shape.layers, shape.hidden)
     object.__setattr__(made, "slope", torch.rand(size, generator=generator))
     object.__setattr__(made, "offset", torch.randn(size, generator=generator))
-    return InfiniGen(InfiniGenOptions(**options), shape, made, CPU, torch.float64), made
+    return InfiniGen(InfiniGenOptions.preset("rows", **options), shape, made, CPU, torch.float64), made
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -105,7 +105,9 @@ def test_policy_corrects_with_its_source(source: str) -> None:
 def test_lineage_tells_corrections_apart() -> None:
     shape = geometry()
     policy, _ = corrected_policy(shape)
-    assert policy.lineage != InfiniGen(InfiniGenOptions(), shape, artifact(shape), CPU, torch.float64).lineage
+    assert (
+        policy.lineage != InfiniGen(InfiniGenOptions.preset("rows"), shape, artifact(shape), CPU, torch.float64).lineage
+    )
 
 
 def test_nothing_to_correct() -> None:

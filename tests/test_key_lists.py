@@ -27,7 +27,9 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
     """Some steps, so that storages grow and move; the newest key enters with the batch on one side, alone on the
     other."""
     shape = geometry(group=group, head_dim=32)
-    policy = InfiniGen(InfiniGenOptions(**{"dense_layers": ()} | options), shape, artifact(shape), CPU, torch.float32)
+    policy = InfiniGen(
+        InfiniGenOptions.preset("rows", **{"dense_layers": ()} | options), shape, artifact(shape), CPU, torch.float32
+    )
     alone, batched = ([policy.new_state(no_keys) for _ in LENGTHS] for _ in range(2))
     streams = [tokens(shape, length + 5, seed=length) for length in LENGTHS]
     streams = [(q.float(), k.float()) for q, k in streams]

@@ -34,7 +34,7 @@ def run(llm: LLM) -> Stats:
 def infinigen(tmp_path_factory: pytest.TempPathFactory) -> Stats:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return run(LLM(tiny_model("llama"), policy_options={"dense_layers": (0,), "scorer": "int4"}))
+        return run(LLM(tiny_model("llama"), policy_options={"preset": "rows", "scorer": "int4"}))
 
 
 def shown(table: object) -> str:
@@ -120,9 +120,9 @@ def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) ->
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
 def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
-    llm = LLM(tiny_model("qwen3"), policy_options={"scorer": scorer, "dense_layers": (1,)})
+    llm = LLM(tiny_model("qwen3"), policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)})
     stats = run(llm)
-    options = InfiniGenOptions(scorer=scorer, dense_layers=(1,))  # type: ignore[arg-type]
+    options = InfiniGenOptions.preset("rows", scorer=scorer, dense_layers=(1,))
     costs = costs_of("qwen3", torch.float32, options)
     needed = requirements(costs, llm.weight_bytes, PROMPT + NEW)
     assert needed.kv_host == stats.kv_bytes_host
@@ -147,7 +147,7 @@ def test_requirements_by_hand() -> None:
     assert needed.device == 1000 + needed.scoring + needed.resident + max(
         needed.prefill, needed.staging + needed.decode
     )
-    options = InfiniGenOptions(dense_layers=(), max_fraction=0.1, scorer="partial")
+    options = InfiniGenOptions.preset("rows", dense_layers=(), scorer="partial")
     sparse = requirements(costs_of("llama", torch.bfloat16, options), 1000, 1000)
     assert sparse.staging == (3 * 100 + 68) * staged
     assert (sparse.resident, sparse.working_set) == (68 * 4 * token, 0)
@@ -157,7 +157,7 @@ def test_requirements_by_hand() -> None:
     assert (more.resident, more.device) == (sparse.resident, sparse.device + more.working_set)
     keys = 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns are 4
     assert keys <= sparse.scoring - costs_of("llama", torch.bfloat16, options).fixed() <= keys * 5 / 4 * 1.35
-    first = costs_of("llama", torch.bfloat16, InfiniGenOptions(dense_layers=(0,), max_fraction=0.1))
+    first = costs_of("llama", torch.bfloat16, InfiniGenOptions.preset("rows"))
     assert first.staging([1000]) == (2 * 1000 + 100 + 68) * staged
     assert first.link_bytes(1000) == (1000 + 3 * 100) * token
 

@@ -29,7 +29,7 @@ from offload_rt.select.budget import BudgetPolicy
 from offload_rt.select.demand import MemoryDemand
 from offload_rt.select.options import BudgetOptions
 from offload_rt.select.passive import PassiveState
-from offload_rt.select.registry import memory_demand, parse_options, policy_names, register_policy
+from offload_rt.select.registry import memory_demand, options_class, parse_options, policy_names, register_policy
 
 # ------------------------------------------------------------------------------------------------------ a toy policy
 
@@ -191,7 +191,8 @@ def test_every_field_says_what_it_is(kind: type) -> None:
     ("policy", "options", "lineage"),
     [  # as the commit before this registry wrote them: KV stored under a lineage is found again by its text
         ("full", {}, "exact"),
-        ("infinigen", {}, "infinigen-9f3c4194a2522909"),
+        ("infinigen", {"preset": "rows"}, "infinigen-9f3c4194a2522909"),
+        ("infinigen", {}, "infinigen-a5b1fa09d570963b"),
         ("infinigen", {"preset": "paper"}, "infinigen-54b2ecd4f7e95fa9"),
         ("quest", {}, "quest-a44754105a65c424"),
         ("h2o", {}, "h2o-14c4124bb13ca6ef"),
@@ -234,8 +235,10 @@ def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -
     assert _Later().lineage_text() == f"{text}always=0)"
     assert _Later(since=3).lineage_text() == f"{text}since=3, always=0)"
     for policy in policy_names():
-        whole = repr(parse_options(policy, {}))
-        assert parse_options(policy, {}).lineage_text() == whole.replace(", tail='off'", "")
+        for options in ({}, *({"preset": preset} for preset in options_class(policy).presets)):
+            chosen = parse_options(policy, options)
+            whole = repr(chosen).replace("scorer='auto'", "scorer='int8'")
+            assert chosen.lineage_text() == whole.replace(", tail='off'", "")
 
 
 def test_the_demand_of_a_policy_is_what_its_options_say() -> None:

@@ -25,7 +25,9 @@ TOTAL = 110
 def policy(
     shape: ModelGeometry, dtype: torch.dtype = torch.float64, device: torch.device = CPU, **options: object
 ) -> InfiniGen:
-    chosen = InfiniGenOptions(**({"scorer": "partial", "dense_layers": (), "sinks": 4, "recent": 8} | options))  # type: ignore[arg-type]
+    """Preset "rows" with another scorer and window."""
+    mine: dict[str, object] = {"scorer": "partial", "dense_layers": (), "sinks": 4, "recent": 8}
+    chosen = InfiniGenOptions.preset("rows", **mine | options)
     return InfiniGen(chosen, shape, artifact(shape), device, dtype)
 
 

@@ -25,7 +25,7 @@ TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
-    "int4 keys": {"policy": "infinigen", "policy_options": {"recent": 16, "scorer": "int4"}},
+    "int4 keys": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
     "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int4", "budget": 0.3}},
 }
 

@@ -48,7 +48,7 @@ def tree(rng: random.Random, count: int) -> list[list[int]]:
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("infinigen", {"recent": 8, "sinks": 2}),
-    ("infinigen", {"scorer": "int4", "recent": 16, "max_missed_mass": 0.05}),
+    ("infinigen", {"preset": "rows", "scorer": "int4", "recent": 16, "max_missed_mass": 0.05}),
     ("infinigen", {"tail": "int2", "recent": 16, "max_missed_mass": 0.2}),
     ("infinigen", {"preset": "paper"}),
     ("quest", {"budget": 0.4, "recent": 16}),

@@ -11,6 +11,7 @@ from support.tiny_models import NAMES, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.select.low_bit_rows import LowBitRows
+from offload_rt.select.options import InfiniGenOptions
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0)
 
@@ -108,23 +109,45 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
         assert found.stats.tail_bytes_device == found.stats.scoring_bytes_device
         assert found.stats.estimated_fraction == pytest.approx(1 - found.stats.sparse_attended_fraction)
         assert 0.5 < found.stats.estimated_fraction < 1
-    [plain] = make_llm("llama", {}).generate([tiny_prompt(90)], GREEDY)
+    [plain] = make_llm("llama", {"preset": "rows"}).generate([tiny_prompt(90)], GREEDY)
     assert plain.stats.tail_bytes_device == plain.stats.estimated_fraction == 0
 
 
 def test_a_tail_scores_with_its_own_keys() -> None:
-    for wrong in ({"scorer": "partial"}, {"scorer": "int2"}, {"scorer": "partial", "columns": "prompt"}):
-        with pytest.raises(ConfigError, match="its own 4-bit keys"):
-            make_llm("llama", {"tail": "int4", **wrong})
+    """Scoring keys of one's own need another preset, and the message says which; also int8, which "auto" would be."""
+    for wrong in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
+        for tail in ({}, {"tail": "int2"}):
+            with pytest.raises(ConfigError, match=r"needs tail='off' \(or preset='rows'\).* scores with its own keys"):
+                make_llm("llama", {**tail, **wrong})
+        wanted = {"scorer": "partial", **wrong}
+        assert make_llm("llama", {"preset": "rows", **wanted}).runner.policy.name == "infinigen"
+    assert InfiniGenOptions().keys == InfiniGenOptions.preset("rows").keys == "int8"
+    assert InfiniGenOptions.preset("paper").keys == "partial"
     with pytest.raises(ConfigError, match="tail='int3'"):
         make_llm("llama", {"tail": "int3"})
 
 
-def test_a_tail_is_in_the_lineage_only_where_there_is_one() -> None:
-    plain, off, on = (
-        make_llm("llama", options).runner.policy.lineage for options in ({}, {"tail": "off"}, {"tail": "int4"})
+def test_the_default_estimates_what_it_does_not_select() -> None:
+    """2 % of the candidates at most cross the link in every layer, beside the window; the others are estimated."""
+    llm = make_llm("llama", {})
+    [found] = llm.generate([tiny_prompt(600)], GREEDY)
+    assert found.stats.dense_layers == () and found.stats.tail_bytes_device > 0
+    assert 0 < found.stats.link_fraction <= 0.02
+    assert found.stats.estimated_fraction == pytest.approx(1 - found.stats.attended_fraction)
+    assert found.stats.estimated_fraction > 0.85
+
+
+def test_a_lineage_is_what_it_was_before_there_were_tails_and_auto() -> None:
+    """Sessions are found by it."""
+    before = (
+        "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "
+        "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "
+        "max_missed_mass=None, budget=None)"
     )
-    assert plain == off != on
+    assert InfiniGenOptions.preset("rows").lineage_text() == before
+    assert InfiniGenOptions.preset("rows", scorer="int8").lineage_text() == before
+    tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
+    assert InfiniGenOptions().lineage_text() == tailed
 
 
 def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.transfer.plan import first_askers
 from offload_rt.transfer.working_set import Table, rows_within
 
-OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8}
+OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
 
 

@@ -336,9 +336,11 @@ class _Rows:
     def join_tails(self, out: torch.Tensor, scores: torch.Tensor, block: slice) -> torch.Tensor:
         """Attention over attended rows and tails `[Hkv, G, T, d]` of the positions in `block`, from the attention `out`
         over the attended rows alone and their scores `[Hkv, G, T, N]`, -inf elsewhere."""
-        tails = [tail for tail in self.tails[block] if tail is not None]
-        if not tails:
+        tails = self.tails[block]
+        made = next((tail for tail in tails if tail is not None), None)
+        if made is None:
             return out
-        estimate, lse = (torch.stack(part, 1) for part in zip(*tails, strict=True))
+        nothing = (torch.zeros_like(made[0]), torch.full_like(made[1], -math.inf))  # where there are no candidates
+        estimate, lse = (torch.stack(part, 1) for part in zip(*(tail or nothing for tail in tails), strict=True))
         exact_lse = scores.logsumexp(-1)
         return join_tail(out, exact_lse, estimate.view_as(out), lse.view_as(exact_lse))

@@ -203,10 +203,10 @@ def _continuation_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for side_by_side.json, .csv and .md")
 
 
-@measure("continuation", "one passage under three policies, side by side, step by step", _continuation_flags)
+@measure("continuation", "one passage under four policies, side by side, step by step", _continuation_flags)
 def continuation(args: argparse.Namespace) -> int:
-    """One passage of a text under full, infinigen and its preset "paper": what crosses the link, what is attended, what
-    the device holds, and how well the text's own next tokens are predicted."""
+    """One passage of a text under full, infinigen and its presets "rows" and "paper": what crosses the link, what is
+    attended, what the device holds, and how well the text's own next tokens are predicted."""
     from ..quality.continuation import run_continuation
 
     text, say = read_text(args.text), say_on_stderr(False)

@@ -67,6 +67,7 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decoded", type=int, metavar="N", help="tokens of a window that are decoded (512)")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of a task (25)")
     parser.add_argument("--texts", type=words, metavar="A,B", help="novel,code,wikipedia (all)")
+    parser.add_argument("--tasks", type=words, metavar="A,B", help="of part ruler or tasks (all)")
     parser.add_argument("--passages", type=int, metavar="N", help="with needles, of each kind (4)")
     parser.add_argument(
         "--variant", action="append", default=[], metavar="'POLICY KEY=VALUE ...'",
@@ -81,7 +82,7 @@ def real(args: argparse.Namespace) -> int:
     from ..core.variants import make_variants
     from ..suites.real import PARTS, SMALL, RealSize, run_real
 
-    sizes = given(args, ("contexts", "windows", "decoded", "limit", "passages", "texts"))
+    sizes = given(args, ("contexts", "windows", "decoded", "limit", "passages", "texts", "tasks"))
     size = replace(SMALL if args.small else RealSize(), **sizes)
     parts, say = args.parts or list(PARTS), say_on_stderr(False)
     chosen = make_variants((), (), (), args.variant) if args.variant else ()

@@ -18,18 +18,18 @@ from .perplexity import COST, WHAT, PerplexityConfig, about, measure_all
 
 
 def parts(budget: float) -> list[tuple[str, Variant]]:
-    """(what is replaced, variant) at one budget: the default first. "bytes of int4" is the partial scorer with as many
-    columns as take the bytes of int4 keys, at 16 bits a number."""
+    """(what is replaced, variant) at one budget: preset "rows" first, which has no tail. "bytes of int4" is the partial
+    scorer with as many columns as take the bytes of int4 keys, at 16 bits a number."""
     base: dict[str, Any] = {"budget": budget}
 
     def ours(**options: Any) -> Variant:
-        return Variant("infinigen", base | options)
+        return Variant("infinigen", {"preset": "rows"} | base | options)
 
     def bytes_of(bits: int) -> float:
         return bits / 16
 
     return [
-        ("default", ours()),
+        ("nothing", ours()),
         ("true query, full keys (oracle)", Variant("oracle", base)),
         ("source: residual", ours(source="residual")),
         ("source: normed input", ours(source="normed_input")),
@@ -50,6 +50,9 @@ def parts(budget: float) -> list[tuple[str, Variant]]:
         ("window: 4 sinks, 16 recent", ours(sinks=4, recent=16)),
         ("window: 16 recent, no sinks", ours(sinks=0, recent=16)),
         ("window: none (paper)", ours(sinks=0, recent=1)),
+        ("layer 0 selects too", ours(dense_layers=())),
+        ("tail: int4", ours(tail="int4")),
+        ("tail: int2", ours(tail="int2")),
         ("everything as in the paper", ours(preset="paper")),
     ]
 
@@ -91,8 +94,8 @@ def scoring_share(tested: ModelUnderTest, variant: Variant, context: int) -> flo
     layers = geometry.layers - len(chosen.dense_layers)
     demand = memory_demand("infinigen", chosen, geometry, torch.bfloat16)
     keys = demand.scoring_bytes(geometry.layers, context)
-    if chosen.scorer != "partial":
-        columns = kept_columns(chosen.partial_ratio if chosen.scorer == "int8" else 1.0, geometry.head_dim)
+    if chosen.tail == "off" and chosen.keys != "partial":
+        columns = kept_columns(chosen.partial_ratio if chosen.keys == "int8" else 1.0, geometry.head_dim)
         keys += layers * geometry.kv_heads * columns * 2 * torch.float32.itemsize  # mean and step of each column
     return keys / (geometry.kv_bytes(context, torch.bfloat16) * layers / geometry.layers)
 
@@ -127,7 +130,7 @@ COLUMNS = (
 )
 
 NOTES = (
-    "Every row keeps the default in all parts but the named one. Caught mass: attention inside the attended rows;",
+    "Every row keeps preset 'rows' in all parts but the named one. Caught mass: attention inside the attended rows;",
     "output error: |out - exact| / |exact| of the attention output; both over selecting layers. Intervals: paired",
     "bootstrap over windows. Scoring keys: with their scales, in a model of 16 bits a number, over K and V of the same",
     "layers.",

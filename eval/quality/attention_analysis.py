@@ -224,7 +224,8 @@ def _recalled(tested: ModelUnderTest, windows: Sequence[Window], rows: list[Row]
                     by_layer.setdefault(view.layer, []).append(recall)
 
     for source in ("residual", "attention_input"):
-        variant = Variant("infinigen", {"budget": 1.0, "source": source, "corrected": source == "residual"})
+        options = {"preset": "rows", "budget": 1.0, "source": source, "corrected": source == "residual"}
+        variant = Variant("infinigen", options)
         for window in windows:
             tested.score(variant, [window.text], observe=partial(observe, source))
     for layer, values in by_layer.items():

@@ -17,6 +17,7 @@ from ..core.report import Column, Report, Row
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "infinigen, default": ("infinigen", {}),
+    "infinigen, preset rows": ("infinigen", {"preset": "rows"}),
     "infinigen, preset paper": ("infinigen", {"preset": "paper"}),
 }
 
@@ -109,4 +110,4 @@ def run_continuation(
         "text": f"{name} ({text_digest(text)}), from {start:.0%} of it on",
         "context": f"{context} tokens, the last {scored} decoded one by one and scored",
     }
-    return Report("side_by_side", "One passage under three policies", about, COLUMNS, compare(model, passage, RUNS))
+    return Report("side_by_side", "One passage under four policies", about, COLUMNS, compare(model, passage, RUNS))

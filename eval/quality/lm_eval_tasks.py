@@ -87,9 +87,11 @@ def run_tasks(
                 | {"variant": tested.key(variant) if variant else OWN}
             )
             row = store.get(key)
-            if row is None:
-                if late():
+            if row is None and late():
+                if base is None:
                     break
+                continue
+            if row is None:
                 row = measure(models.under(variant), task, config, length, tested.model)
                 store.put(key, row)
             row = (tested.describe(variant) if variant else tested.identity | {"variant": label}) | row

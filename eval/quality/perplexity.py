@@ -177,9 +177,11 @@ def measure_all(
     config: PerplexityConfig,
     out: Path,
     say: Callable[[str], None] = lambda line: None,
+    late: Callable[[], bool] = lambda: False,
 ) -> list[Row]:
     """A row per variant on `text` (called `name`), each compared with the first (which should be full) and with
-    infinigen at its budget. Rows that `out` holds from an earlier run are not measured again."""
+    infinigen at its budget. Rows that `out` holds from an earlier run are not measured again; once it is `late`, no
+    others are."""
     store = RowStore(out)
     windows = cut_windows(tested, text, config)
     shared = {"suite": "perplexity", **tested.identity, "text": text_digest(text), **asdict(config)}
@@ -187,6 +189,8 @@ def measure_all(
     rows: list[Row] = []
     for variant in variants:
         key = shared | {"variant": tested.key(variant)}
+        if late() and store.get(key) is None:
+            continue
         row = store.once(key, partial(measure, tested, variant, windows, config.tail_from))
         row = tested.describe(variant) | {"text": name, "context": config.context} | row
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))

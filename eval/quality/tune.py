@@ -91,7 +91,7 @@ class Trial:
     def row(self, limit: float) -> Row:
         """For the table."""
         names = ("missed", "worst", "attended", "link_bytes", "scoring_bytes", "window_bytes", "bytes")
-        shown = " ".join(f"{key}={value}" for key, value in self.options.items() if key != "dense_layers")
+        shown = " ".join(f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "tail"))
         return {"setting": shown, "keeps": self.keeps(limit), **{name: getattr(self, name) for name in names}}
 
 
@@ -114,7 +114,7 @@ class Search:
 
     def _trial(self, options: Options, missed: float, worst: float, scored: Any) -> Trial:
         geometry, dtype = self.tested.geometry, self.tested.loaded.adapter.dtype
-        chosen = InfiniGenOptions.preset("default", **options)
+        chosen = InfiniGenOptions(**options)
         demand = memory_demand("infinigen", chosen, geometry, dtype)
         context = (self.text.decode_from + 1 + len(self.text.tokens)) / 2
         layers = frozenset(range(geometry.layers)) - dense_layers(chosen.dense_layers, geometry)
@@ -151,7 +151,7 @@ class Search:
     def run(self) -> Trial:
         """All stages; the setting chosen."""
         fixed: Options = {name: values[0] for name, values in STAGES}
-        fixed |= {"dense_layers": self.config.dense_layers}
+        fixed |= {"dense_layers": self.config.dense_layers, "tail": "off"}
         best = self.smallest(fixed | {"max_fraction": 1.0}, "alpha", ALPHAS)
         for name, values in STAGES:
             for value in values[1:]:

@@ -319,9 +319,13 @@ def _installed(module: str) -> bool:
         return False
 
 
+SELECTION: dict[str, Any] = {"preset": "rows", "dense_layers": ()}
+"""What "infinigen" stands for in a bench of selections: every layer selects, and nothing is estimated."""
+
+
 def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Baseline]:
     name = f"infinigen, {label}" if label else "infinigen"
-    return lambda field: field.ours(name, "infinigen", {"dense_layers": ()} | options)
+    return lambda field: field.ours(name, "infinigen", SELECTION | options)
 
 
 def _full(field: Field) -> Baseline:
@@ -345,7 +349,7 @@ def _int4(field: Field) -> Baseline:
 
 def _ideal(field: Field) -> Baseline:
     """The selection of "infinigen" for nothing, from rows that are on the device: on a CPU they are anyway."""
-    policy = Given(field.policy("infinigen", {"dense_layers": ()}))
+    policy = Given(field.policy("infinigen", SELECTION))
     context = field.context if field.model.device.type == "cpu" else field.other("device")
     return Ours("ideal", field.loaded, policy, context, context.forks())
 

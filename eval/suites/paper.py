@@ -12,9 +12,9 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,16 @@ FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
 """Resident tokens of every policy where budgets are compared: few enough that the smallest budget can select."""
 
+ROWS: dict[str, Any] = {"preset": "rows"}
+"""InfiniGen as everywhere in these tables: what is not selected is left out, as in the paper."""
+
 Say = Callable[[str], None]
+
+
+def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Variant]:
+    """full, and every policy at every budget with `options`."""
+    made = grid(POLICIES, budgets, options)
+    return [replace(v, options=ROWS | dict(v.options)) if v.policy == "infinigen" else v for v in made]
 
 
 @dataclass(frozen=True)
@@ -144,19 +153,18 @@ class Paper:
         rounded: list[Variant] = []
         for kv_format in FORMATS:
             engine = {"kv_format": kv_format}
-            rounded += [Variant("full", {}, engine), Variant("infinigen", WINDOW | {"budget": 0.1}, engine)]
-        compared = grid(POLICIES, self.size.budgets, WINDOW)
+            rounded += [Variant("full", {}, engine), Variant("infinigen", ROWS | WINDOW | {"budget": 0.1}, engine)]
+        found = compared(self.size.budgets, WINDOW)
         for dense in self.size.also_dense:
-            compared += grid(POLICIES, self.size.budgets, WINDOW | {"dense_layers": dense})[1:]
-        return compared + rounded
+            found += compared(self.size.budgets, WINDOW | {"dense_layers": dense})[1:]
+        return found + rounded
 
     def lengths(self) -> None:
         """Figure 19b: perplexity by context, 64 tokens attended."""
         series: dict[str, list[tuple[float, float]]] = {}
         rows: list[Row] = []
         for context in (c for c in CONTEXTS if c <= self.size.context):
-            options: dict[str, Any] = WINDOW | {"budget": 64 / context}
-            variants = [Variant("full"), *(Variant(policy, options) for policy in POLICIES)]
+            variants = compared([64 / context], WINDOW)
             config = PerplexityConfig(context, self.size.length_windows)
             measured = measure_all(self.tested, self.book, self.name, variants, config, self.out, self.say)
             rows += measured
@@ -172,13 +180,13 @@ class Paper:
     def pool_limit(self) -> None:
         """Table 2: a pool of 80 % of the KV cache; perplexity, and needles that are old when they are asked for."""
         config = BoundedPoolConfig(self.size.context, self.size.pool_windows)
-        run_bounded_pool(self.tested, self.book, self.name, config, self.out, self.say)
+        run_bounded_pool(self.tested, self.book, self.name, config, self.out, self.say, ROWS)
         length, kinds = self.size.lengths[0], ("single", "several queries")
         limit = int(LIMIT * length) // CHUNK * self.tested.geometry.kv_bytes(CHUNK, self.tested.loaded.adapter.dtype)
-        bounded = [Variant("infinigen", {}, {"host_memory": limit, "eviction": e}) for e in EVICTIONS.values()]
+        bounded = [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS.values()]
         needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
         out = self.out / "needles_with_a_bounded_pool"
-        variants = [Variant("full"), Variant("infinigen"), *bounded]
+        variants = [Variant("full"), Variant("infinigen", ROWS), *bounded]
         run_retrieval(self.tested, self.book, self.name, variants, needles, out, self.say)
 
     def retrieval(self) -> None:
@@ -188,10 +196,11 @@ class Paper:
 
     def sensitivity(self) -> None:
         """Figures 13 and 17: needles found by skew, alpha and partial ratio, with the cost of each."""
-        ours = {"scorer": "partial", "columns": "prompt"}
+        ours = ROWS | {"scorer": "partial", "columns": "prompt"}
         skews = [Variant("infinigen", ours | {"budget": 0.2, "skew": skew}) for skew in ("svd", "balanced", "none")]
-        alphas = [Variant("infinigen", {"alpha": float(a), "max_fraction": 1.0}) for a in (1, 2, 3, 4, 5, 7, 9)]
-        ratios = [Variant("infinigen", {"scorer": "partial", "partial_ratio": r}) for r in (0.1, 0.2, 0.3, 0.5, 0.9)]
+        alphas = [Variant("infinigen", ROWS | {"alpha": float(a), "max_fraction": 1.0}) for a in (1, 2, 3, 4, 5, 7, 9)]
+        partial = ROWS | {"scorer": "partial"}
+        ratios = [Variant("infinigen", partial | {"partial_ratio": r}) for r in (0.1, 0.2, 0.3, 0.5, 0.9)]
         config = RetrievalConfig(self.size.lengths[:1], max(1, self.size.passages // 2))
         variants = [Variant("full"), *skews, *alphas, *ratios]
         out = self.out / "sensitivity"
@@ -257,7 +266,7 @@ class Paper:
         from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 
         config = TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit)
-        variants = grid(("infinigen", "h2o"), self.size.budgets[:2], WINDOW)
+        variants = [v for v in compared(self.size.budgets[:2], WINDOW) if v.policy in ("full", "infinigen", "h2o")]
         report = run_tasks(self.tested, variants, config, self.out, say=self.say)
         series: dict[str, list[tuple[float, float]]] = {}
         for row in report.rows:

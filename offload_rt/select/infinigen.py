@@ -180,7 +180,7 @@ class InfiniGen:
         self.query_source: QuerySource = options.source
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
-        self.wants_queries = options.scorer == "partial" and options.columns == "prompt"
+        self.wants_queries = options.keys == "partial" and options.columns == "prompt"
         self.lineage = self._lineage(artifact)
         self._correction = self._corrections(artifact, device, dtype)
         own = artifact.to(self.keys_device)
@@ -208,7 +208,7 @@ class InfiniGen:
             key_bytes=(
                 row_bytes(options.tail, geometry)
                 if options.tail != "off"
-                else float(key_bytes(options.scorer, options.partial_ratio, geometry, dtype))
+                else float(key_bytes(options.keys, options.partial_ratio, geometry, dtype))
             ),
             basis_bytes=bases + artifact_bytes(geometry),
             guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
@@ -266,7 +266,7 @@ class InfiniGen:
         options, geometry = self.options, self.geometry
         compute = torch.promote_types(dtype, torch.float32)
         kept = kept_columns(options.partial_ratio, geometry.head_dim)
-        fixed = options.scorer in ("partial", "int8") and options.columns == "calibration"
+        fixed = options.keys in ("partial", "int8") and options.columns == "calibration"
         cut = slice(0, kept if fixed else geometry.head_dim)
         bases = {
             layer: Basis(
@@ -277,11 +277,11 @@ class InfiniGen:
             for layer in range(geometry.layers)
             if layer not in self.dense_layers
         }
-        if options.scorer == "partial":
+        if options.keys == "partial":
             if fixed:
                 return lambda: PartialKeys(CalibratedColumns(bases), dtype, device)
             return lambda: PartialKeys(PromptColumns(bases, kept), dtype, device)
-        bits = BITS[options.scorer]
+        bits = BITS[options.keys]
         mean, std = artifact.key_mean[..., cut].to(compute), artifact.key_std[..., cut].to(compute)
         quantisers = {layer: Quantiser.fit(basis, mean[layer], std[layer], bits) for layer, basis in bases.items()}
         return lambda: QuantisedKeys(quantisers, bits, device)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 from ..config import SkewMethod, Source, check, check_choice, option
 from .registry import PolicyOptions, register_policy
 
-Scorer = Literal["partial", "int8", "int4", "int2"]
+Scorer = Literal["auto", "partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
 TailBits = Literal["off", "int4", "int2"]
 
@@ -40,7 +40,7 @@ class InfiniGenOptions(PolicyOptions):
         input, or of layer i-1's residual after its attention.
     corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
     scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
-        With a tail its 4-bit keys score, and this is left at its default.
+        "auto" are the tail's 4-bit keys where there is a tail, else int8; any other needs tail="off".
     tail: with "int4" or "int2", low-bit copies of all rows stay on the device, keys in 4 bits and values in so many,
         and what is not selected is estimated from them: one softmax over exact rows and estimate. "off" leaves it out.
     columns: kept columns fixed at calibration, or chosen from each prompt (paper).
@@ -51,16 +51,17 @@ class InfiniGenOptions(PolicyOptions):
         ones, instead of those above the threshold (to compare policies); `alpha` and `max_fraction` then only cap a
         repair.
 
-    Preset "default" are the values below. "tail" is what measures best on real models, for devices with room for
-    low-bit copies of all rows (26 % of the 16-bit KV cache): 2 % of the rows exact, the others estimated, no dense
-    layer. "paper" is InfiniGen as published: no window, partial scorer, attention input, columns by prompt, layer 0
-    dense.
+    Preset "default" are the values below, what measures best on real models: 2 % of the rows exact, the others
+    estimated from low-bit copies on the device (26 % of the 16-bit KV cache), no dense layer. "rows" does without the
+    copies: selected rows alone, 10 % at most, layer 0 dense. "paper" is InfiniGen as published: no tail, no window,
+    partial scorer, attention input, columns by prompt, layer 0 dense.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
-        "tail": {"tail": "int4", "max_fraction": 0.02, "dense_layers": ()},
+        "rows": {"tail": "off", "max_fraction": 0.1, "dense_layers": (0,)},
         "paper": {
+            "tail": "off",
             "partial_ratio": 0.3,
             "max_fraction": 0.2,
             "source": "attention_input",
@@ -76,20 +77,20 @@ class InfiniGenOptions(PolicyOptions):
 
     alpha: float | None = option(None, help="threshold below a head's largest score", metavar="A")
     partial_ratio: float = option(0.3, help="share of the head dimension scored, (0, 1]", metavar="R")
-    max_fraction: float = option(0.1, help="largest share of tokens fetched, (0, 1]", metavar="F")
+    max_fraction: float = option(0.02, help="largest share of tokens fetched, (0, 1]", metavar="F")
     source: Source = option("residual", help="what the next layer's query is guessed from")
     corrected: bool = option(True, help="correct guesses as calibration found them to be off")
-    scorer: Scorer = option("int8", help="how scoring keys are stored")
+    scorer: Scorer = option("auto", help="how scoring keys are stored; auto: by the tail, or int8 without one")
     columns: Columns = option("calibration", help="who chooses the columns that are scored")
     skew: SkewMethod = option("balanced", help="how the skew is calibrated", flag="--skew-method")
     sinks: int = option(4, help="first tokens that stay on the device", metavar="N")
     recent: int = option(64, help="last tokens that stay on the device", metavar="N")
-    dense_layers: tuple[int, ...] = option((0,), help="layers that attend to everything; 'none'", metavar="0,1")
+    dense_layers: tuple[int, ...] = option((), help="layers that attend to everything; 'none'", metavar="0,1")
     max_missed_mass: float | None = option(
         None, help="fetch more until the estimated mass left out is at most M", metavar="M"
     )
     budget: float | None = option(None, help="share of the context attended, (0, 1]", metavar="F")
-    tail: TailBits = option("off", help="estimate what is not selected from values of so many bits", neutral="off")
+    tail: TailBits = option("int4", help="estimate what is not selected from values of so many bits", neutral="off")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -99,23 +100,32 @@ class InfiniGenOptions(PolicyOptions):
         check_choice("source", self.source, get_args(Source))
         check_choice("scorer", self.scorer, get_args(Scorer))
         check_choice("columns", self.columns, get_args(Columns))
+        check_choice("tail", self.tail, get_args(TailBits))
+        for name, value, own in (("scorer", self.scorer, "auto"), ("columns", self.columns, "calibration")):
+            check(
+                self.tail == "off" or value == own,
+                f"{name}={value!r} needs tail='off' (or preset='rows'): tail={self.tail!r} scores with its own keys",
+            )
         check(
-            self.scorer != "int8" or self.columns == "calibration",
+            self.keys != "int8" or self.columns == "calibration",
             f"scorer='int8' scales its columns by calibration; columns={self.columns!r} needs scorer='partial'",
         )
         check_choice("skew", self.skew, get_args(SkewMethod))
-        check_choice("tail", self.tail, get_args(TailBits))
-        check(
-            self.tail == "off" or (self.scorer == "int8" and self.columns == "calibration"),
-            f"tail={self.tail!r} scores with its own 4-bit keys: leave scorer={self.scorer!r} and "
-            f"columns={self.columns!r} at their defaults, or set tail='off'",
-        )
         _check_window(self.sinks, self.recent, self.dense_layers)
         check(
             self.max_missed_mass is None or 0 < self.max_missed_mass < 1,
             f"max_missed_mass={self.max_missed_mass} must be in (0, 1)",
         )
         check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
+
+    @property
+    def keys(self) -> Scorer:
+        """How scoring keys are stored where there is no tail."""
+        return "int8" if self.scorer == "auto" else self.scorer
+
+    def lineage_value(self, name: str) -> Any:
+        """Options that are the same as before "auto" have the same lineage, with a tail too."""
+        return self.keys if name == "scorer" else super().lineage_value(name)
 
 
 @register_policy("h2o", "offload_rt.select.h2o:H2O")

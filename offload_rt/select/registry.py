@@ -59,9 +59,13 @@ class PolicyOptions:
     def lineage_text(self) -> str:
         """What the lineage digest of KV decoded under these options is made of, in sessions' files too: the text must
         never change for options that exist. An option added later has a `neutral` value, with which it is left out."""
-        named = [(each.name, getattr(self, each.name), option_of(each).neutral) for each in fields(self)]
+        named = [(each.name, self.lineage_value(each.name), option_of(each).neutral) for each in fields(self)]
         shown = [f"{name}={value!r}" for name, value, neutral in named if value != neutral]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    def lineage_value(self, name: str) -> Any:
+        """The option `name` as the lineage's text says it."""
+        return getattr(self, name)
 
 
 @dataclass(frozen=True)
@@ -163,9 +167,9 @@ def make_policy(
     artifact: ArtifactLoader,
     keys_on_host: bool = False,
 ) -> Policy:
-    """The policy `name` with `options` (of "infinigen" also the key "preset": "default" or "paper", with the other
-    keys on top) for a model of `geometry` and `dtype` whose compute device is `device`. With `keys_on_host` the scoring
-    keys of "infinigen" lie, and score, in host memory (paper §6.2).
+    """The policy `name` with `options` (of "infinigen" also the key "preset": "default", "rows" or "paper", with the
+    other keys on top) for a model of `geometry` and `dtype` whose compute device is `device`. With `keys_on_host` the
+    scoring keys of "infinigen" lie, and score, in host memory (paper §6.2).
 
     Raises ConfigError for a name or an option that does not exist (with the nearest that does) or does not fit.
     """

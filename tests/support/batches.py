@@ -17,7 +17,10 @@ from offload_rt.select.key_lists import Rule
 from .device_link import staged
 from .tiny_models import tiny_model, tiny_prompt
 
-OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 8, "dense_layers": (), "alpha": 2.0, "max_fraction": 0.3}
+OPTIONS: dict[str, Any] = {
+    "preset": "rows", "sinks": 2, "recent": 8, "dense_layers": (), "alpha": 2.0, "max_fraction": 0.3,
+}  # fmt: skip
+"""Without a tail: that is what a batch selects by kernels."""
 
 
 def make(counted: bool = True, **options: Any) -> Runner:

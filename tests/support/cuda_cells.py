@@ -22,7 +22,7 @@ Scene = Callable[[Callable[..., LLM], Path], Answers]
 """Runs what it is about on runtimes that it is given the maker of, and returns the tokens."""
 
 WINDOW: dict[str, Any] = {"sinks": 2, "recent": 8}
-SPARSE: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.3}
+SPARSE: dict[str, Any] = WINDOW | {"preset": "rows", "alpha": 2.0, "max_fraction": 0.3}
 
 
 def single(make: Callable[..., LLM], folder: Path) -> Answers:
