@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.cuda_cells import CELLS, SCHEDULES, Cell, single
 from support.cuda_simulator import Late, Lazy, simulated
-from support.tiny_models import tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine.runner import Runner
@@ -118,3 +118,27 @@ def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list
 
     with simulated(Late()):
         replace(BY_NAME["quest"], scene=once).run(device, tmp_path)
+
+
+@pytest.mark.parametrize(("policy", "options"), [("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})])
+def test_what_is_staged_does_not_grow_with_how_far_the_host_is_ahead(policy: str, options: dict[str, Any]) -> None:
+    """Nothing runs before the host waits at a step's end: it is ahead by all layers. Of three layers and of nine the
+    step has the same on the device beside what was there before, but for two kilobytes of a layer (rows that are being
+    written back, positions of resident rows); a layer stages 120."""
+    extra = []
+    for layers in (3, 9):
+        with simulated(Lazy()) as sim:
+            model = tiny_model("llama", num_hidden_layers=layers).to("cuda")
+            llm = LLM(model, policy=policy, policy_options=options, device="cuda", host_memory="16MiB")
+            runner, length = llm.runner, 500
+            sequence = runner.new_sequence(tiny_prompt(length + 3), length + 3)
+            runner.prefill(sequence, length)
+            runner.decode([sequence]).argmax().item()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = sim.memory.usage.active
+            runner.decode([sequence])
+            extra.append(sim.memory.usage.active_peak - before)
+            runner.free(sequence)
+    assert extra[1] - extra[0] < (9 - 3) * 20 * 1024
+    assert extra[0] > 2 * 450 * 2 * 2 * 16 * 4 * 0.8, "nothing was staged"

@@ -46,6 +46,7 @@ class CudaStorage:
     def close(self, blocks: BlockTable) -> None:
         """Closes a sequence; after it nothing reads or writes the block table's chunks any more."""
         self._state.prefetch.mark().synchronize()
+        self._state.staging.clear()
         self._state.write_back.mark().synchronize()
         self._state.remove(blocks)
         self._batches.forget(blocks)
@@ -95,7 +96,7 @@ class CudaStorage:
             stop += part.k.shape[1]
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
         loaded = self._rows.stage_range(blocks, layer, range(first, start))
-        state.prefetch.hold_compute(loaded.mark, loaded.staged)
+        state.staging.arrive(loaded.held, loaded.mark)
         before = state.format.decode(loaded.staged)
         k = torch.cat([before[0], *(part.k for part in fresh)], dim=1)
         v = torch.cat([before[1], *(part.v for part in fresh)], dim=1)
@@ -109,8 +110,9 @@ class CudaLink:
 
     Order. Rows enter the pool only in the write-back stream, behind the compute that made them, and leave it only in
     the prefetch stream, behind the last write-back of their sequence; a chunk changes hands only after `close`, which
-    waits for both streams. Working sets, rows and tables, belong to the prefetch stream alone. Staged and written-back
-    tensors are handed between streams through the caching allocator's `record_stream`.
+    waits for both streams. Working sets, rows and tables, belong to the prefetch stream alone. Staged rows are memory
+    of the compute stream (`staging.py`); what is written back, and counts that are made in the prefetch stream, are
+    handed between streams through the caching allocator's `record_stream`.
     """
 
     def __init__(

@@ -16,16 +16,19 @@ from .link import Savings, Ticket
 from .open_sequences import DeviceState
 from .residency import Residency
 from .row_lists import RowLists
-from .streams import Event, Stream
+from .staging import Staging
+from .streams import Event
 
 
 @dataclass(frozen=True)
 class _Ticket:
-    """Fetched rows `staged` `[2, Hkv, n, width]`, in the pool's format, valid on the device behind `mark`, and the
-    resident rows that go before them (read at `wait`: the newest is stored after the request)."""
+    """Fetched rows `staged` `[2, Hkv, n, width]`, in the pool's format, valid on the device behind `mark` and held by
+    `staging` as number `held`, and the resident rows that go before them (read at `wait`: the newest is stored after
+    the request)."""
 
     format: KVFormat
-    stream: Stream
+    staging: Staging
+    held: int
     mark: Event
     staged: torch.Tensor
     bytes: int
@@ -36,7 +39,7 @@ class _Ticket:
     visible: Visible | None = None
 
     def wait(self) -> list[KVPart]:
-        self.stream.hold_compute(self.mark, self.staged, *(() if self.savings is None else self.savings.tensors))
+        self.staging.arrive(self.held, self.mark, *(() if self.savings is None else self.savings.tensors))
         rows = self.format.decode(self.staged)
         parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
@@ -51,6 +54,7 @@ class _Ticket:
 class _Fetched:
     """Rows of one sequence on their way: what its ticket is made of."""
 
+    held: int
     staged: torch.Tensor
     mark: Event
     savings: Savings | None = None
@@ -119,25 +123,27 @@ class CudaRows:
         """The ticket of fetched rows; with a block table they come behind its resident ones."""
         staged, residency = fetched.staged, None if blocks is None else self._state[blocks].residency
         size = staged.shape[1] * staged.shape[2] * self._state.pair_bytes
-        stream, savings = self._state.prefetch, fetched.savings
+        state, savings = self._state, fetched.savings
         return _Ticket(
-            self._state.format, stream, fetched.mark, staged, size, savings, fetched.counts, residency, layer, visible
-        )
+            state.format, state.staging, fetched.held, fetched.mark, staged, size, savings, fetched.counts, residency,
+            layer, visible,
+        )  # fmt: skip
 
     def stage_range(self, blocks: BlockTable, layer: int, tokens: range) -> _Fetched:
         """Starts moving all rows of `tokens`, as they are stored."""
+        shape = (2, self._state.geometry.kv_heads, len(tokens), self._state.format.width)
+        staged = torch.empty(shape, dtype=self._state.format.storage, device=self._state.device)
+        held = self._state.staging.hold(staged)
         with self._state.prefetch.behind_compute():
             if (written := self._state[blocks].written) is not None:
                 self._state.prefetch.wait_for(written)
-            shape = (2, self._state.geometry.kv_heads, len(tokens), self._state.format.width)
-            staged = torch.empty(shape, dtype=self._state.format.storage, device=self._state.device)
             at = 0
             for run in self._state.pool.stored(blocks, layer, tokens):
                 piece = slice(at, at + run.k.shape[1])
                 copy_heads(staged[0, :, piece], run.k)
                 copy_heads(staged[1, :, piece], run.v)
                 at = piece.stop
-            return _Fetched(staged, self._state.prefetch.mark())
+            return _Fetched(held, staged, self._state.prefetch.mark())
 
     def _fetch_rows(
         self, block_tables: Sequence[BlockTable], layer: int, selections: Sequence[Selection]
@@ -152,7 +158,7 @@ class CudaRows:
         heads, fetched = self._state.geometry.kv_heads, []
         for b, (selection, less) in enumerate(zip(selections, savings, strict=True)):
             staged = arriving.staged[:, b * heads : (b + 1) * heads, : selection.count]
-            fetched.append(_Fetched(staged, mark, less, selection.counts))
+            fetched.append(_Fetched(arriving.held, staged, mark, less, selection.counts))
         return fetched
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -19,19 +19,21 @@ from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..pool.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
 from .plan import CHUNK_BITS, first_askers
-from .streams import Event, Stream
+from .staging import Staging
+from .streams import Event
 from .working_set import LookUp
 
 
 @dataclass(frozen=True)
 class Arriving:
     """Rows on their way: `staged` `[2, P, n, width]`, as the pool stores them, of which `counts` (int32 `[P]`; None:
-    all) are meant, valid on the device behind `mark`. `tally` int64 `[B, 2]`, valid as they are,
-    says how many rows, K and V of a KV head together, crossed for each sequence, and how many its working set had (what
-    is left came with another sequence's); None where all that is meant crosses."""
+    all) are meant, valid on the device behind `mark` and held by `staging` as number `held`. `tally` int64 `[B, 2]`,
+    valid as they are, says how many rows, K and V of a KV head together, crossed for each sequence, and how many its
+    working set had (what is left came with another sequence's); None where all that is meant crosses."""
 
     pool: HostPool
-    stream: Stream
+    staging: Staging
+    held: int
     mark: Event
     staged: torch.Tensor
     counts: torch.Tensor | None
@@ -40,7 +42,7 @@ class Arriving:
     def wait(self) -> torch.Tensor:
         """K and V `[2, P, n, d]`; the compute stream is ordered behind the copies, the host does not wait."""
         counted = () if self.tally is None else (self.tally,)
-        self.stream.hold_compute(self.mark, self.staged, *counted)
+        self.staging.arrive(self.held, self.mark, *counted)
         return self.pool.format.decode(self.staged)
 
 
@@ -146,13 +148,16 @@ class RowLists:
         comes from there, of what several of them have in common (`overlapping`) all but the first one's from the first
         one's, the others from the pool.
 
-        Tokens and counts are borrowed from the compute stream; all else is made, used and freed in the prefetch stream.
+        What is read and what is staged belongs to the compute stream (`Staging`); all else is made, used and freed in
+        the prefetch stream.
         """
+        staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
+        staging = self._state.staging
+        held = staging.hold(staged, tokens, *(() if counts is None else (counts,)))
         with self._prefetch.behind_compute():
             for mark in {id(one.written): one.written for one in self._open}.values():
                 if mark is not None:
                     self._prefetch.wait_for(mark)
-            self._prefetch.borrow(tokens, *(() if counts is None else (counts,)))
             ids = self._ids(layer, tokens)
             meant = None
             if counts is not None:
@@ -161,7 +166,6 @@ class RowLists:
             found = self._look_up(layer, tokens, meant)
             if found:
                 ids = ids.masked_fill(torch.cat([one.slots for one in found]) >= 0, -1)
-            staged = self._pool.rows.new_empty(*ids.shape, self._pool.rows.shape[1], device=tokens.device)
             again = first_askers(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
             self._gather(ids, again, staged)
             for b, one in enumerate(found):
@@ -170,7 +174,7 @@ class RowLists:
                 working.read(layer, one, rows)
                 working.write(layer, one, rows)
             tally = self._tally(tokens, counts, found, again)
-            return Arriving(self._pool, self._prefetch, self._prefetch.mark(), staged, counts, tally)
+            return Arriving(self._pool, staging, held, self._prefetch.mark(), staged, counts, tally)
 
     def _own(self, b: int) -> slice:
         return slice(b * self.heads, (b + 1) * self.heads)

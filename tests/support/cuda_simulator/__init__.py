@@ -11,7 +11,6 @@ host, and does here, as the schedule says (`engine`); a wait that is missing, a 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -22,7 +21,7 @@ from .copies import Sync, register
 from .dispatch import DeviceMode
 from .engine import CaptureError, Late, Lazy, Schedule, Seeded
 from .simulator import Simulator
-from .torch_cuda import patch_torch
+from .torch_cuda import outlive, patch_torch
 from .triton_queue import IllegalAccessError, patch_triton
 
 __all__ = [
@@ -45,12 +44,9 @@ def simulated(schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> 
     sim = Simulator(schedule, limit=limit, devices=devices)
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch, DeviceMode(sim):
         register()
+        outlive()
         patch.setattr(copies, "current", [sim])
         patch_torch(patch, sim)
         patch_triton(patch, sim, undo)
-        try:
-            yield sim
-            sim.engine.finish_all()
-        finally:
-            if sim.memory.registered:
-                gc.collect()  # what unregisters its memory does so while there is a machine
+        yield sim
+        sim.engine.finish_all()

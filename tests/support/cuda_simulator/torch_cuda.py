@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,12 @@ class Graph:
         assert self._captured is not None
         self._sim.launched["graph"] += 1
         self._sim.engine.replay(self._captured, self._sim.stream())
+
+
+@cache
+def outlive() -> None:
+    """A runtime that outlives its machine, until it is collected, gives back memory that is no longer registered."""
+    setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda address: 0))  # noqa: B010
 
 
 def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
