@@ -55,7 +55,7 @@ def continued(make: Callable[..., LLM], folder: Path) -> Answers:
     """An answer that fills a chunk with its last row, and a prompt that begins with both."""
     llm, prompt = make(), tiny_prompt(60)
     [first] = answers(llm, [prompt], 5)
-    return [first, *answers(llm, [[*prompt, *first, 7, 8]], 2)]
+    return [first, *answers(llm, [[*prompt, *first[:-1], 7, 8]], 2)]
 
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -88,10 +88,10 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
-    """Greedy answers; the runtime is whole afterwards."""
+    """Greedy answers, each with the bytes that crossed the link for it; the runtime is whole afterwards."""
     done = llm.generate(prompts, SamplingParams(max_new_tokens=tokens, temperature=0))
     llm.runner.check_integrity()
-    return [one.token_ids for one in done]
+    return [[*one.token_ids, one.stats.link_bytes_to_device] for one in done]
 
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
@@ -164,6 +164,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "streaming": WINDOW | {"budget": 0.4},
     "oracle": WINDOW | {"budget": 0.4},
 }
+SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
+"""Rows are fetched the step after they were written back."""
+
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4}
 
@@ -180,6 +183,9 @@ _CELLS = [
         ragged,
         SPARSE | {"scorer": "int4", "source": "attention_input", "dense_layers": ()},
     ),
+    Cell("short window", "infinigen", options=SHORT | {"alpha": 50.0, "max_fraction": 1.0}),
+    Cell("short window, quest", "quest", options=SHORT | {"budget": 0.9}),
+    Cell("short window, oracle", "oracle", options=SHORT | {"budget": 0.9}),
     Cell("repair", "infinigen", options=SPARSE | {"max_missed_mass": 0.05}),
     Cell("missed mass", "infinigen", ragged, SPARSE, {"missed_mass_every": 2}),
     Cell("missed mass, paper", "infinigen", options=PAPER, settings={"missed_mass_every": 2}),
@@ -211,13 +217,17 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "full, batch": ("late prefetch", "seed 1"),
     "infinigen": ("late prefetch and write-back",),
     "infinigen, batch": ("late compute",),
-    "quest": ("seed 0", "eager"),
+    "quest": ("late prefetch", "eager"),
     "quest, batch": ("late prefetch",),
+    "h2o": ("lazy",),
     "h2o, batch": ("late write-back",),
     "streaming": ("seed 1",),
-    "oracle": ("late write-back", "lazy"),
+    "oracle": ("lazy",),
     "tail": ("late compute",),
     "paper": ("seed 1",),
+    "short window": ("late write-back",),
+    "short window, quest": ("late write-back", "late prefetch and write-back"),
+    "short window, oracle": ("late write-back",),
     "repair": ("late prefetch",),
     "missed mass, paper": ("late write-back",),
     "working set, quest": ("seed 0",),

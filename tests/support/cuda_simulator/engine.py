@@ -215,7 +215,7 @@ class Engine:
         with self.lock:
             self._check_may_wait(point)
             while not point.reached:
-                if not self.run(point.queue):
+                if not self.run(point.queue, until=point):
                     head = point.queue.entries[0]
                     assert isinstance(head, Wait)
                     self.finish(head.point)
@@ -232,8 +232,8 @@ class Engine:
         for queue in list(self.queues):
             self.finish(self.record(queue))
 
-    def run(self, queue: Queue, entries: int = 1 << 30) -> bool:
-        """Runs up to `entries` entries of a queue, as far as it can go; whether there was any."""
+    def run(self, queue: Queue, entries: int = 1 << 30, until: Point | None = None) -> bool:
+        """Runs up to `entries` entries of a queue, up to a point, as far as it can go; whether there was any."""
         ran = 0
         if not queue.entries or (isinstance(head := queue.entries[0], Wait) and not head.point.reached):
             return False
@@ -246,6 +246,8 @@ class Engine:
                 ran += 1
                 if isinstance(head, Point):
                     head.reached = True
+                    if head is until:
+                        break
                 elif not isinstance(head, Wait):
                     head()
         return ran > 0

@@ -8,6 +8,7 @@ poison has been written: so a reader that did not wait finds no right numbers fr
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 from bisect import bisect_right
@@ -22,6 +23,9 @@ from .engine import Engine, Point, Poisoning, Queue
 
 POISON = np.uint16(0x7FFF)
 """Twice or four times in a row NaN as float16, bfloat16, float32 and float64; beyond every index as an integer."""
+
+MOST_POISONED = 1 << 26
+"""Bytes of registered memory that are poisoned: more would only take memory."""
 
 ROUND = 512
 """Bytes that a block's size is a multiple of, as in torch's allocator."""
@@ -180,13 +184,16 @@ class Memory:
         return self._module.over(address, nbytes, number, -1)
 
     def register(self, address: int, size: int) -> bool:
-        """cudaHostRegister: False where a part is registered already, or it would be too much."""
+        """cudaHostRegister, which poisons what nobody has written yet: False where a part is registered already, or it
+        would be too much."""
         held = sum(stop - start for start, stop in self.registered)
         if held + size > self.lockable or any(
             start < address + size and address < stop for start, stop in self.registered
         ):
             return False
         self.registered = sorted([*self.registered, (address, address + size)])
+        fresh = (ctypes.c_uint16 * (min(size, MOST_POISONED) // 2)).from_address(address)
+        np.frombuffer(fresh, dtype=np.uint16)[:] = POISON
         return True
 
     def unregister(self, address: int) -> None:
