@@ -168,11 +168,12 @@ SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
 """Rows are fetched the step after they were written back."""
 
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
-TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4}
+TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4, "dense_layers": (0,)}
 
 _CELLS = [
     *(Cell(name, name, options=options) for name, options in POLICIES.items()),
     Cell("tail", "infinigen", options=TAIL),
+    Cell("default", "infinigen"),
     Cell("paper", "infinigen", options=PAPER),
     *(Cell(f"{name}, batch", name, ragged, options) for name, options in POLICIES.items()),
     Cell("tail, batch", "infinigen", ragged, TAIL),
@@ -183,7 +184,7 @@ _CELLS = [
         ragged,
         SPARSE | {"scorer": "int4", "source": "attention_input", "dense_layers": ()},
     ),
-    Cell("short window", "infinigen", options=SHORT | {"alpha": 50.0, "max_fraction": 1.0}),
+    Cell("short window", "infinigen", options=SHORT | {"preset": "rows", "alpha": 50.0, "max_fraction": 1.0}),
     Cell("short window, quest", "quest", options=SHORT | {"budget": 0.9}),
     Cell("short window, oracle", "oracle", options=SHORT | {"budget": 0.9}),
     Cell("repair", "infinigen", options=SPARSE | {"max_missed_mass": 0.05}),
@@ -223,6 +224,7 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "h2o, batch": ("late write-back",),
     "streaming": ("seed 1",),
     "oracle": ("lazy",),
+    "default": ("seed 0",),
     "tail": ("late compute",),
     "paper": ("seed 1",),
     "short window": ("late write-back",),
