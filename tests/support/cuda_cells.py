@@ -58,6 +58,13 @@ def continued(make: Callable[..., LLM], folder: Path) -> Answers:
     return [first, *answers(llm, [[*prompt, *first[:-1], 7, 8]], 2)]
 
 
+def slid(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Prompts and answers that leave a window behind, in turn, in chunks that others had."""
+    llm = make()
+    found = answers(llm, [tiny_prompt(n, seed=n) for n in (130, 62)], 5)
+    return found + answers(llm, [tiny_prompt(n, seed=n) for n in (66, 125)], 5)
+
+
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
     """Past the end of a pool of two chunks."""
     return answers(make(host_memory=CHUNK_BYTES * 2), [tiny_prompt(122)], 12)
@@ -94,6 +101,12 @@ def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
     return [[*one.token_ids, one.stats.link_bytes_to_device] for one in done]
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16},
+}
+"""Of all layers, and of the second one; too little room for rows that have left it."""
+
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 CHUNK_BYTES = 2 * LAYERS * 2 * 16 * 64 * 4
 
@@ -125,6 +138,7 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     streamed: int | None = None
+    model: str = "llama"
     daily: tuple[str, ...] = ()
 
     def run(self, device: str, folder: Path) -> Answers:
@@ -134,7 +148,7 @@ class Cell:
             settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more
             if device == "cpu":
                 settings.pop("cuda_graphs", None)
-            model: Any = tiny_model("llama", num_hidden_layers=LAYERS).to(device)
+            model: Any = tiny_model(self.model, num_hidden_layers=LAYERS, **WINDOWS.get(self.model, {})).to(device)
             if self.streamed is not None:
                 model = folder / "model"
                 if not model.exists():
@@ -207,6 +221,9 @@ _CELLS = [
     Cell("sessions, full", "full", session),
     Cell("sessions", "infinigen", session, SPARSE),
     Cell("sessions, tail", "infinigen", session, TAIL),
+    Cell("windows, full", "full", slid, model="mistral"),
+    Cell("a window, full", "full", slid, model="qwen2"),
+    Cell("a window", "quest", slid, POLICIES["quest"], model="qwen2"),
     Cell("streamed, full", "full", ragged, streamed=1),
     Cell("streamed", "infinigen", single, SPARSE, streamed=0),
     Cell("streamed, keys on the host", "infinigen", single, SPARSE, streamed=-1),
@@ -232,13 +249,15 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "short window, oracle": ("late write-back",),
     "repair": ("late prefetch",),
     "missed mass, paper": ("late write-back",),
-    "working set, quest": ("seed 0",),
+    "working set, quest": ("late compute",),
     "eviction, full": ("lazy", "seed 1"),
     "eviction": ("late write-back",),
     "rounded, full": ("late prefetch",),
     "shared, full": ("lazy", "late prefetch"),
     "shared": ("late compute",),
     "continued, full": ("late write-back",),
+    "windows, full": ("late write-back",),
+    "a window, full": ("late prefetch", "seed 1"),
     "forks, full": ("late write-back",),
     "sessions, full": ("late write-back", "seed 0"),
     "sessions, tail": ("late prefetch",),

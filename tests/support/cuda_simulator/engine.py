@@ -211,14 +211,16 @@ class Engine:
                 queue.entries.append(Wait(point))
 
     def finish(self, point: Point) -> None:
-        """The host waits: runs what must have run before `point`, and nothing else."""
+        """The host waits: runs what must have run before `point`, an entry at a time, and what the schedule wants."""
         with self.lock:
             self._check_may_wait(point)
             while not point.reached:
-                if not self.run(point.queue, until=point):
-                    head = point.queue.entries[0]
-                    assert isinstance(head, Wait)
-                    self.finish(head.point)
+                if self.run(point.queue, 1, until=point):
+                    self.schedule.advance(self)
+                    continue
+                head = point.queue.entries[0]
+                assert isinstance(head, Wait)
+                self.finish(head.point)
 
     def _check_may_wait(self, point: Point) -> None:
         if point.capture is not None:
