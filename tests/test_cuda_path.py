@@ -219,3 +219,19 @@ def test_what_others_may_share_is_in_the_pool() -> None:
         assert not any(part.v.isnan().any() for part in runner.pool.runs(twin.blocks, 1, range(71)))
         for one in (sequence, twin):
             runner.free(one)
+
+
+def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
+    """It is measured against all keys where they are, the newest one among them, which is still being written back."""
+    found: list[float] = []
+
+    def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
+        [done] = make(missed_mass_every=1).generate([tiny_prompt(40)], SamplingParams(4, temperature=0))
+        found.extend(mass for _, layers in done.stats.missed_by_step for mass in layers)
+        return []
+
+    cell = replace(BY_NAME["missed mass, paper"], scene=once)
+    cell.run("cpu", tmp_path)
+    with simulated(Late((2,))):
+        cell.run("cuda", tmp_path)
+    assert max(found) > 0.01 and found[: len(found) // 2] == pytest.approx(found[len(found) // 2 :], abs=1e-3)

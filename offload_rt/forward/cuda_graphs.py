@@ -1,8 +1,7 @@
 """Decode steps as CUDA graphs, one for each batch size and bucket of context lengths: captured once, then replayed with
 other sequences, lengths and tokens, which are data in `batched.StepInputs`.
 
-**This has not yet run on a device.** What runs in the tests is everything but CUDA: a stand-in that keeps the launches
-of a step and repeats them on the same memory.
+**This has not yet run on a device.** It runs in the tests on a simulated one, streams, capture and replay included.
 
 A step stays eager where a launch would depend on more than the inputs: policies whose states select for themselves,
 columns chosen from each prompt, working sets, chunks that sequences share, eviction, weights that stream; and where the
