@@ -15,7 +15,7 @@ from offload_rt.eval.simulate.working_set import SETUPS, Setup, Sweep, report
 
 def test_replayed_and_repeated_runs_agree(tmp_path: Path) -> None:
     """Rule by rule against the run that keeps rows by the runtime's; with a dense layer, whose bytes are set aside."""
-    setups = Setup("a", {"recent": 8}), Setup("b", {"recent": 8, "dense_layers": ()}, "int4")
+    setups = Setup("a", {"recent": 8, "dense_layers": (0,)}), Setup("b", {"recent": 8}, "int4")
     sweep = Sweep("reference", (tuple(tiny_prompt(150)),), 5, (0.1,), setups)
     runs, rules = report(sweep, {"model": "reference"}, tmp_path)
     for run in runs.rows:

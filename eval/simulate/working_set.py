@@ -38,11 +38,11 @@ class Setup:
 
 
 SETUPS = (
-    Setup("default: at most 10 % of the candidates, layer 0 dense"),
-    Setup("4 % attended, no dense layer", {"budget": 0.04, "dense_layers": ()}),
-    Setup("5 % attended, no dense layer", {"budget": 0.05, "dense_layers": ()}),
-    Setup("5 % attended, no dense layer, int8 rows", {"budget": 0.05, "dense_layers": ()}, "int8"),
-    Setup("5 % attended, no dense layer, int4 rows", {"budget": 0.05, "dense_layers": ()}, "int4"),
+    Setup("preset rows: at most 10 % of the candidates, layer 0 dense", {"preset": "rows"}),
+    Setup("4 % attended, no dense layer", {"preset": "rows", "budget": 0.04, "dense_layers": ()}),
+    Setup("5 % attended, no dense layer", {"preset": "rows", "budget": 0.05, "dense_layers": ()}),
+    Setup("5 % attended, no dense layer, int8 rows", {"preset": "rows", "budget": 0.05, "dense_layers": ()}, "int8"),
+    Setup("5 % attended, no dense layer, int4 rows", {"preset": "rows", "budget": 0.05, "dense_layers": ()}, "int4"),
 )
 
 
