@@ -195,6 +195,17 @@ TestSliding = SlidingMachine.TestCase
 TestAllSlide = AllSlideMachine.TestCase
 
 
+def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
+    """A prefill whose windows leave a gap behind what was there: the place before the gap has rows of 57 tokens."""
+    machine = AllSlideMachine()
+    model = Model(BlockTable())
+    assert machine.compute(model, 57, 0, 0) and machine.compute(model, 200, 0, 0)
+    assert sorted(model.blocks.windows) == [0, 2, 3, 4]
+    machine.pool.publish(model.blocks, model.tokens, "exact")
+    assert machine.pool.match(model.tokens[:100], "exact").length == 0
+    assert machine.pool.match(model.tokens, "exact").length == 4 * CHUNK
+
+
 @pytest.mark.parametrize("missing", range(6))
 @pytest.mark.parametrize("window", [1, 64, 65, 129])
 def test_a_prefix_is_usable_up_to_where_all_is_kept_that_its_window_shows(missing: int, window: int) -> None:
