@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plain_decode import Kept, plain_step
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
@@ -15,7 +16,6 @@ from offload_rt.config import EvictionOptions
 from offload_rt.core import CHUNK
 from offload_rt.forward.sequence import Sequence
 from offload_rt.forward.slot_table import InPlaceEviction
-from offload_rt.models.adapter import ModelAdapter
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
 """Of four layers."""
@@ -71,22 +71,6 @@ def test_eviction_changes_nothing_while_there_is_room(policy: str, options: dict
     assert bounded.token_ids == free.token_ids
 
 
-def plain_step(
-    adapter: ModelAdapter, token: int, position: int, kept: list[list[tuple[int, torch.Tensor, torch.Tensor]]]
-) -> torch.Tensor:
-    """Logits `[V]` of one token that attends to the (position, k, v) lists of each layer and to itself."""
-    geometry, at = adapter.geometry, torch.tensor([position])
-    x = adapter.embed(torch.tensor([token]), at)
-    for layer in range(geometry.layers):
-        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), at)
-        kept[layer].append((position, k[:, 0], v[:, 0]))
-        keys, values = (torch.stack([row[i] for row in kept[layer]], 1) for i in (1, 2))
-        keys, values = (x.repeat_interleave(geometry.group, 0) for x in (keys, values))
-        weights = torch.softmax(q @ keys.transpose(1, 2) * geometry.scales[layer], -1)
-        x = adapter.mlp(layer, adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1)))
-    return adapter.logits(x)[0]
-
-
 @pytest.mark.parametrize("protect", ["window", "none"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, protect: str) -> None:
@@ -104,7 +88,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, prote
             eviction={"policy": "fifo", "protect": protect},
         )
     runner = llm.runner
-    kept: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = [[] for _ in range(runner.adapter.geometry.layers)]
+    kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
     for position, token in enumerate(tokens[:120]):
         plain_step(runner.adapter, token, position, kept)
     sequence = runner.new_sequence(tokens[:120], 120)

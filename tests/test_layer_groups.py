@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.device_link import staged
+from support.plain_decode import Kept, plain_step
 from support.tiny_models import greedy_reference, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
@@ -17,7 +18,6 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.core import CHUNK, BlockTable
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.swap import Swap
-from offload_rt.models.adapter import ModelAdapter
 from offload_rt.pool.layer_groups import LayerGroups
 from offload_rt.sessions.session import Session
 from offload_rt.storage.saver import layer_block
@@ -160,25 +160,6 @@ def test_samples_and_beams_fork(kind: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- eviction
 
 
-def plain_step(
-    adapter: ModelAdapter, token: int, position: int, kept: list[list[tuple[int, torch.Tensor, torch.Tensor]]]
-) -> torch.Tensor:
-    """Logits `[V]` of one token that attends to the (position, k, v) lists of each layer, of a sliding layer those in
-    its window, and to itself."""
-    geometry, at = adapter.geometry, torch.tensor([position])
-    x = adapter.embed(torch.tensor([token]), at)
-    for layer in range(geometry.layers):
-        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), at)
-        kept[layer].append((position, k[:, 0], v[:, 0]))
-        window = geometry.windows[layer]
-        seen = [row for row in kept[layer] if window is None or position - row[0] < window]
-        keys, values = (torch.stack([row[i] for row in seen], 1) for i in (1, 2))
-        keys, values = (x.repeat_interleave(geometry.group, 0) for x in (keys, values))
-        weights = torch.softmax(q @ keys.transpose(1, 2) * geometry.scales[layer], -1)
-        x = adapter.mlp(layer, adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1)))
-    return adapter.logits(x)[0]
-
-
 @pytest.mark.parametrize("kind", ["room to spare", "one slides"])
 def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
     """First in, first out in these, as a plain model with lists does it for 300 steps; sliding layers keep windows."""
@@ -186,7 +167,7 @@ def test_eviction_takes_from_the_layers_that_see_everything(kind: str) -> None:
     memory = make(kind).runner.pool.chunk_bytes * (2 + chunks.sliding * chunks.window_chunks)
     llm = make(kind, memory=memory, eviction={"policy": "fifo", "protect": "none"})
     runner, tokens = llm.runner, tiny_prompt(420)
-    kept: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = [[] for _ in range(runner.adapter.geometry.layers)]
+    kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
     for position, token in enumerate(tokens[:120]):
         plain_step(runner.adapter, token, position, kept)
     sequence = runner.new_sequence(tokens[:120], 120)
@@ -314,7 +295,7 @@ def test_after_a_truncation_windows_show_what_follows_the_gap(kind: str, cut: di
     answer(session, tiny_prompt(200), count=11)
     tokens, computed = list(session.history.tokens), session.history.computed
     adapter = llm.runner.adapter
-    rows: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = [[] for _ in range(adapter.geometry.layers)]
+    rows: Kept = [[] for _ in range(adapter.geometry.layers)]
     for position, token in enumerate(tokens[:computed]):
         plain_step(adapter, token, position, rows)
     session.truncate(**cut)
