@@ -13,7 +13,7 @@ import torch
 
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
-from ..errors import OffloadError, PoolFullError
+from ..errors import OffloadError
 from ..forward.batch import DecodeBatch, Recorder
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
@@ -21,7 +21,6 @@ from ..forward.prefill import Prefill
 from ..forward.rebalance import rebalance
 from ..forward.sequence import Sequence, key_reader
 from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
-from ..forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..planning.device_plan import DevicePlan
@@ -32,6 +31,7 @@ from ..transfer.streams import on_device
 from ..transfer.weights import WeightStream
 from .checks import check_evictable, check_positions, check_token_ids
 from .reclaim import Reclaimable, retry_after_reclaim
+from .room import EXACT, SHARED_BEHIND, Room
 from .stats import Accounting, Stats
 
 T = TypeVar("T")
@@ -39,13 +39,6 @@ P = ParamSpec("P")
 
 MISSED_MASS_EVERY = 16
 """Steps between two measurements of the missed mass on a CPU, where all keys are at hand."""
-
-SHARED_BEHIND = 512
-"""Of a prompt that others may begin with, so many tokens more than its own windows show keep their rows of sliding
-layers, if there is room: another prompt can part from it at most so far before its end."""
-
-EXACT = "exact"
-"""Lineage of rows that exact attention made, by prefill or under policy "full"."""
 
 
 def _on_own_device(method: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
@@ -79,6 +72,7 @@ class Runner:
         self.adapter = model.adapter
         usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
+        self.room = Room(pool, policy, config)
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
         self.strategies = StrategyCache()
@@ -97,16 +91,6 @@ class Runner:
         """Whether tokens decoded under the policy and the pool's format have other rows than a prefill gives them."""
         return self.policy.lineage != EXACT or not self.pool.format.exact
 
-    @property
-    def _shares(self) -> bool:
-        """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
-        return self.config.prefix_sharing and self.pool.format.exact
-
-    @property
-    def _evicts(self) -> bool:
-        """Whether sequences overwrite their own slots where the pool is full."""
-        return self.config.eviction is not None
-
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
         """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
         `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
@@ -115,29 +99,8 @@ class Runner:
         whole sequence can ever fit is `check_fits`' to say.
         """
         check_token_ids(tokens, self.model)
-        blocks = self._block_table(tokens[:reuse], capacity, len(tokens))
+        blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens))
         return self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
-
-    def _block_table(self, known: Seq[int], capacity: int, stop: int) -> BlockTable:
-        """Room for `capacity` tokens, of which `stop` are there or come with the next prefill, behind what the prefix
-        tree has of `known`."""
-        blocks = BlockTable()
-        if self._shares and not self.policy.wants_queries:
-            blocks = self.pool.match(known, EXACT)
-        if not blocks.length:
-            blocks = self.pool.new_block_table(capacity)
-        return self._reserved(blocks, capacity, blocks.length, stop)
-
-    def _reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """The block table with room for `capacity` tokens, and in sliding layers for the computation of tokens
-        [start, stop); given back where there is none (PoolFullError)."""
-        try:
-            self.pool.reserve(blocks, capacity)
-            self.pool.slide(blocks, start, stop, whole=self._evicts)
-        except PoolFullError:
-            self.pool.release(blocks)
-            raise
-        return blocks
 
     def check_fits(self, tokens: int) -> None:
         """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
@@ -145,7 +108,7 @@ class Runner:
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
-        if not self._evicts:
+        if not self.room.evicts:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
@@ -159,20 +122,11 @@ class Runner:
 
     def reserve(self, sequence: Sequence) -> None:
         """Reserves the slot of the next token. Raises PoolFullError; with eviction, which overwrites where the pool is
-        full, only where the device has no room."""
-        if not self._evicts:
+        full, only where the device has no room, or where a fork still holds what a window has left."""
+        if not self.room.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + 1)
-        self._slide(sequence, sequence.position + 1)
+        self.room.slide(sequence, self.link.storage, sequence.position + 1)
         self._check_device()
-
-    def _slide(self, sequence: Sequence, stop: int, *, behind: int = 0) -> None:
-        """Takes the slots in sliding layers that tokens [position, stop) need, and gives back what has left the
-        windows. Raises PoolFullError. Rows that leave have been written, since that is waited for, and read: a decode
-        step reads nothing of a sliding layer from the pool (its window is resident), and after a prefill the first
-        token is sampled before anybody else gets chunks."""
-        if behind or self.pool.slides(sequence.blocks, sequence.position, stop, whole=self._evicts):
-            self.link.storage.settle(sequence.blocks)
-            self.pool.slide(sequence.blocks, sequence.position, stop, whole=self._evicts, behind=behind)
 
     def _check_device(self) -> None:
         """Raises DeviceFullError where the open sequences could take more of the device than it may hold."""
@@ -182,7 +136,7 @@ class Runner:
     def slots_to_reserve(self, computed: int, total: int) -> int:
         """Slots to reserve for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
         them, or with eviction, which overwrites where the pool is full, one more than is computed."""
-        return computed + 1 if self._evicts else total
+        return computed + 1 if self.room.evicts else total
 
     @_on_own_device
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
@@ -195,18 +149,13 @@ class Runner:
     def _prepare(self) -> None:
         self.pool.prepare(CHUNK * sum(sequence.chunks_ahead for sequence in self._open.values()))
 
-    def _new_slots(self) -> SlotTable:
-        if self.config.eviction is None:
-            return AppendOnly(self.pool)
-        return InPlaceEviction(self.pool, self.config.eviction, self.policy.sinks, self.policy.recent)
-
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """A sequence with the same computed tokens, sharing their chunks, with room for `capacity` tokens: only the
         filled slots of a partly filled last chunk are copied. What it cost so far is counted as reused, or with
         `same_trace` goes on with the original's counts. Raises PoolFullError."""
         self.link.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
-        blocks = self._reserved(shared, capacity, position, min(capacity, position + 1))
+        blocks = self.room.reserved(shared, capacity, position, min(capacity, position + 1))
         sequence.forks = max(0, sequence.forks - 1)
         return self._open_sequence(
             blocks,
@@ -222,7 +171,7 @@ class Runner:
     def match(self, tokens: Seq[int], truncation_id: str = "", floor: int = 0) -> BlockTable:
         """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them.
         floor: the first token that sliding layers may see."""
-        if not self._shares:
+        if not self.room.shares:
             return BlockTable(floor=floor)
         return self.pool.match(tokens, EXACT + truncation_id, self.policy.lineage + truncation_id, floor=floor)
 
@@ -240,7 +189,7 @@ class Runner:
         """A sequence whose first `known` tokens were computed before: rows of `blocks.length` of them are in the block
         table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
         `capacity` tokens; PoolFullError gives the block table back."""
-        self._reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
+        self.room.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         self.pool.commit(blocks, known)
         return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, truncation_id=truncation_id)
 
@@ -278,7 +227,7 @@ class Runner:
             id=next(self._ids),
             tokens=list(tokens),
             blocks=blocks,
-            slots=self._new_slots() if origin is None else origin.slots.fork(),
+            slots=self.room.slots() if origin is None else origin.slots.fork(),
             keys=keys,
             state=self.policy.new_state(keys) if origin is None else origin.state.fork(keys),
             trace=self._new_trace(known, origin, same_trace),
@@ -317,7 +266,7 @@ class Runner:
     def _publish(self, sequence: Sequence) -> None:
         """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
         the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
-        if self._shares:
+        if self.room.shares:
             lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
             self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.truncation_id)
 
@@ -336,7 +285,7 @@ class Runner:
         returns when the rows of a layer that were computed before are in the pool, `after_layer(layer)` is called when
         a layer is done."""
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
-        self._slide(sequence, stop, behind=SHARED_BEHIND if self._shares else 0)
+        self.room.slide(sequence, self.link.storage, stop, behind=SHARED_BEHIND if self.room.shares else 0)
         size = self.config.prefill_slice
         return Prefill(
             sequence,
@@ -363,7 +312,7 @@ class Runner:
             sequence.position, sequence.unlearned = prefill.stop, 0
             self.link.storage.settle(sequence.blocks)
             self._publish(sequence)
-            self._slide(sequence, prefill.stop)
+            self.room.slide(sequence, self.link.storage, prefill.stop)
         sequence.trace.prefill_seconds += time.perf_counter() - began
         prefill.after_layer(prefill.layer - 1)
 
@@ -389,7 +338,7 @@ class Runner:
         began, crossed = time.perf_counter(), self._accounting.weights_crossed
         rebalance(batch, self.pool, self.link.storage, self.policy)
         for sequence in batch:
-            self._slide(sequence, sequence.position + 1)
+            self.room.slide(sequence, self.link.storage, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])

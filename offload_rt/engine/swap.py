@@ -22,7 +22,8 @@ from ..storage.chunk_store import ChunkStore, NamedChunk, PlacedChunk
 from ..storage.disk_store import DiskStore
 from ..storage.loader import ChunkLoader, DamagedChunkError
 from ..storage.saver import Saver
-from .runner import EXACT, Runner
+from .room import EXACT
+from .runner import Runner
 
 BYTES_PER_SECOND = 500e6
 """What a disk is taken to write and to read until it has been measured."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ..core import CHUNK
-from ..engine.runner import EXACT
+from ..engine.room import EXACT
 from ..pool.prefix_tree import chunk_key, pack_tokens
 from ..storage.chunk_store import NamedChunk
 

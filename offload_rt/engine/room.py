@@ -1,0 +1,76 @@
+"""Room in the host pool for the sequences of one runner: where their rows go, and what they share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from ..config import EngineConfig
+from ..core import BlockTable
+from ..errors import PoolFullError
+from ..forward.sequence import Sequence
+from ..forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from ..pool.pool import HostPool
+from ..select.base import Policy
+from ..transfer.link import KVStorage
+
+EXACT = "exact"
+"""Lineage of rows that exact attention made, by prefill or under policy "full"."""
+
+SHARED_BEHIND = 512
+"""Of a prompt that others may begin with, so many tokens more than its own windows show keep their rows of sliding
+layers, if there is room: another prompt can part from it at most so far before its end."""
+
+
+class Room:
+    """What one policy and configuration may take of a pool. It changes block tables only through the pool, and holds
+    none."""
+
+    def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
+        self._pool, self._policy, self._config = pool, policy, config
+
+    @property
+    def shares(self) -> bool:
+        """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
+        return self._config.prefix_sharing and self._pool.format.exact
+
+    @property
+    def evicts(self) -> bool:
+        """Whether sequences overwrite their own slots where the pool is full."""
+        return self._config.eviction is not None
+
+    def slots(self) -> SlotTable:
+        """The slots of a new sequence."""
+        if self._config.eviction is None:
+            return AppendOnly(self._pool)
+        return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
+
+    def block_table(self, known: Seq[int], capacity: int, stop: int) -> BlockTable:
+        """Room for `capacity` tokens, of which `stop` are there or come with the next prefill, behind what the prefix
+        tree has of `known`. Raises PoolFullError."""
+        blocks = BlockTable()
+        if self.shares and not self._policy.wants_queries:
+            blocks = self._pool.match(known, EXACT)
+        if not blocks.length:
+            blocks = self._pool.new_block_table(capacity)
+        return self.reserved(blocks, capacity, blocks.length, stop)
+
+    def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
+        """The block table with room for `capacity` tokens, and in sliding layers for the computation of tokens
+        [start, stop); given back where there is none (PoolFullError)."""
+        try:
+            self._pool.reserve(blocks, capacity)
+            self._pool.slide(blocks, start, stop, whole=self.evicts)
+        except PoolFullError:
+            self._pool.release(blocks)
+            raise
+        return blocks
+
+    def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, behind: int = 0) -> None:
+        """Takes the slots in sliding layers that tokens [position, stop) need, and gives back what has left the
+        windows. Raises PoolFullError. Rows that leave have been written, since that is waited for, and read: a decode
+        step reads nothing of a sliding layer from the pool (its window is resident), and after a prefill the first
+        token is sampled before anybody else gets chunks."""
+        blocks, position = sequence.blocks, sequence.position
+        if behind or self._pool.slides(blocks, position, stop, whole=self.evicts):
+            storage.settle(blocks)
+            self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)
