@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 from .errors import ConfigError
+from .units import parse_duration, parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]
@@ -21,69 +21,13 @@ EvictionName = Literal["fifo", "lru", "counter"]
 Protected = Literal["window", "none"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
-}
-
 Size = Annotated[int, "bytes"]
 """Bytes; a configuration also takes text such as "200GiB"."""
 
 Duration = Annotated[float, "seconds"]
 """Seconds; a configuration also takes text such as "7d"."""
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-
 T = TypeVar("T")
-
-
-def parse_size(size: int | str, name: str = "size") -> int:
-    """Bytes from an int or from a string such as "200GiB", "1.5GB", "512M" (bare K, M, G, T are binary).
-
-    Raises ConfigError where it is no size or not positive.
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?(?:i?B)?|B)\s*", size, re.IGNORECASE)
-        unit = next((u for u in _UNITS if match and u.lower() == match[2].lower()), None)
-        if match is None or unit is None:
-            raise ConfigError(f"{name}={size!r} is no size; write bytes or a number with a unit, such as '200GiB'")
-        size = int(float(match[1]) * _UNITS[unit])
-    if size <= 0:
-        raise ConfigError(f"{name}={size} must be positive")
-    return size
-
-
-def parse_duration(duration: float | str, name: str = "duration") -> float:
-    """Seconds from a number or from a string such as "90s", "30m", "12h", "7d", "2w".
-
-    Raises ConfigError where it is no duration or not positive.
-    """
-    if isinstance(duration, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)\s*", duration, re.IGNORECASE)
-        if match is None:
-            raise ConfigError(f"{name}={duration!r} is no duration; write seconds, or a number with a unit as in '7d'")
-        duration = float(match[1]) * _SECONDS[match[2].lower()]
-    if not 0 < duration < math.inf:
-        raise ConfigError(f"{name}={duration} must be positive and finite")
-    return float(duration)
-
-
-def format_duration(seconds: float) -> str:
-    """`seconds` in the largest unit of which there are two or more: "45 s", "90 min", "36 h", "12 d"."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def format_size(size: float) -> str:
-    """`size` bytes in the largest binary unit that keeps it at 1 or above, three significant digits: "1.46 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB" if size < 1000 else f"{size:.0f} TiB"
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

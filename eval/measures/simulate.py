@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ...config import EvictionOptions, check_choice, parse_size
+from ...config import EvictionOptions, check_choice
 from ...errors import ConfigError
 from ...texts import check_writable, read_text, text_name
+from ...units import parse_size
 from ..core.registry import measure
 from .flags import add_text_flag, given, numbers, say_on_stderr, show, words
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from ...config import format_size
 from ...errors import ConfigError, InputError
 from ...storage.policies import (
     NEVER,
@@ -35,6 +34,7 @@ from ...storage.policies import (
     make_order,
     prefetch_window,
 )
+from ...units import format_size
 
 BLOCK = 512
 """Tokens of one id of the trace."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from ..config import SamplingParams, format_size
+from ..config import SamplingParams
 from ..errors import InputError, OffloadError
+from ..units import format_size
 from .interrupts import watched
 
 if TYPE_CHECKING:

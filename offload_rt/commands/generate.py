@@ -9,9 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import SamplingParams, format_size
+from ..config import SamplingParams
 from ..errors import ConfigError, InputError
 from ..texts import check_writable, read_text
+from ..units import format_size
 from .common import INTERRUPTED, add_command, given, stderr_console
 from .engine_flags import add_engine_flags, engine_config
 

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..config import check_choice, format_duration, format_size, parse_duration
+from ..config import check_choice
 from ..errors import InputError
 from ..texts import check_writable
+from ..units import format_duration, format_size, parse_duration
 from .common import add_command
 
 PIPED = 500

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..config import format_size
 from ..engine.stats import Stats
 from ..errors import InputError
 from ..planning.device_plan import DevicePlan
 from ..planning.memory_model import Machine, Requirements
+from ..units import format_size
 
 if TYPE_CHECKING:
     import numpy as np

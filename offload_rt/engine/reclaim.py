@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..config import format_size
 from ..errors import PoolFullError
+from ..units import format_size
 
 T = TypeVar("T")
 

@@ -11,11 +11,12 @@ from typing import Protocol
 
 import torch
 
-from ..config import EvictionOptions, format_size
+from ..config import EvictionOptions
 from ..core import CHUNK, BlockTable
 from ..errors import PoolFullError
 from ..pool.eviction import SlotState, victims
 from ..pool.pool import HostPool
+from ..units import format_size
 
 Moves = list[tuple[int, int]]
 """(slot, target): the row in `slot` also takes slot `target`."""

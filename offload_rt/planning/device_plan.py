@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..config import EngineConfig, format_size
+from ..config import EngineConfig
 from ..core import CHUNK
 from ..errors import DeviceFullError, MemoryLimitError
 from ..models.registry import ModelShape
 from ..pool.machine import available_memory
 from ..select.registry import memory_demand
 from ..transfer.weights import BUFFERS
+from ..units import format_size
 from .memory_model import DeviceCosts
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import format_size
 from ..core import CHUNK, bucket
 from ..models.registry import ModelShape
 from ..pool.layer_groups import LayerGroups
@@ -18,6 +17,7 @@ from ..select.demand import MemoryDemand
 from ..select.growing import most_slots
 from ..select.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
 from ..transfer.working_set import working_set_bytes
+from ..units import format_size
 
 CUDA_WORKSPACE = 64 * 2**20
 """What torch allocates for cuBLAS on two streams of the largest devices."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..config import format_size
 from ..core import CHUNK
 from ..errors import MemoryLimitError
+from ..units import format_size
 from .layout import PAGE, ArenaLayout
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import format_size
 from ..core import CHUNK, ModelGeometry
 from ..errors import MemoryLimitError
+from ..units import format_size
 from .layer_groups import LayerGroups
 
 SLAB_TOKENS = 16_384

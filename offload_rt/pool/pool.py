@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from ..config import KVFormatName, format_size
+from ..config import KVFormatName
 from ..core import CHUNK, BlockTable, ModelGeometry
 from ..errors import MemoryLimitError, PoolFullError
+from ..units import format_size
 from .arena import Arena
 from .chunks import ChunkTable
 from .kv_format import kv_format as make_format

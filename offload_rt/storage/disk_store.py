@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
-from ..config import StoreOptions, format_size
+from ..config import StoreOptions
 from ..errors import StoreError
 from ..pool.prefix_tree import chunk_key, root_key
+from ..units import format_size
 from .chunk_file import ChunkHeader, ChunkName, checksum, data_offset
 from .files import read_document, read_header, seal, sync_folder, write_document
 from .folder import CHUNKS, StoreFolder
