@@ -57,11 +57,12 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-SOAK_PARTS := disk sessions composition requests cuda
+SOAK_PARTS := disk sessions composition requests architectures cuda
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py
 SOAK_requests := tests/test_sharing.py
+SOAK_architectures := tests/test_architectures.py
 SOAK_cuda := tests/test_cuda_path.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 

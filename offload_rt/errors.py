@@ -27,7 +27,12 @@ class InputError(OffloadError, ValueError):
 
 
 class ModelError(OffloadError, ValueError):
-    """A model cannot be loaded or cannot do what was asked of it."""
+    """A model cannot be loaded or cannot do what was asked of it. `reason` is a word for programs where the model is of
+    a kind that does not run ("alibi", "latent_attention", ...); else it is empty."""
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ArtifactError(OffloadError, ValueError):

@@ -147,8 +147,8 @@ def test_every_file_is_in_a_known_room() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("offload_rt/models/llama.py", "from ..pool.pool import HostPool"),
-        ("offload_rt/models/llama.py", "def f():\n    from ..select import base"),
+        ("offload_rt/models/decoder.py", "from ..pool.pool import HostPool"),
+        ("offload_rt/models/decoder.py", "def f():\n    from ..select import base"),
         ("offload_rt/core.py", "from . import config"),
         ("offload_rt/pool/layout.py", "import offload_rt.engine.engine"),
         ("offload_rt/sessions/turn.py", "from offload_rt import LLM"),
@@ -165,7 +165,7 @@ def test_a_violation_is_seen(path: str, source: str) -> None:
     ("path", "source"),
     [
         (
-            "offload_rt/models/llama.py",
+            "offload_rt/models/decoder.py",
             "from .adapter import ModelAdapter\nfrom ..core import BlockTable\nimport torch",
         ),
         ("offload_rt/cli.py", "from offload_rt import LLM\nfrom . import errors\nfrom .eval import speed"),

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
 from torch import nn
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from offload_rt.errors import ConfigError, ModelError
 from offload_rt.models import checkpoint, location
@@ -187,7 +187,7 @@ class TestPieces:
         a, positions = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
         keys, _ = adapter.key_value(1, a, positions)
         later, _ = adapter.key_value(1, a, positions + offset)
-        torch.testing.assert_close(adapter.rotate_keys(keys, offset), later, rtol=0, atol=1e-3)
+        torch.testing.assert_close(adapter.rotate_keys(1, keys, offset), later, rtol=0, atol=1e-3)
 
     def test_runs_under_inference_mode(self) -> None:
         with torch.inference_mode():
@@ -373,19 +373,12 @@ class TestRefusals:
         self.refused("reference-opt", "does not ship with this version")
 
     def test_unsupported_architecture(self, folder: Path, no_network: list[str]) -> None:
-        edit_config(folder, architectures=["MixtralForCausalLM"], model_type="mixtral")
-        self.refused(folder, "^MixtralForCausalLM is not supported; supported are " + ", ".join(architectures()))
+        edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
+        self.refused(folder, "^MambaForCausalLM is not supported; supported are " + ", ".join(architectures()))
         edit_config(folder, architectures=None)
-        self.refused(folder, "^model type 'mixtral' is not supported")
-        config = Qwen2MoeConfig(
-            vocab_size=9,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            num_experts=2,
-        )
-        self.refused(Qwen2MoeForCausalLM(config), "^Qwen2MoeForCausalLM is not supported")
+        self.refused(folder, "^model type 'mamba' is not supported")
+        config = MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
+        self.refused(MambaForCausalLM(config), "^MambaForCausalLM is not supported")
 
     def test_remote_code(self, folder: Path) -> None:
         code = folder / "modeling_mine.py"

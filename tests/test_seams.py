@@ -21,7 +21,7 @@ from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions,
 from offload_rt.core import ModelGeometry, Selection, Visible
 from offload_rt.errors import ConfigError
 from offload_rt.models import registry as model_registry
-from offload_rt.models.llama import LlamaAdapter
+from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.registry import register_architecture
 from offload_rt.select import registry
 from offload_rt.select.base import KeyReader, QuerySource
@@ -269,7 +269,7 @@ class ScaledForCausalLM(LlamaForCausalLM):
         return out
 
 
-class ScaledAdapter(LlamaAdapter):
+class ScaledAdapter(DecoderAdapter):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden) / 4
 

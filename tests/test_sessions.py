@@ -260,7 +260,7 @@ def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int],
             k, v = cache.layers[layer].keys[:, :, kept], cache.layers[layer].values[:, :, kept]
             if turned:
                 k = k.clone()
-                k[0, :, :4] = llm.runner.adapter.rotate_keys(k[0, :, :4], turned)
+                k[0, :, :4] = llm.runner.adapter.rotate_keys(layer, k[0, :, :4], turned)
             picked.update(k, v, layer)
         positions = torch.arange(len(tokens), len(tokens) + len(more))[None]
         mask = torch.ones(1, len(kept) + len(more), dtype=torch.long)
@@ -328,7 +328,7 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     history, sequence = session.history, session.kv.sequence
     assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
     now = llm.runner.pool.stored(sequence.blocks, 1, range(4))[0].k
-    torch.testing.assert_close(now, llm.runner.adapter.rotate_keys(original, history.sink_shift), rtol=0, atol=0)
+    torch.testing.assert_close(now, llm.runner.adapter.rotate_keys(1, original, history.sink_shift), rtol=0, atol=0)
     assert float((now.norm(dim=-1) / original.norm(dim=-1) - 1).abs().max()) < 1e-5
     session.close()
 

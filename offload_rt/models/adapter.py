@@ -58,9 +58,10 @@ class ModelAdapter(Protocol):
         """Only k and v of `qkv`, each `[Hkv, T, d]`."""
         ...
 
-    def rotate_keys(self, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Keys k `[Hkv, n, d]` as they would be `offset` positions later, for relative positions only (RoPE): a
-        rotation of the cached key in float32 from float64 angles; what else the key holds (attention factors) stays.
+    def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
+        """Keys k `[Hkv, n, d]` of layer `layer` as they would be `offset` positions later, for relative positions only
+        (RoPE): a rotation of the cached key in float32 from float64 angles; what else the key holds (attention factors)
+        stays.
         Raises ModelError for absolute positions."""
         ...
 

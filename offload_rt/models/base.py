@@ -34,7 +34,7 @@ class BaseAdapter:
         """Where the hidden states live."""
         return self._device
 
-    def rotate_keys(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+    def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Absolute positions cannot be moved."""
         raise ModelError("this model has absolute positions: cached keys cannot be moved to others")
 

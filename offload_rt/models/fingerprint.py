@@ -39,6 +39,30 @@ _ESSENTIALS = (
 )
 """What changes a model's numbers and cannot be seen from the names, shapes and values of its weights."""
 
+_OF_SOME = (
+    "hidden_activation",
+    "layer_norm_eps",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "no_rope_layers",
+    "use_parallel_residual",
+    "parallel_attn",
+    "new_decoder_architecture",
+    "multi_query",
+    "num_kv_heads",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
+"""The same, of architectures that came later: named only where a configuration has them, so that the fingerprints of
+the others stay."""
+
 
 def fingerprint(model: Any) -> str:
     """sha256, 64 hex digits, of a loaded transformers model: its architecture, the configuration that changes its
@@ -63,6 +87,8 @@ def _architecture(model: nn.Module) -> str:
     """The model's class and the essentials of its configuration as canonical JSON."""
     config: Any = model.config
     essentials = {key: _canonical(getattr(config, key, None)) for key in _ESSENTIALS}
+    further = {key: _canonical(getattr(config, key, None)) for key in _OF_SOME}
+    essentials |= {key: value for key, value in further.items() if value is not None}
     return json.dumps({"architecture": type(model).__name__, "config": essentials}, sort_keys=True)
 
 

@@ -53,9 +53,9 @@ class ForwardingAdapter:
         """The model's, each `[Hkv, T, d]`."""
         return self._inner.key_value(layer, attention_input, positions)
 
-    def rotate_keys(self, k: torch.Tensor, offset: int) -> torch.Tensor:
+    def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """As the model's, `[Hkv, n, d]`."""
-        return self._inner.rotate_keys(k, offset)
+        return self._inner.rotate_keys(layer, k, offset)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The model's, `[T, D]`."""

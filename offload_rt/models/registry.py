@@ -32,11 +32,15 @@ from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_DECODERS = (
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Gemma", "Gemma3", "Phi",
+    "Phi3", "Olmo2", "Olmo3", "Granite", "Cohere", "Cohere2", "Starcoder2", "SmolLM3", "Glm", "Glm4", "GPTNeoX",
+    "Falcon",
+)  # fmt: skip
+"""Those of transformers' `...ForCausalLM` that the decoders' adapter is tested with."""
+
 _adapters = {
-    "LlamaForCausalLM": "offload_rt.models.llama:LlamaAdapter",
-    "MistralForCausalLM": "offload_rt.models.llama:MistralAdapter",
-    "Qwen2ForCausalLM": "offload_rt.models.llama:LlamaAdapter",
-    "Qwen3ForCausalLM": "offload_rt.models.llama:LlamaAdapter",
+    **{f"{name}ForCausalLM": "offload_rt.models.decoder:DecoderAdapter" for name in _DECODERS},
     "OPTForCausalLM": "offload_rt.models.opt:OPTAdapter",
     "GPT2LMHeadModel": "offload_rt.models.gpt2:GPT2Adapter",
 }

@@ -224,5 +224,5 @@ def write_rotated_sinks(
     """Writes the sinks' keys `originals` `[L, Hkv, sinks, width]` of layers that see everything, rotated by `offset`
     positions. The block table's first chunk must be its own."""
     for layer, stored in zip(pool.groups.layers_of(0), originals, strict=True):
-        keys = adapter.rotate_keys(pool.format.decode(stored), offset)
+        keys = adapter.rotate_keys(layer, pool.format.decode(stored), offset)
         pool.stored(blocks, layer, range(stored.shape[1]))[0].k.copy_(pool.format.encode(keys))

@@ -1,0 +1,144 @@
+"""Tiny random models of every architecture that runs, and of some that are refused: `architecture("gemma3")`.
+
+As `tiny_models`, but smaller and more of them: their windows of 12 tokens are passed by every test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import AutoModelForCausalLM
+
+from support.tiny_models import fill
+
+VOCAB = 97
+WINDOW = 12
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of model: the name of its configuration class without "Config", what sets the tiny model apart, and a word
+    for the table in the documentation."""
+
+    config: str
+    options: dict[str, Any] = field(default_factory=dict)
+    traits: str = ""
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+
+RUNS: dict[str, Architecture] = {
+    "llama3": Architecture("Llama", {"rope_parameters": _LLAMA3}, "RoPE of Llama 3.x"),
+    "mistral": Architecture("Mistral", {"sliding_window": WINDOW}, "sliding"),
+    "ministral": Architecture(
+        "Ministral", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, "full and sliding layers"
+    ),
+    "mixtral": Architecture("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}, "mixture of experts"),
+    "qwen2": Architecture("Qwen2", {}, "biases of q, k, v"),
+    "qwen3": Architecture("Qwen3", {"head_dim": 12}, "q and k normed"),
+    "qwen2_moe": Architecture(
+        "Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2}, "mixture of experts"
+    ),
+    "qwen3_moe": Architecture("Qwen3Moe", _EXPERTS | {"head_dim": 12}, "mixture of experts, q and k normed"),
+    "gemma": Architecture("Gemma", {"head_dim": 8}, "scaled embedding"),
+    "gemma3": Architecture(
+        "Gemma3Text",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": WINDOW,
+            "layer_types": _KINDS,
+            "final_logit_softcapping": 4.0,
+        },
+        "full and sliding layers with a RoPE each, norms before and after, q and k normed, scaled embedding",
+    ),
+    "phi": Architecture(
+        "Phi", {"partial_rotary_factor": 0.5, "qk_layernorm": True}, "parallel, partial RoPE, q and k normed"
+    ),
+    "phi3": Architecture("Phi3", {"sliding_window": WINDOW}, "fused q, k, v"),
+    "olmo2": Architecture("Olmo2", {}, "norms after, q and k normed over all heads"),
+    "olmo3": Architecture(
+        "Olmo3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _KINDS,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "as OLMo 2; full and sliding layers, YaRN in the full ones",
+    ),
+    "granite": Architecture(
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5},
+        "multipliers of embedding, residual, scores and logits",
+    ),
+    "cohere": Architecture(
+        "Cohere", {"logit_scale": 0.3, "use_qk_norm": True}, "parallel, RoPE of neighbours, scaled logits"
+    ),
+    "cohere2": Architecture(
+        "Cohere2",
+        {"logit_scale": 0.3, "sliding_window": WINDOW, "layer_types": _KINDS},
+        "as Cohere; full layers without positions",
+    ),
+    "starcoder2": Architecture("Starcoder2", {"sliding_window": WINDOW}, "biases, plain MLP"),
+    "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0, 1]}, "layers without positions"),
+    "glm": Architecture("Glm", {"head_dim": 8}, "RoPE of neighbours, partial"),
+    "glm4": Architecture("Glm4", {"head_dim": 8}, "as GLM; norms before and after"),
+    "gpt_neox": Architecture("GPTNeoX", {"rotary_pct": 0.25}, "fused q, k, v, parallel, partial RoPE"),
+    "gpt_neox_sequential": Architecture("GPTNeoX", {"use_parallel_residual": False}, "as GPT-NeoX, not parallel"),
+    "falcon": Architecture("Falcon", {}, "fused q, k, v, one KV head, parallel"),
+    "falcon_new": Architecture(
+        "Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "as Falcon; grouped KV heads, two norms"
+    ),
+    "falcon_sequential": Architecture(
+        "Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}, "as Falcon; not parallel, biases"
+    ),
+    "opt": Architecture("OPT", _OPT, "learned positions"),
+    "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
+}
+"""Short name -> what runs."""
+
+
+def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+    """The tiny random model `name` of `RUNS`, in eval mode, without gradients, on the CPU."""
+    kind = RUNS[name]
+    return build(kind.config, dtype, **(kind.options | overrides))
+
+
+def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+    """A tiny random model of the configuration class `config_name`."""
+    config = getattr(transformers, f"{config_name}Config")(**(_COMMON | options))
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    fill(model, 0)
+    return model.requires_grad_(False).eval()
