@@ -18,7 +18,7 @@ from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.stats import Stats
 from .engine.swap import Swap
-from .errors import InputError
+from .errors import InputError, OffloadError
 from .forward.batch import Recorder
 from .progress import Progress
 from .sessions.session import Session
@@ -229,7 +229,7 @@ class LLM:
         known = self._store(store, options, fields)
         try:
             return known.open(name)
-        except InputError:
+        except OffloadError:
             known.close_if_idle()
             raise
 

@@ -359,18 +359,6 @@ def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
         open_store(tmp_path / "file")
 
 
-def test_damaged_documents_are_put_aside(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.put("one", b"history")
-    [path] = tmp_path.glob("*/one.doc")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert store.get("one") is None and store.documents() == {}
-    assert len(list(tmp_path.glob("*/one.damaged"))) == 1
-    store.put("one", b"new")
-    assert store.get("one") == b"new" and store.delete("one") and not store.delete("one")
-    assert len(store.documents()) == 0
-
-
 def test_a_document_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes, then its name, then the folder that holds the name: a loss of power leaves the old one or the new."""
     store, done = open_store(tmp_path), []

@@ -15,7 +15,7 @@ from offload_rt.pool.prefix_tree import chunk_key, root_key
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.turn_queue import TurnQueue
-from offload_rt.storage.chunk_store import NamedChunk, StorageTier, read_through
+from offload_rt.storage.chunk_store import Document, NamedChunk, StorageTier, read_through
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
@@ -105,11 +105,11 @@ class MemoryTier:
     def put(self, name: str, data: bytes) -> None:
         self.texts[name] = data
 
-    def get(self, name: str) -> bytes | None:
-        return self.texts.get(name)
+    def get(self, name: str) -> Document | None:
+        return Document(self.texts[name]) if name in self.texts else None
 
-    def documents(self) -> dict[str, bytes]:
-        return {f"{self.root.hex()}/{name}": data for name, data in self.texts.items()}
+    def documents(self) -> dict[str, Document | None]:
+        return {f"{self.root.hex()}/{name}": self.get(name) for name in self.texts}
 
     def delete(self, name: str) -> bool:
         return self.texts.pop(name.split("/")[-1], None) is not None

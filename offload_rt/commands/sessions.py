@@ -45,22 +45,31 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..sessions.catalog import stored_sessions
+    from ..sessions.catalog import read_catalog
 
     ttl = None if args.store_ttl is None else parse_duration(args.store_ttl, "--store-ttl")
     table, now = Table(box=None, header_style="bold"), time.time()
     headings = ["session", "model", "turns", "tokens", "on disk", "its own", "last used"]
     for heading in headings if ttl is None else [*headings, "expires"]:
         table.add_column(heading, justify="left" if heading in ("session", "model") else "right")
-    for one in stored_sessions(folder):
+    catalog = read_catalog(folder)
+    for one in catalog.sessions:
         history = one.history
         cells = [history.name, history.model, f"{len(history.turns) // 2:,}", f"{len(history.tokens):,}"]
         cells += [format_size(one.bytes), format_size(one.own_bytes), f"{format_duration(max(0, now - one.used))} ago"]
         if ttl is not None:
             cells.append(format_size(one.bytes_unused_since(now - ttl)))
         table.add_row(*cells)
+    for damaged in catalog.damaged:
+        table.add_row(damaged.name, damaged.space, "damaged")
     width = None if sys.stdout.isatty() else PIPED
     Console(highlight=False, width=width).print(table if table.row_count else "no sessions", markup=False)
+    for one in catalog.sessions:
+        if one.damage:
+            print(
+                f"{one.history.name}: {one.damage}; what is listed is the session as it was saved the time before last",
+                file=sys.stderr,
+            )
 
 
 def _show(folder: Path, args: argparse.Namespace) -> None:
@@ -95,7 +104,7 @@ def _delete(folder: Path, args: argparse.Namespace) -> None:
     from ..sessions.catalog import delete_stored
 
     gone = delete_stored(folder, args.name)
-    print(f"deleted {gone.history.name} ({gone.history.model}): {format_size(gone.own_bytes)} freed", file=sys.stderr)
+    print(f"deleted {gone.name} ({gone.model}): {format_size(gone.bytes)} freed", file=sys.stderr)
 
 
 ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete}

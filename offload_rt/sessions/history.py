@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
-from ..core import ranges_of
-from ..storage.chunk_store import DocumentStore
+from ..core import CHUNK, ranges_of
+from ..storage.chunk_store import Document, DocumentStore
 
 FORMAT = 1
 """Of a history's document; another is none of ours."""
@@ -20,6 +23,8 @@ _KEYS = {"truncation_id": "cut"}
 """Fields that have another name in the document than here."""
 
 _SLIDING = ("floor", "tail_windows")
+
+_IDENTITY = re.compile("[0-9a-f]{1,64}")
 
 
 @dataclass
@@ -59,7 +64,7 @@ class History:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
-        """Returns the history that `to_bytes` wrote; None where it is none of this format."""
+        """Returns the history that `to_bytes` wrote; None where it is none of this format, or cannot be one."""
         try:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
@@ -68,9 +73,26 @@ class History:
             history = cls(**{named.get(key, key): value for key, value in fields.items()})
             history.decoded = [(int(a), int(b)) for a, b in history.decoded]
             history.turns = [(str(role), str(text)) for role, text in history.turns]
-        except (ValueError, TypeError, KeyError):
+            return history if history._possible() else None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-        return history
+
+    def _possible(self) -> bool:
+        """Whether all fields have their types and agree; a document can say anything, and file names are made of
+        some."""
+        texts = (self.name, self.model, self.truncation_id, self.tail)
+        counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.tokens)
+        ends = [0, *itertools.chain(*self.decoded), len(self.tokens)]
+        return (
+            all(isinstance(text, str) for text in texts)
+            and _IDENTITY.fullmatch(self.id) is not None
+            and all(type(count) is int and count >= 0 for count in counts)
+            and max(self.computed, self.floor) <= len(self.tokens)
+            and self.sinks < CHUNK
+            and ends == sorted(ends)
+            and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows))
+            and isinstance(bytes.fromhex(self.tail), bytes)
+        )
 
     @property
     def document(self) -> str:
@@ -138,11 +160,23 @@ def document_name(name: str) -> str:
     return quote(name, safe="")
 
 
+def unreadable(documents: Mapping[str, Document | None]) -> set[str]:
+    """Returns those of the `documents` of a store, "namespace/name", that hold histories of which nothing can be read:
+    nobody knows which chunks and sinks are theirs."""
+    return {
+        name
+        for name, document in documents.items()
+        if not name.endswith(_SINKS) and (document is None or History.from_bytes(document.data) is None)
+    }
+
+
 def remove_orphans(store: DocumentStore) -> None:
-    """Deletes the originals of sinks that no history in `store` has any more."""
+    """Deletes the originals of sinks that no history in `store` has any more, where all of them can be read."""
     documents = store.documents()
-    histories = [History.from_bytes(data) for data in documents.values()]
+    histories = [History.from_bytes(document.data) for document in documents.values() if document is not None]
     alive = {history.id for history in histories if history is not None}
+    unsure = {name.split("/")[0] for name in unreadable(documents)}
     for name in documents:
-        if name.endswith(_SINKS) and name.split("/")[1].split(".")[0] not in alive:
+        space, document = name.split("/")
+        if document.endswith(_SINKS) and space not in unsure and document.split(".")[0] not in alive:
             store.delete(name)

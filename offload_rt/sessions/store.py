@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -9,10 +10,11 @@ from typing import Self
 from ..config import StoreOptions
 from ..engine.reclaim import Holding
 from ..engine.runner import Runner
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, StoreError
 from ..storage.chunk_file import LAYOUT_VERSION
 from ..storage.chunk_store import StorageTier
 from ..storage.disk_store import DiskStore
+from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
 from .context import SessionContext
 from .history import History, document_name, remove_orphans
@@ -52,14 +54,43 @@ class SessionStore:
         return cls(runner, lambda namespace, layers: DiskStore(folder, namespace, layers, options), options)
 
     def open(self, name: str) -> Session:
-        """Returns the session `name` as it was left, or a new one. Raises InputError where it is open already."""
+        """Returns the session `name` as it was left, or a new one; where its history is damaged as it was before that,
+        with a warning. Raises InputError where it is open already, StoreError where nothing of its history can be read,
+        or it is not understood."""
         if not name or len(document_name(name)) > 200:
             raise InputError(f"session name {name!r} must have 1 to 200 characters (as a file name)")
         if name in self._open:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
-        data = self.context.storage.get(document_name(name))
-        history = History.from_bytes(data) if data is not None else None
-        return self.enter(history or History(name, self.context.runner.model.name))
+        return self.enter(self._history(name) or History(name, self.context.runner.model.name))
+
+    def _history(self, name: str) -> History | None:
+        """The stored history of the session `name`; None where there is none. Raises StoreError."""
+        mend = f"put a copy of the file back, or `offload-rt sessions repair {name}` rebuilds its text from its chunks"
+        try:
+            document = self.context.storage.get(document_name(name))
+        except StoreError as error:
+            raise StoreError(f"session {name!r} cannot be opened, and nothing was changed: {error}; {mend}") from error
+        if document is None:
+            return None
+        history, vocab = History.from_bytes(document.data), self.context.runner.adapter.geometry.vocab
+        place = f"the file {document_name(name) + DOCUMENTS!r} of its store"
+        if history is None:
+            raise StoreError(
+                f"session {name!r} cannot be opened: {place} is of another format, perhaps a newer version's; use the "
+                "version that wrote it, or another name"
+            )
+        if history.name != name or max(history.tokens, default=0) >= vocab:
+            raise StoreError(
+                f"session {name!r} cannot be opened: {place} holds the history of another session ({history.name!r} "
+                f"with {history.model}); give it the name that it had"
+            )
+        if document.damage:
+            warnings.warn(
+                f"session {name!r} was opened as it was saved the time before last, with {len(history.turns) // 2:,} "
+                f"turns, because {document.damage}; what was said since then, the last turn at most, is lost",
+                stacklevel=4,
+            )
+        return history
 
     def enter(self, history: History) -> Session:
         """Returns a session with this history, open from now on."""

@@ -8,13 +8,14 @@ rotated, once, from their originals, across the whole gap.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence as Seq
 from copy import copy
 
 import torch
 
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, ranges_of
-from ..errors import InputError, ModelError, PoolFullError
+from ..errors import InputError, ModelError, PoolFullError, StoreError
 from ..forward.sequence import Sequence
 from ..models.adapter import ModelAdapter
 from ..pool.pool import HostPool
@@ -133,17 +134,25 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     """Rotates the sinks' keys across the gap if a context of `length` tokens would see them from farther away than the
-    model was trained for. Raises PoolFullError."""
+    model was trained for; where their originals are lost, what is left will be computed anew, as a text of its own.
+    Raises PoolFullError."""
     history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift
     if not history.sinks or history.sink_shift == history.shift or distance <= geometry.max_positions:
         return
-    data = kv.context.storage.get(history.sinks_document)
+    originals = _stored_sinks(kv)
     sequence = host.retry_after_reclaim(kv.materialise)
-    if data is None or history.sinks == 0:
+    if history.sinks == 0:
         return
-    shape = (len(pool.groups.layers_of(0)), geometry.kv_heads, -1, pool.format.width)
-    originals = torch.frombuffer(bytearray(data), dtype=pool.format.storage).view(shape)[:, :, : history.sinks]
+    if originals is None:
+        kv.drop()
+        history.restart(history.tokens)
+        warnings.warn(
+            f"the first keys of session {history.name!r}, as they were before it was truncated, are lost: its "
+            f"{len(history.tokens):,} tokens are computed again",
+            stacklevel=2,
+        )
+        return
     size = len(history.tokens)
     blocks = host.retry_after_reclaim(lambda: _room(pool, size, history.computed, history.floor))
     history.close_gap()
@@ -159,6 +168,22 @@ def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
         history.sinks = sinks
         kv.context.storage.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
+
+
+def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
+    """The originals of the sinks' keys, `[L, Hkv, sinks, width]` as stored, L layers that see everything; None where
+    they are lost."""
+    history, pool = kv.history, kv.runner.pool
+    shape = (len(pool.groups.layers_of(0)), kv.runner.adapter.geometry.kv_heads, -1, pool.format.width)
+    try:
+        document = kv.context.storage.get(history.sinks_document)
+    except StoreError:
+        return None
+    one_sink = shape[0] * shape[1] * shape[3] * pool.format.storage.itemsize
+    if document is None or not document.data or len(document.data) % one_sink:
+        return None
+    originals = torch.frombuffer(bytearray(document.data), dtype=pool.format.storage).view(shape)
+    return originals[:, :, : history.sinks] if originals.shape[2] >= history.sinks else None
 
 
 def _room(pool: HostPool, size: int, known: int, floor: int) -> BlockTable:

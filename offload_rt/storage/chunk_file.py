@@ -18,6 +18,8 @@ from typing import Any
 
 import xxhash
 
+from ..core import CHUNK
+
 LAYOUT_VERSION = 1
 """The version of the file and of the order of numbers in a layer's block. It is part of every namespace, so that other
 layouts miss."""
@@ -76,13 +78,22 @@ class ChunkHeader:
         body = data[_FIXED.size : _FIXED.size + min(size, _LARGEST_HEADER)]
         if magic != MAGIC or len(body) != size or xxhash.xxh3_64_intdigest(body) != digest:
             return None
-        fields: dict[str, Any] = json.loads(body)
-        if fields.get("version") != LAYOUT_VERSION:
+        try:
+            return cls._of(json.loads(body))
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        name = ChunkName(
-            fields["namespace"], bytes.fromhex(fields["parent"]), fields["lineage"], bytes.fromhex(fields["tokens"])
-        )
-        return cls(name, fields["layer_bytes"], tuple(int(checksum, 16) for checksum in fields["checksums"]))
+
+    @classmethod
+    def _of(cls, fields: Any) -> ChunkHeader | None:
+        """The header that these fields say; None where they are of another version. Raises ValueError, KeyError and
+        TypeError where they are nobody's."""
+        if fields["version"] != LAYOUT_VERSION:
+            return None
+        parent, tokens = bytes.fromhex(fields["parent"]), bytes.fromhex(fields["tokens"])
+        name = ChunkName(str(fields["namespace"]), parent, str(fields["lineage"]), tokens)
+        layer_bytes, checksums = fields["layer_bytes"], tuple(int(checksum, 16) for checksum in fields["checksums"])
+        whole = type(layer_bytes) is int and layer_bytes > 0 and 0 < len(tokens) <= 8 * CHUNK and len(tokens) % 8 == 0
+        return cls(name, layer_bytes, checksums) if whole else None
 
 
 def header_bytes(data: bytes) -> int:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -147,19 +147,29 @@ class ChunkStore(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Document:
+    """A document that is whole. damage: empty for what was written last; else what is wrong with that (with its name),
+    so that this is what was written before it."""
+
+    data: bytes
+    damage: str = ""
+
+
 class DocumentStore(Protocol):
     """Small documents by name, which are never evicted: the histories of sessions."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a document, whole or not at all. Raises StoreError."""
+        """Writes a document, whole or not at all, and keeps what it was before. Raises StoreError."""
         ...
 
-    def get(self, name: str) -> bytes | None:
-        """Returns a document; None where there is none that is whole."""
+    def get(self, name: str) -> Document | None:
+        """Returns a document, as it was before where what was written last is damaged; None where there is none. Raises
+        StoreError where there is one and nothing of it is whole."""
         ...
 
-    def documents(self) -> dict[str, bytes]:
-        """Returns all whole documents of every model: "namespace/name" -> content."""
+    def documents(self) -> Mapping[str, Document | None]:
+        """Returns all documents of every model: "namespace/name" -> document, None where nothing of it is whole."""
         ...
 
     def delete(self, name: str) -> bool:

@@ -6,17 +6,15 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from ..config import StoreOptions
-from ..errors import StoreError
 from ..pool.prefix_tree import chunk_key, root_key
-from ..units import format_size
 from .chunk_file import ChunkHeader, ChunkName, checksum, data_offset
-from .files import read_document, read_header, seal, sync_folder, write_document
+from .chunk_store import Document
+from .documents import Documents
+from .files import open_regular, read_header
 from .folder import CHUNKS, StoreFolder
-from .index import DOCUMENTS
 from .writer import FileChunkWriter
 
 
@@ -72,6 +70,7 @@ class DiskStore:
         self.root = root_key(namespace)
         self._folder = StoreFolder(folder, self.options, read_only=read_only, clock=clock)
         self._own = folder / self.root.hex()
+        self._documents = Documents(self._folder, self._own, self.options)
 
     @property
     def bytes_used(self) -> int:
@@ -108,7 +107,7 @@ class DiskStore:
         if len(into) != header.layer_bytes:
             return False
         try:
-            handle = os.open(chunk.path, os.O_RDONLY)
+            handle = open_regular(chunk.path)
         except OSError:
             return False
         try:
@@ -169,51 +168,20 @@ class DiskStore:
     # ------------------------------------------------------------------------------------------------------- documents
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a small document, whole or not at all; chunks make room for it, within the limit and on a full disk,
-        in the end also pinned ones (reading one that is gone is a miss). Raises StoreError."""
-        folder = self._folder
-        assert not folder.read_only
-        path = self._own / f"{name}{DOCUMENTS}"
-        record = seal(data)
-        with folder.mutex, folder.usable():
-            if not (folder.make_room(len(record)) or folder.make_room(len(record), pinned=True)):
-                raise StoreError(
-                    f"the store {str(folder.path)!r} is full: {format_size(len(record))} do not fit within "
-                    f"{format_size(self.options.limit or 0)}; raise the limit or delete sessions"
-                )
-            self._own.mkdir(exist_ok=True)
-            try:
-                write_document(path, folder.temporary(path), record)
-            except OSError as error:
-                if error.errno not in (ENOSPC, EDQUOT) or not folder.make_disk_room(len(record)):
-                    raise
-                write_document(path, folder.temporary(path), record)
-            folder.enter(path, len(record))
-            sync_folder(self._own)
+        """Writes a small document, whole or not at all (`Documents.put`). Raises StoreError."""
+        self._documents.put(name, data)
 
-    def get(self, name: str) -> bytes | None:
-        """Returns a document; None where there is none. A damaged one is put aside (`.damaged`) and counts as none."""
-        path = self._own / f"{name}{DOCUMENTS}"
-        data = read_document(path)
-        if data is None and path.exists() and not self._folder.read_only:
-            self._folder.put_aside(path)
-        return data
+    def get(self, name: str) -> Document | None:
+        """Returns a document; None where there is none. Raises StoreError where none of its generations is whole."""
+        return self._documents.get(name)
 
-    def documents(self) -> dict[str, bytes]:
-        """Returns all documents of every namespace that are whole: "namespace digest/name" -> content."""
-        found = {}
-        for path in sorted(self._folder.path.glob(f"*/*{DOCUMENTS}")):
-            data = read_document(path)
-            if data is not None:
-                found[f"{path.parent.name}/{path.stem}"] = data
-        return found
+    def documents(self) -> dict[str, Document | None]:
+        """Returns all documents of every namespace, "namespace digest/name" -> document, None where it is damaged."""
+        return self._documents.documents()
 
     def delete(self, name: str) -> bool:
         """Deletes a document of this namespace, or "namespace digest/name". Returns False where there is none."""
-        path = (self._folder.path if "/" in name else self._own) / f"{name}{DOCUMENTS}"
-        known = path.exists()
-        self._folder.discard(path)
-        return known
+        return self._documents.delete(name)
 
     def close(self) -> None:
         """Lets the next writer in. Nothing may be called after it but itself."""

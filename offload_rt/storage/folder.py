@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,9 +18,12 @@ from .index import DiskIndex
 CHUNKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of chunks, and of documents that were put aside."""
 
+SPACE = re.compile(r"[0-9a-f]{32}")
+"""Name of the folder of a namespace: its digest."""
+
 _TEMPORARY, _LOCK = ".tmp", "lock"
 _OURS = re.compile(
-    r"[0-9a-f]{32}/([0-9a-f]{2}/[0-9a-f]{32}(\.kv|\.\d+\.\d+\.tmp)|[^/]+(\.doc|\.damaged|\.\d+\.\d+\.tmp))"
+    r"[0-9a-f]{32}/([0-9a-f]{2}/[0-9a-f]{32}(\.kv|\.\d+\.\d+\.tmp)|[^/]+(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp))"
 )
 """Paths below the folder that are the store's: whatever else a user keeps there is neither counted nor touched."""
 
@@ -162,10 +166,11 @@ class StoreFolder:
         """Renames a damaged document, so that nobody finds it and a person still can."""
         with self.mutex, contextlib.suppress(OSError):
             aside = path.with_suffix(DAMAGED)
-            size = path.stat().st_size
+            status = path.lstat()
             os.replace(path, aside)
             self._index.forget(path)
-            self._index.enter(aside, size)
+            if stat.S_ISREG(status.st_mode):
+                self._index.enter(aside, status.st_size)
 
     def discard(self, path: Path) -> None:
         """Removes a file that is damaged or not wanted any more; readers leave that to the writer."""
@@ -213,7 +218,7 @@ class StoreFolder:
     def _ours(self) -> Iterator[Path]:
         for pattern in ("*/*.*", "*/*/*.*"):
             for path in self.path.glob(pattern):
-                if _OURS.fullmatch(path.relative_to(self.path).as_posix()) and path.is_file():
+                if _OURS.fullmatch(path.relative_to(self.path).as_posix()) and path.is_file() and not path.is_symlink():
                     yield path
 
     def check_integrity(self) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from .policies import Order, make_live_order
 
-DOCUMENTS = ".doc"
-"""Suffix of files that never leave by themselves."""
+DOCUMENTS, BEFORE = ".doc", ".before"
+"""Suffixes of files that never leave by themselves: documents, and what they were before."""
+
+_STAYING = (DOCUMENTS, BEFORE)
 
 
 @dataclass
@@ -104,13 +106,13 @@ class DiskIndex:
             file = self.files[path]
             if (limit is None or used <= limit) and (file.used >= horizon or self._order.wants(path)):
                 break
-            if path.suffix == DOCUMENTS or self._pins[path]:
+            if path.suffix in _STAYING or self._pins[path]:
                 spared.append(path)
                 continue
             gone.append(path)
             used -= file.size
         for path in spared if pinned else []:
-            if limit is not None and used > limit and path.suffix != DOCUMENTS:
+            if limit is not None and used > limit and path.suffix not in _STAYING:
                 gone.append(path)
                 used -= self.files[path].size
         return gone if limit is None or used <= limit else None
@@ -119,7 +121,7 @@ class DiskIndex:
         """Returns the files that are no documents with their sizes in bytes, the next to leave first, pinned ones after
         the others."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
-        return [(path, self.files[path].size) for path in ranked if path.suffix != DOCUMENTS]
+        return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]
 
     def check_integrity(self) -> None:
         """Asserts that counts, order and limit agree."""
@@ -136,4 +138,4 @@ class DiskIndex:
         self._stamp = max(self._clock(), self._stamp + 1)
         self.files[path].used = self._stamp
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(self._stamp, self._stamp))
+            os.utime(path, ns=(self._stamp, self._stamp), follow_symlinks=False)

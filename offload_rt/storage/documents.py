@@ -1,0 +1,128 @@
+"""Small files by name, the last two generations of each: one that is damaged costs what was written last, never all.
+
+A document is written under a temporary name and synced; the one before it gets a second name (`.before`), and only then
+does the new one take its place. Whenever the process ends, the newest name holds a whole document, the old or the new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+
+from ..config import StoreOptions
+from ..errors import StoreError
+from ..units import format_size
+from .chunk_store import Document
+from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
+from .folder import SPACE, StoreFolder
+from .index import BEFORE, DOCUMENTS
+
+
+class Documents:
+    """The documents of the namespace in the folder `own`, within the limit of the store's `folder`
+    (`chunk_store.DocumentStore`)."""
+
+    def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
+        self._folder, self._own, self._options = folder, own, options
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a document, whole or not at all, and keeps the one before it. Chunks make room for it, within the
+        limit and on a full disk, in the end also pinned ones (reading one that is gone is a miss). A damaged one that
+        it replaces is put aside. Raises StoreError."""
+        folder = self._folder
+        assert not folder.read_only
+        newest, before = self._paths(name)
+        record = seal(data)
+        if len(record) > LARGEST_DOCUMENT:
+            raise StoreError(f"{str(newest)!r} would have {format_size(len(record))}: begin another session")
+        with folder.mutex, folder.usable():
+            if not (folder.make_room(len(record)) or folder.make_room(len(record), pinned=True)):
+                raise StoreError(
+                    f"the store {str(folder.path)!r} is full: {format_size(len(record))} do not fit within "
+                    f"{format_size(self._options.limit or 0)}; raise the limit or delete sessions"
+                )
+            self._own.mkdir(exist_ok=True)
+            try:
+                self._write(newest, before, record)
+            except OSError as error:
+                if error.errno not in (ENOSPC, EDQUOT) or not folder.make_disk_room(len(record)):
+                    raise
+                self._write(newest, before, record)
+            sync_folder(self._own)
+
+    def _write(self, newest: Path, before: Path, record: bytes) -> None:
+        """Makes `record` the newest generation. Raises OSError, and then the newest is what it was."""
+        folder, temporary = self._folder, self._folder.temporary(newest)
+        try:
+            write_document(temporary, record)
+            there = read_document(newest)
+            if there.data is not None:
+                self._keep(newest, before, seal(there.data))
+            elif there.damage:
+                folder.put_aside(newest)
+            os.replace(temporary, newest)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        folder.enter(newest, len(record))
+
+    def _keep(self, newest: Path, before: Path, record: bytes) -> None:
+        """Makes what `newest` holds the generation before, without ever taking it from its own name."""
+        temporary = self._folder.temporary(before)
+        try:
+            os.link(newest, temporary)
+        except OSError:  # file systems without hard links
+            write_document(temporary, record)
+        os.replace(temporary, before)
+        self._folder.enter(before, len(record))
+
+    def get(self, name: str) -> Document | None:
+        """Returns the newest whole generation of a document; None where there is no such document. Raises StoreError
+        where there is one and none of its generations can be read; nothing is changed then."""
+        newest, before = self._paths(name)
+        first, second = read_document(newest), read_document(before)
+        if first.data is not None:
+            return Document(first.data)
+        if second.data is not None:
+            return Document(second.data, f"{str(newest)!r} {first.damage or 'is missing'}")
+        if not (first.damage or second.damage):
+            return None
+        said = [f"{str(newest)!r} {first.damage or 'is missing'}"]
+        if second.damage:
+            said.append(f"{str(before)!r}, the one before it, {second.damage}")
+        raise StoreError(" and ".join(said))
+
+    def documents(self) -> dict[str, Document | None]:
+        """Returns all documents of every namespace: "namespace digest/name" -> the newest whole generation, None where
+        none is whole."""
+        names = {(path.parent, path.name.removesuffix(path.suffix)) for path in self._files()}
+        found: dict[str, Document | None] = {}
+        for space, name in sorted(names):
+            try:
+                found[f"{space.name}/{name}"] = Documents(self._folder, space, self._options).get(name)
+            except StoreError:
+                found[f"{space.name}/{name}"] = None
+        return found
+
+    def delete(self, name: str) -> bool:
+        """Deletes a document of this namespace, or "namespace digest/name", the generation before it first: what is
+        left when the process ends in between is whole. Returns False where there is none."""
+        paths = self._paths(name)
+        known = any(path.exists() for path in paths)
+        for path in reversed(paths):
+            self._folder.discard(path)
+        return known
+
+    def _paths(self, name: str) -> tuple[Path, Path]:
+        """The files of both generations, the newest first."""
+        folder = self._folder.path if "/" in name else self._own
+        return folder / f"{name}{DOCUMENTS}", folder / f"{name}{BEFORE}"
+
+    def _files(self) -> Iterator[Path]:
+        """Files of all namespaces; what else a user keeps in the folder is none of them."""
+        for suffix in (DOCUMENTS, BEFORE):
+            yield from (path for path in self._folder.path.glob(f"*/*{suffix}") if SPACE.fullmatch(path.parent.name))

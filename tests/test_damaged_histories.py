@@ -1,0 +1,302 @@
+"""What is said is never lost to one damaged file: a history falls back to the one before it, and says so; where nothing
+of it can be read, nobody begins a new conversation in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from support.disk_chunks import open_store
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams, StoreError
+from offload_rt.cli import main
+from offload_rt.sessions.history import History
+from offload_rt.sessions.session import Session
+from offload_rt.storage.chunk_store import Document
+
+SHORT = SamplingParams(max_new_tokens=8, temperature=0)
+TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
+
+
+def answer(session: Session, turn: list[int]) -> list[int]:
+    found = [event.token_id for event in session.send(turn, SHORT)]
+    session.check_integrity()
+    return found
+
+
+def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[int]]:
+    """Takes two turns and leaves without another save. Returns the tokens after the first and after the second."""
+    session = llm.session(name, folder)
+    answer(session, TURNS[0])
+    first = session.tokens
+    answer(session, TURNS[1])
+    second = session.tokens
+    session.kv.write_out()
+    session.save = session.kv.save = lambda: None  # type: ignore[method-assign]
+    session.close()
+    return first, second
+
+
+def file(folder: Path, name: str = "s.doc") -> Path:
+    [path] = folder.glob(f"*/{name}")
+    return path
+
+
+def flip(path: Path, bit: int = 803) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def sealed(fields: dict[str, Any]) -> bytes:
+    data = json.dumps(fields).encode()
+    return xxhash.xxh3_64(data).digest() + data
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "one bit": flip,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "foreign": lambda path: path.write_bytes(b"Dear diary, this is nothing of yours."),
+    "gone": Path.unlink,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda path: (path.rename(path.parent / "elsewhere"), path.symlink_to(path.parent / "elsewhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str, llm: LLM, tmp_path: Path) -> None:
+    first, _ = two_turns(llm, tmp_path)
+    DAMAGES[damage](file(tmp_path))
+    with pytest.warns(
+        UserWarning, match=r"session 's' was opened as it was saved the time before last, with 1 .*s\.doc"
+    ):
+        session = llm.session("s", tmp_path)
+    assert session.tokens == first and len(session.turns) == 2
+    right = llm.generate([first + TURNS[2]], SHORT)[0].token_ids
+    assert answer(session, TURNS[2]) == right and session.history.computed == len(first + TURNS[2] + right) - 1
+    after = session.tokens
+    session.save()
+    session.context.storage.check_integrity()
+    session.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session = llm.session("s", tmp_path)
+        assert session.tokens == after, "nobody is told twice"
+        session.close()
+
+
+@pytest.mark.parametrize("damage", ["one bit", "empty", "a pipe"])
+def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
+    damage: str, llm: LLM, tmp_path: Path
+) -> None:
+    two_turns(llm, tmp_path)
+    DAMAGES[damage](file(tmp_path))
+    flip(file(tmp_path, "s.before"))
+    there = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"session 's' cannot be opened.*s\.doc.*s\.before.*sessions repair s"):
+            llm.session("s", tmp_path)
+    assert sorted(tmp_path.rglob("*")) == there, "nothing was changed or put aside"
+    other = llm.session("t", tmp_path)
+    with pytest.raises(StoreError, match=r"s\.doc"):
+        other.fork("s")
+    other.close()
+
+
+def test_a_closed_session_is_whole_twice(llm: LLM, tmp_path: Path) -> None:
+    """Closing writes the history once more: one flipped bit then costs nothing at all."""
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    tokens = session.tokens
+    session.close()
+    flip(file(tmp_path))
+    with pytest.warns(UserWarning, match="with 1 turns"):
+        session = llm.session("s", tmp_path)
+    assert session.tokens == tokens
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "of another format"),
+        ({"colour": "blue"}, "of another format"),
+        ({"tokens": "abc"}, "of another format"),
+        ({"tokens": [-1] * 158}, "of another format"),
+        ({"computed": 10**9}, "of another format"),
+        ({"id": "../../elsewhere"}, "of another format"),
+        ({"keys": ["../x"]}, "of another format"),
+        ({"decoded": [[5, 2]]}, "of another format"),
+        ({"name": "t"}, "the history of another session"),
+        ({"tokens": [10**6] * 300}, "the history of another session"),
+    ],
+)
+def test_a_history_that_is_not_understood_is_refused_and_never_replaced(
+    change: dict[str, Any], message: str, llm: LLM, tmp_path: Path
+) -> None:
+    two_turns(llm, tmp_path)
+    path = file(tmp_path)
+    record = sealed(json.loads(path.read_bytes()[8:]) | change)
+    path.write_bytes(record)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=message):
+            llm.session("s", tmp_path)
+    assert path.read_bytes() == record and not list(tmp_path.rglob("*.damaged"))
+
+
+def test_deep_or_strange_json_is_no_history() -> None:
+    for data in (b"[" * 100_000, b"[]", b'"x"', b"1e999", b'{"format": 1, "name": [], "model": {}}', b"\xff\xfe"):
+        assert History.from_bytes(data) is None
+
+
+def test_damaged_histories_keep_their_chunks_and_sinks(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deleting or forgetting others must not take what a damaged one may need."""
+    two_turns(llm, tmp_path)
+    shutil.copytree(tmp_path, tmp_path.parent / "whole")
+    session = llm.session("s", tmp_path)
+    session.truncate(keep_last=100)
+    session.close()
+    twin = llm.session("twin", tmp_path)
+    answer(twin, TURNS[0])
+    twin.close()
+    for name in ("s.doc", "s.before"):
+        flip(file(tmp_path, name))
+    sinks = list(tmp_path.rglob("*.sinks.doc"))
+    chunks = set(tmp_path.rglob("*.kv"))
+    assert sinks and chunks
+    llm.session("passing", tmp_path).discard()
+    assert main(["sessions", "list", "--store", str(tmp_path)]) == 0
+    assert "damaged" in capsys.readouterr().out
+    assert main(["sessions", "show", "s", "--store", str(tmp_path)]) == 2
+    assert "sessions repair s" in capsys.readouterr().err
+    assert main(["sessions", "delete", "twin", "--store", str(tmp_path)]) == 0
+    assert list(tmp_path.rglob("*.sinks.doc")) == sinks and set(tmp_path.rglob("*.kv")) == chunks
+    assert main(["sessions", "delete", "s", "--store", str(tmp_path)]) == 0
+    assert not list(tmp_path.rglob("*.doc")) and not list(tmp_path.rglob("*.before"))
+
+
+def test_a_list_says_which_session_is_not_what_it_was_last(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_turns(llm, tmp_path)
+    flip(file(tmp_path))
+    assert main(["sessions", "list", "--store", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "s" in out and "s.doc" in err and "the time before last" in err
+
+
+def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path) -> None:
+    model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=256)
+    llm = LLM(model, dtype="float64", host_memory="16MiB", policy="full")
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    session.truncate(keep_last=80)
+    answer(session, TURNS[1])
+    for path in tmp_path.rglob("*.sinks.*"):
+        flip(path)
+    tokens = session.tokens
+    with pytest.warns(UserWarning, match="first keys of session 's'.* are computed again"):
+        found = answer(session, TURNS[2])
+    assert found == llm.generate([tokens + TURNS[2]], SHORT)[0].token_ids
+    session.close()
+
+
+# ----------------------------------------------------------------------------------------------- the store's documents
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_every_state_that_a_kill_can_leave_has_a_whole_document(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends before each of its calls in turn: the newest name holds the old document or the new one, whole,
+    and nobody is told of damage."""
+    calls, steps = ("fsync", "replace", "link"), 0
+
+    def refuse(*args: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    for stop in range(20):
+        folder = tmp_path / str(stop)
+        store, count = open_store(folder), 0
+        store.put("one", b"first")
+        store.put("one", b"second")
+        with monkeypatch.context() as patch:
+            for name in calls:
+                real = refuse if name == "link" and not links else getattr(os, name)
+
+                def call(*args: Any, real: Any = real, stop: int = stop, **options: Any) -> Any:
+                    nonlocal count
+                    count += 1
+                    if count > stop:
+                        raise Killed
+                    return real(*args, **options)
+
+                patch.setattr(os, name, call)
+            patch.setattr(Path, "unlink", lambda *args, **options: None)  # the dead clean nothing up
+            try:
+                store.put("one", b"third")
+                finished = True
+            except Killed:
+                finished = False
+        store.close()
+        found = open_store(folder)
+        assert found.get("one") in (Document(b"second"), Document(b"third"))
+        assert not list(folder.rglob("*.tmp"))
+        found.check_integrity()
+        found.put("one", b"fourth")
+        flip(file(folder, "one.doc"), 70)
+        last = found.get("one")
+        assert last is not None and last.damage and last.data in (b"second", b"third")
+        found.close()
+        steps = stop
+        if finished:
+            break
+    assert steps >= 5, "every call was an end once"
+
+
+def test_a_damaged_document_never_becomes_the_one_before(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("one", b"first")
+    store.put("one", b"second")
+    flip(file(tmp_path, "one.doc"), 70)
+    store.put("one", b"third")
+    assert len(list(tmp_path.rglob("one.damaged"))) == 1, "a person may still want it"
+    flip(file(tmp_path, "one.doc"), 70)
+    last = store.get("one")
+    assert last is not None and last.data == b"first"
+    store.check_integrity()
+    assert store.delete("one") and not store.delete("one") and store.get("one") is None
+    store.close()
+
+
+def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("one", b"first")
+    with file(tmp_path, "one.doc").open("r+b") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(StoreError, match=r"one\.doc.* is damaged"):
+        store.get("one")
+    assert list(store.documents().values()) == [None]
+    store.close()
