@@ -5,7 +5,8 @@
 #   make mutants one-line faults all over the package, each of which a test must catch; MUTANT=name runs one
 #   make soak    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written), sessions (50
 #                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix), requests (500 in a
-#                pool too small for them), cuda (all that is run on a simulated device, under every schedule) runs one
+#                pool too small for them), cuda (all that is run on a simulated device, under every schedule),
+#                kernels (all of them compiled for four GPUs) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
@@ -57,13 +58,14 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-SOAK_PARTS := disk sessions composition requests architectures cuda
+SOAK_PARTS := disk sessions composition requests architectures cuda kernels
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py
 SOAK_requests := tests/test_sharing.py
 SOAK_architectures := tests/test_architectures.py
 SOAK_cuda := tests/test_cuda_path.py
+SOAK_kernels := tests/test_triton_compile.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 
 soak: $(READY)

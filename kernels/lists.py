@@ -78,12 +78,12 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Scores of queries q `[P, G, d]` with packed keys int8 `[Hkv, m_b, d]` (`selection.pack`), N_b = m_b * 8 / bits;
-    mean and step `[Hkv, d]`, the same for every sequence."""
+    """Scores of queries q `[P, G, d]` with packed keys int8 `[Hkv, m_b, w]` (`selection.pack`; the first d of w bytes
+    count), N_b = m_b * 8 / bits; mean and step `[Hkv, d]`, the same for every sequence."""
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
         n = min(tokens, own.shape[1] * (8 // bits))
-        there[:, :, :n] = packed_scores(query, own, mean, step, bits)[:, :, :n]
+        there[:, :, :n] = packed_scores(query, own[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
     return within(scores, starts, stops)
 
 
@@ -215,11 +215,13 @@ def append_quantised(
     slots: torch.Tensor,
 ) -> None:
     """The key k `[P, d]` of each list's newest token, skewed by basis and rounded by mean and step `[Hkv, r]`, takes
-    slot `slots[p]` of packed `[Hkv, m_b, r]`; the other tokens of its bytes keep their codes."""
+    slot `slots[p]` of packed `[Hkv, m_b, w]`, in the first r of w bytes; the other tokens of its bytes keep their
+    codes."""
     fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
     entering = _skewed(k, basis).unsqueeze(1)
     codes = zip(entering.split(packed.heads), slots.split(packed.heads), packed.tensors, strict=True)
-    for skewed, slot, own in codes:
+    for skewed, slot, row in codes:
+        own = row[:, :, : basis.shape[2]]
         there = unpack(own[every, slot // fields].unsqueeze(1), bits)
         there[every, slot % fields] = quantise(skewed, mean, step, bits).squeeze(1)
         own[every, slot // fields] = pack(there, bits).squeeze(1)

@@ -39,7 +39,7 @@ def _skewed(
     return tl.sum(key[:, None] * tile, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bases", "heads"])
 def _partial(
     k: tl.tensor, basis: tl.tensor, table: tl.tensor, slots: tl.tensor, bases: tl.tensor, heads: tl.tensor,
     r: tl.tensor, KEYS: tl.constexpr, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
@@ -54,7 +54,7 @@ def _partial(
     tl.store(at, skewed.to(KEYS), mask=column < r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def _quantised(
     k: tl.tensor, basis: tl.tensor, mean: tl.tensor, step: tl.tensor, table: tl.tensor, slots: tl.tensor,
     heads: tl.tensor, r: tl.tensor,
@@ -78,7 +78,7 @@ def _quantised(
     tl.store(at, (new ^ 128).to(tl.int8), mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def _keep(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr,
@@ -115,7 +115,7 @@ def append_quantised(
 ) -> None:
     """`lists.append_quantised` in one launch; float32 basis and scales."""
     (lists, d), (heads, _, r) = k.shape, basis.shape
-    assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] == r
+    assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] >= r
     assert k.is_contiguous() and basis.is_contiguous() and mean.is_contiguous() and step.is_contiguous()
     assert basis.dtype == mean.dtype == step.dtype == torch.float32 and slots.shape == (lists,)
     assert mean.shape == step.shape == (heads, r) and packed.dtype == torch.int8

@@ -73,7 +73,7 @@ def store_part(
         tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < d)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lists", "k_list", "v_list"])
 def _attend(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, counts: tl.tensor, outs: tl.tensor, lses: tl.tensor, scale: tl.tensor,
     lists: tl.tensor, k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor,
@@ -93,7 +93,7 @@ def _attend(
     store_part(outs, lses, (piece * lists + p) * G, peak, total, acc, stop > piece * PIECE, d, D, G, GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "rows"])
 def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,

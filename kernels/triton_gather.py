@@ -18,7 +18,7 @@ _BLOCK_ROWS = 8
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["listed"])
 def _gather(
     rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
@@ -35,7 +35,7 @@ def _gather(
     tl.store(out + (p * listed + at)[:, None] * WORDS + columns[None, :], words, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _scatter(
     rows: tl.tensor, ids: tl.tensor, source: tl.tensor, number: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,

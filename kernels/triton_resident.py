@@ -1,7 +1,7 @@
 """Decode attention over the rows that a sequence keeps on the device, found by address, together with those that were
 fetched for this step, in Triton.
 
-Bytes: each row of a range, and each counted row, once for all G query heads of its group. Two launches and a merge for
+Bytes: each row of a range, and each counted row, once for all G query heads of its group. One launch and a merge for
 the whole batch. Definition and bounds: `lists.attend_kept`; rounding as `triton_attention` says.
 """
 
@@ -11,32 +11,44 @@ import torch
 import triton
 import triton.language as tl
 
-from .pointer_table import FIELDS, PointerTable
-from .triton_attention import PIECE_ROWS, attend_pieces, attend_rows, block_rows, merge_parts, store_part
+from .pointer_table import ALIGNED, FIELDS, PointerTable
+from .triton_attention import PIECE_ROWS, attend_rows, block_rows, merge_parts, store_part
 
 _FIELDS = tl.constexpr(FIELDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lists", "heads", "kept_pieces", "k_list", "v_list"])
 def _attend(
-    q: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, outs: tl.tensor, lses: tl.tensor,
-    scale: tl.tensor, lists: tl.tensor, heads: tl.tensor,
+    q: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, k: tl.tensor, v: tl.tensor, counts: tl.tensor,
+    outs: tl.tensor, lses: tl.tensor, scale: tl.tensor, lists: tl.tensor, heads: tl.tensor, kept_pieces: tl.tensor,
+    k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, s): kept rows [s * PIECE, ...) of list p, as far as they are in its range. Writes part s as
-    `triton_attention._attend` does."""
-    p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (p, s): of list p the kept rows [s * PIECE, ...), as far as they are in its range; from s = kept_pieces
+    on its fetched rows. Writes part s as `triton_attention._attend` does. ALIGN: numbers that all addresses are a
+    multiple of, so that the compiler knows which loads can be 16 bytes wide."""
+    p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
-    begin = tl.maximum(tl.load(starts + p), piece * PIECE)
-    stop = tl.minimum(tl.load(stops + p), (piece + 1) * PIECE)
     known = (head < G)[:, None] & (column < d)[None, :]
     query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=known, other=0.0)
-    own = table + p // heads * _FIELDS
-    step, row = tl.load(own + 1), tl.load(own + 2)
-    k = tl.load(own).to(tl.pointer_type(q.dtype.element_ty)) + p % heads * step
-    peak, total, acc = attend_rows(query, k, k + heads * step, row, row, begin, stop, scale, d, D, GROUP, BLOCK, WIDEN)
-    store_part(outs, lses, (piece * lists + p) * G, peak, total, acc, stop > begin, d, D, G, GROUP)
+    if part < kept_pieces:
+        own = table + p // heads * _FIELDS
+        step, begin = tl.load(own + 1), tl.maximum(tl.load(starts + p), part * PIECE)
+        stop = tl.minimum(tl.load(stops + p), (part + 1) * PIECE)
+        from_k = tl.load(own).to(tl.pointer_type(q.dtype.element_ty))
+        from_v, k_at, k_step, v_step = from_k + heads * step, p % heads * step, tl.load(own + 2), tl.load(own + 2)
+        v_at = k_at
+    else:
+        begin = (part - kept_pieces) * PIECE
+        stop = tl.minimum(tl.load(counts + p), begin + PIECE)
+        from_k, from_v, k_at, v_at = k, v, p * k_list, p * v_list
+        k_step, v_step = k_row.to(tl.int64), v_row.to(tl.int64)
+    BYTES: tl.constexpr = ALIGN * q.dtype.element_ty.primitive_bitwidth // 8
+    from_k, from_v = tl.multiple_of(from_k + k_at, BYTES), tl.multiple_of(from_v + v_at, BYTES)
+    k_step, v_step = k_step // ALIGN * ALIGN, v_step // ALIGN * ALIGN
+    peak, total, acc = attend_rows(query, from_k, from_v, k_step, v_step, begin, stop, scale, d, D, GROUP, BLOCK, WIDEN)
+    store_part(outs, lses, (part * lists + p) * G, peak, total, acc, stop > begin, d, D, G, GROUP)
 
 
 def attend_kept(
@@ -49,18 +61,22 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lists.attend_kept` in two launches and a merge; all of one dtype: float32, float16 or bfloat16."""
+    """`lists.attend_kept` in one launch and a merge; all of one dtype: float32, float16 or bfloat16."""
     (lists, group, d), room = q.shape, kept.tensors[0].shape[1]
     assert kept.lists == 2 * lists and kept.dtype == q.dtype and starts.shape == stops.shape == (lists,)
+    assert k.shape == v.shape == (lists, k.shape[1], d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
+    assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1
     own, listed = triton.cdiv(room, PIECE_ROWS), triton.cdiv(k.shape[1], PIECE_ROWS)
     outs = torch.empty(own + listed, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(own + listed, lists * group, dtype=torch.float32, device=q.device)
-    _attend[(lists, own)](
-        q, kept.table, starts, stops, outs, lses, scale, lists, kept.heads // 2,
+    places = [x for rows in (k, v) for x in (rows.data_ptr(), *(rows.itemsize * step for step in rows.stride()[:2]))]
+    aligned = kept.aligned and all(x % ALIGNED == 0 for x in places)
+    _attend[(lists, own + listed)](
+        q, kept.table, starts, stops, k, v, counts, outs, lses, scale, lists, kept.heads // 2, own,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=max(16, triton.next_power_of_2(group)),
-        BLOCK=block_rows(d, q.itemsize), PIECE=PIECE_ROWS, WIDEN=not q.is_cuda or q.dtype == torch.float32,
+        BLOCK=block_rows(d, q.itemsize), PIECE=PIECE_ROWS, ALIGN=ALIGNED // q.itemsize if aligned else 1,
+        WIDEN=not q.is_cuda or q.dtype == torch.float32,
     )  # fmt: skip
-    if listed:
-        attend_pieces(q, k, v, counts, outs[own:], lses[own:], scale)
     out, lse = merge_parts(outs, lses)
     return out.view(lists, group, d), lse.view(lists, group)

@@ -16,10 +16,10 @@ from .pointer_table import ALIGNED, FIELDS, PointerTable
 from .triton_append import triton_dtype
 
 _BLOCK = 256
-"""Tokens of a program."""
+"""Tokens of a program that scores packed keys: its products are tensor cores', of at least 16 rows."""
 
-_COLUMNS = 16
-"""Columns of a step of the product: the least it takes, since 30 % of a head dimension leaves a remainder."""
+_WIDE = 1024
+"""Tokens of a program that scores partial keys, each thread 8 of them: 16 bytes of a column in half precision."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -60,29 +60,26 @@ def _own(
     return tl.multiple_of(begin, BYTES), tl.multiple_of(tl.load(own + 2), ALIGN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "blocks"])
 def _partial(
     q: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor,
-    sums: tl.tensor, r: tl.tensor, tokens: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
+    sums: tl.tensor, tokens: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
     KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    R: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, b): tokens [b * BLOCK, ...) of list p. Blocks outside the range read no keys."""
+    """Program (p, b): tokens [b * BLOCK, ...) of list p, column by column. Blocks outside the range read no keys; a
+    block at its end reads up to the next multiple of ALIGN tokens, for which a list has room."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = (token >= start) & (token < stop)
-    head, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
+    token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     acc = tl.zeros((GROUP, BLOCK), tl.float32)
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
         keys, column_step = _own(table, p, heads, KEYS, BYTES, ALIGN)
-        for first in range(0, r, COLUMNS):
-            c = first + column
-            weight = tl.load(q + (p * G + head)[:, None] * r + c[None, :],
-                             mask=(head < G)[:, None] & (c < r)[None, :], other=0.0)  # fmt: skip
-            key = tl.load(keys + c.to(tl.int64)[:, None] * column_step + token[None, :],
-                          mask=(c < r)[:, None] & inside[None, :], other=0.0)  # fmt: skip
-            acc += tl.dot(weight.to(tl.float32), key.to(tl.float32), input_precision="ieee")
+        there = token < tl.multiple_of(tl.cdiv(stop, ALIGN) * ALIGN, ALIGN)
+        for column in tl.range(0, R, loop_unroll_factor=4):
+            weight = tl.load(q + (p * G + head) * R + column, mask=head < G, other=0.0)
+            key = tl.load(keys + (column * column_step + token), mask=there, other=0.0)
+            acc += weight[:, None] * key.to(tl.float32)[None, :]
     _finish(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
@@ -101,15 +98,17 @@ def _field_sums(
     return sums.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "blocks"])
 def _packed(
     q: tl.tensor, table: tl.tensor, mean: tl.tensor, step: tl.tensor, starts: tl.tensor, stops: tl.tensor,
     scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor,
     tokens: tl.tensor, blocks: tl.tensor, heads: tl.tensor, ALIGN: tl.constexpr,
-    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    d: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, block): packed keys of one block of list p. The query is quantised as `selection.quantise_query`
-    does, in every program anew: G * d numbers against BLOCK * d * BITS / 8 bytes."""
+    does, in every program anew: G * d numbers against BLOCK * d * BITS / 8 bytes. Rows have W bytes; those behind the
+    first d are anything, and are multiplied with 0."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
     F: tl.constexpr = 8 // BITS
@@ -128,7 +127,7 @@ def _packed(
         centre = tl.sum(query * tl.load(mean + of_head, mask=known, other=0.0)[None, :], 1)
         row = block * (BLOCK // F) + tl.arange(0, BLOCK // F)
         raw = tl.load(keys + row.to(tl.int64)[:, None] * row_step + column[None, :],
-                      mask=(row * F < stop)[:, None] & known[None, :], other=0)  # fmt: skip
+                      mask=(row * F < stop)[:, None] & (column < W)[None, :], other=0)  # fmt: skip
         if F == 1:
             whole = _field_sums(codes, raw, total, 0, BITS)
         elif F == 2:
@@ -149,12 +148,12 @@ def partial_scores(
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
     assert starts.shape == stops.shape == (lists,)
-    blocks, wide = triton.cdiv(tokens, _BLOCK), ALIGNED if keys.aligned else 1
+    blocks, wide = triton.cdiv(tokens, _WIDE), ALIGNED if keys.aligned else 1
     out, maxima, sums = _outputs(q, tokens, blocks)
     _partial[(lists, blocks)](
-        q, keys.table, starts, stops, out, maxima, sums, r, tokens, keys.heads, blocks,
+        q, keys.table, starts, stops, out, maxima, sums, tokens, keys.heads, blocks,
         KEYS=triton_dtype(keys.dtype), BYTES=wide, ALIGN=max(1, wide // keys.dtype.itemsize),
-        G=group, GROUP=_padded(group), BLOCK=_BLOCK, COLUMNS=_COLUMNS,
+        R=r, G=group, GROUP=triton.next_power_of_2(group), BLOCK=_WIDE,
     )  # fmt: skip
     return _gathered(out, maxima, sums)
 
@@ -171,7 +170,8 @@ def quantised_scores(
 ) -> Scores:
     """`lists.quantised_scores` in one launch; float32 queries, scales and scores."""
     lists, group, d = q.shape
-    assert packed.lists == lists and packed.tensors[0].shape[2] == d and packed.dtype == torch.int8
+    width = packed.tensors[0].shape[2]
+    assert packed.lists == lists and width >= d and packed.dtype == torch.int8
     assert q.is_contiguous() and mean.shape == step.shape == (packed.heads, d)
     assert q.dtype == mean.dtype == step.dtype == torch.float32
     assert mean.is_contiguous() and step.is_contiguous() and starts.shape == stops.shape == (lists,)
@@ -179,15 +179,10 @@ def quantised_scores(
     out, maxima, sums = _outputs(q, tokens, blocks)
     _packed[(lists, blocks)](
         q, packed.table, mean, step, starts, stops, out, maxima, sums, tokens, blocks, packed.heads,
-        ALIGN=ALIGNED if packed.aligned else 1, d=d, D=max(32, triton.next_power_of_2(d)),
-        G=group, GROUP=_padded(group), BLOCK=_BLOCK, BITS=bits,
+        ALIGN=ALIGNED if packed.aligned else 1, d=d, W=width, D=max(32, triton.next_power_of_2(width)),
+        G=group, GROUP=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, BITS=bits,
     )  # fmt: skip
     return _gathered(out, maxima, sums)
-
-
-def _padded(group: int) -> int:
-    """A product has at least 16 rows."""
-    return max(16, 1 << (group - 1).bit_length())
 
 
 def _outputs(q: torch.Tensor, tokens: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ _FIELDS = tl.constexpr(11)
 its first slot among the parts, rows of a piece."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "heads", "kv_heads"])
 def _attend(
     q: tl.tensor, table: tl.tensor, outs: tl.tensor, lses: tl.tensor, scale: tl.tensor,
     batch: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor,

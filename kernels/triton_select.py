@@ -36,7 +36,7 @@ def _digit(order: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
     return ((order ^ -2147483648) >> (24 - 8 * DIGIT)) & 255
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads"])
 def _mark(
     scores: tl.tensor, maxima: tl.tensor, lses: tl.tensor, starts: tl.tensor, stops: tl.tensor, passing: tl.tensor,
     orders: tl.tensor,
@@ -85,7 +85,7 @@ def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tenso
     return prefix, rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap"])
 def _histogram(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, tokens: tl.tensor,
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
@@ -104,7 +104,7 @@ def _histogram(
     tl.atomic_add(histograms + (DIGIT * lists + p) * 256 + at, bins, mask=bins > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "blocks"])
 def _tally(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
     equal: tl.tensor, counts: tl.tensor,
@@ -124,7 +124,7 @@ def _tally(
         tl.store(counts + p, n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "blocks"])
 def _write(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
     equal: tl.tensor, out: tl.tensor,

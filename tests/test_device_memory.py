@@ -46,8 +46,9 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("h2o", {}),
     ("quest", {}),
 ]
-LARGE = [POLICIES[1], POLICIES[4], POLICIES[5]]
-"""Whose work on a prompt takes more than the tiny model's weights."""
+LARGE = [POLICIES[1], POLICIES[2], POLICIES[4], POLICIES[5]]
+"""Whose work on a prompt, or whose scoring keys (4 columns in rows of 16 bytes), take more than the tiny model's
+weights."""
 
 
 @pytest.fixture(scope="module")

@@ -39,16 +39,22 @@ def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor)
     torch.testing.assert_close(got.lse.double(), torch.logsumexp(got.scores.double(), -1), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("room", [9, 8], ids=["odd", "aligned"])
 @pytest.mark.parametrize(("r", "group", "dtype"), PARTIAL)
-def test_partial_scores_are_float64s(kernel_device: torch.device, r: int, group: int, dtype: torch.dtype) -> None:
+def test_partial_scores_are_float64s(
+    kernel_device: torch.device, r: int, group: int, dtype: torch.dtype, room: int
+) -> None:
+    """Columns of any length are read number by number, those of a multiple of 16 bytes in wide loads, which go on
+    behind the last token."""
     from offload_rt.kernels.triton_scores import partial_scores
 
     torch.manual_seed(r)
     starts, stops, stored = ranges(kernel_device)
     q = torch.randn(4, group, r, device=kernel_device)
-    keys = torch.randn(4, r, stored + 9, device=kernel_device).to(dtype)[:, :, :stored]
+    keys = torch.randn(4, r, stored + room, device=kernel_device).to(dtype)[:, :, :stored]
     keys[:, :, stored - 13 :] = math.nan  # reserved, never written
     own = apart(keys)
+    assert own.aligned == (room == 8)
     got = partial_scores(q, own, starts, stops, stored + 250)
     want = lists.partial_scores(q.double(), own, starts, stops, stored + 250)
     # r products and sums, each rounded to 2^-24 of the sum of |q k|, itself at most |q|_1 * max |k|
@@ -58,6 +64,7 @@ def test_partial_scores_are_float64s(kernel_device: torch.device, r: int, group:
 
 @pytest.mark.parametrize(("d", "group", "bits"), PACKED)
 def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, bits: int) -> None:
+    """Where a row has more bytes than columns, these hold anything."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(d + bits)
@@ -65,7 +72,9 @@ def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, 
     mean = torch.randn(HEADS, d, device=kernel_device)
     step = torch.rand(HEADS, d, device=kernel_device) + 0.01
     codes = torch.randint(0, 1 << bits, (4, stored, d), dtype=torch.uint8, device=kernel_device)
-    packed, q = pack(codes, bits), torch.randn(4, group, d, device=kernel_device)
+    spare = torch.randint(-128, 128, (4, stored * bits // 8, -d % 16), dtype=torch.int8, device=kernel_device)
+    packed, q = torch.cat((pack(codes, bits), spare), 2), torch.randn(4, group, d, device=kernel_device)
+    assert apart(packed).aligned
     got = quantised_scores(q, apart(packed), mean, step, bits, starts, stops, stored)
     # the definition in float64, from the int8 query that float32 gives: what is left is the rounding of the last steps
     weights, scale = quantise_query(q * step.repeat(2, 1).unsqueeze(1))

@@ -84,3 +84,25 @@ def session_ttft(args: argparse.Namespace) -> int:
     for report in run_session_ttft(Path(args.out), args.histories, args.reference, args.buffer_history, args.repeats):
         show(report, args.out, say)
     return 0
+
+
+def _compiled_flags(parser: argparse.ArgumentParser) -> None:
+    from ..speed.compiled_kernels import CAPABILITIES, CASES
+
+    parser.add_argument("--out", required=True, metavar="DIR", help="compiled_kernels.json, .csv and .md")
+    parser.add_argument(
+        "--arch", type=words, default=list(CAPABILITIES), metavar="A,B", help=f"of {', '.join(CAPABILITIES)} (all)"
+    )
+    parser.add_argument("--case", action="append", default=[], metavar="NAME", help=f"of {'; '.join(CASES)} (all)")
+
+
+@measure("compiled-kernels", "registers, spills and width of loads of each kernel; needs no GPU", _compiled_flags)
+def compiled_kernels(args: argparse.Namespace) -> int:
+    """Compiles every Triton kernel for GPUs, none of which is needed, and reads from the machine code: registers, bytes
+    that do not fit them, shared memory, and how many bytes each load moves."""
+    from ..speed.compiled_kernels import compile_report
+
+    report = compile_report(args.arch, args.case)
+    report.write(Path(args.out))
+    show(report, args.out, say_on_stderr(False))
+    return 0

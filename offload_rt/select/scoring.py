@@ -40,6 +40,10 @@ BITS = {"int8": 8, "int4": 4, "int2": 2}
 """Bits of a column of `QuantisedKeys`, by the scorer's name."""
 
 
+ROW_BYTES = 16
+"""Rows of `QuantisedKeys` begin at multiples of so many bytes: what a device loads at once."""
+
+
 TOKENS_PER_BYTE = 4
 """The most tokens whose codes share a byte (int2)."""
 
@@ -51,8 +55,13 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
         head = kept_columns(partial_ratio, geometry.head_dim) * dtype.itemsize
     else:
         columns = kept_columns(partial_ratio, geometry.head_dim) if scorer == "int8" else geometry.head_dim
-        head = columns * BITS[scorer] // 8
+        head = row_width(columns) * BITS[scorer] // 8
     return geometry.kv_heads * head
+
+
+def row_width(columns: int) -> int:
+    """Bytes of a row of `QuantisedKeys` with so many columns."""
+    return -(-columns // ROW_BYTES) * ROW_BYTES
 
 
 class ScoringKeys(Protocol):
@@ -236,8 +245,8 @@ class Quantiser:
 
 class QuantisedKeys:
     """Scorers "int8" (r kept columns, which stand for d in all shapes here), "int4" and "int2" (all d columns), packed
-    by neighbouring tokens into bytes `[Hkv, capacity / f, d]` (f = 8 / bits), so that one token's columns lie side by
-    side for an int8 product."""
+    by neighbouring tokens into bytes `[Hkv, capacity / f, w]` (f = 8 / bits), so that one token's columns lie side by
+    side for an int8 product. Of the w = `row_width(d)` bytes of a row the first d count."""
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
         """quantisers: of every sparse layer; they belong to the policy, their bytes are not counted here."""
@@ -259,7 +268,7 @@ class QuantisedKeys:
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skews, quantises and packs keys k `[Hkv, m, d]`; other tokens in the same bytes keep their codes."""
-        self._packed.open(layer, k.shape[0], 0, self._quantisers[layer].mean.shape[1])
+        self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         known = self.length(layer)
         data = self.storage(layer, start + k.shape[1])
         for rows in k.split(LEARNED_AT_ONCE, dim=1):
@@ -273,6 +282,7 @@ class QuantisedKeys:
         first, last = start // self._fields, -(-(start + added) // self._fields)
         begun = start - first * self._fields
         entering = quantise(skew(k, quantiser.basis.key), quantiser.mean, quantiser.step, self._bits)
+        data = data[:, :, :d]
         if self._fields == 1:
             data[:, first:last] = pack(entering, self._bits)
             return
@@ -315,7 +325,7 @@ class QuantisedKeys:
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: int) -> torch.Tensor:
-        """The codes `[Hkv, capacity / f, d]`, with room for `slots` slots, which count as written from now on."""
+        """The codes `[Hkv, capacity / f, w]`, with room for `slots` slots, which count as written from now on."""
         return self._packed.reserve(layer, slots)
 
     def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
@@ -340,7 +350,8 @@ class QuantisedKeys:
         """The packed keys `[Hkv, m, d]` that hold `tokens`, and where these are among the codes."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
-        return self._packed.data(layer)[:, first:last], slice(begin, begin + len(tokens))
+        columns = self._quantisers[layer].mean.shape[1]
+        return self._packed.data(layer)[:, first:last, :columns], slice(begin, begin + len(tokens))
 
     def fork(self) -> QuantisedKeys:
         """Copies on the first write of either side."""

@@ -1,0 +1,287 @@
+"""What the compiler makes of each Triton kernel for a GPU, read without one: registers, spills, shared memory, and how
+wide the loads from global memory are.
+
+The functions that launch kernels are called as in a decode step of an 8B Llama, on tensors of the host, under a driver
+that says it is a GPU and compiles what is launched instead of running it. So what is read is what a device would run,
+what Triton makes of each argument's value included. `cuobjdump`, which comes with Triton, reads the result.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ...config import check_choice
+from ...errors import ConfigError
+from ...kernels.low_bit import Layout
+from ...kernels.pointer_table import PointerTable
+from ...kernels.segments import Run
+from ...select.scoring import row_width
+from ..core.report import Column, Report
+
+CAPABILITIES = {"sm_80": 80, "sm_89": 89, "sm_90": 90, "sm_120": 120}
+"""GPUs by their architecture: A100, cards of the 40 series, H100 and H200, cards of the 50 series."""
+
+KV_HEADS, GROUP, D, COLUMNS, TOKENS, BATCH = 8, 4, 128, 38, 4096, 2
+"""An 8B Llama; columns of the scoring keys at partial_ratio 0.3."""
+
+_LOAD = re.compile(r"\b(LDG(?:STS)?\.E[.\w]*)")
+_SPILL = re.compile(r"\b((?:LDL|STL)[.\w]*)")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel as a GPU of architecture `arch` would run it in `case`.
+
+    registers: of a thread. spilled: bytes of a thread that do not fit them. spills: instructions that move these.
+    shared: bytes of shared memory of a program. loads: instructions that load from global memory, by the bytes of each.
+    """
+
+    arch: str
+    case: str
+    kernel: str
+    registers: int
+    spilled: int
+    spills: int
+    shared: int
+    warps: int
+    loads: dict[int, int]
+
+    @property
+    def narrow(self) -> int:
+        """Loads of one or two bytes."""
+        return self.loads.get(1, 0) + self.loads.get(2, 0)
+
+
+class _Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        """Kernels are kept by device: each architecture is one."""
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        """Any."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """What code is generated for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKernel]:
+    """Compiles what `cases` (all where there are none) launch. Raises ConfigError for an unknown case or architecture,
+    and in a process in which Triton interprets."""
+    from triton import knobs
+
+    check_choice("architecture", arch, CAPABILITIES)
+    for name in cases:
+        check_choice("case", name, CASES)
+    if knobs.runtime.interpret:
+        raise ConfigError("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+    for name, launch in CASES.items():
+        if name in cases or not cases:
+            with _compiling(arch) as found:
+                launch()
+            unlike = {(kernel, binary.hash): binary for kernel, binary in found}
+            yield from (_read(arch, name, kernel, binary) for (kernel, _), binary in unlike.items())
+
+
+@contextmanager
+def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
+    """Kernels launched in this context are compiled and not run; the list is of their names and binaries."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    found: list[tuple[str, Any]] = []
+    compile_or_run: Callable[..., Any] = JITFunction.run
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if "WIDEN" in named:  # half precision is multiplied as it is on a device alone
+            named["WIDEN"] = any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args[:1])
+        name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
+        found.append((name, compile_or_run(kernel, *args, grid=grid, warmup=True, **named)))
+
+    with ExitStack() as undo:
+        undo.callback(driver.set_active, driver._active)
+        driver.set_active(_Driver(CAPABILITIES[arch]))
+        undo.enter_context(patch.object(JITFunction, "run", compiled))
+        yield found
+
+
+def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
+    """What `cuobjdump` says of a binary."""
+    tool = Path(str(files("triton"))) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        done = subprocess.run(
+            [str(tool), "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True, timeout=60
+        )
+    usage = _USAGE.search(done.stdout)
+    assert usage is not None, done.stdout[:500]
+    loads = Counter(_load_bytes(each) for each in _LOAD.findall(done.stdout))
+    return CompiledKernel(
+        arch, case, kernel, int(usage[1]), int(usage[2]), len(_SPILL.findall(done.stdout)), binary.metadata.shared,
+        binary.metadata.num_warps, dict(sorted(loads.items(), reverse=True)),
+    )  # fmt: skip
+
+
+def _load_bytes(instruction: str) -> int:
+    """Of a thread in one load: LDG.E.U8 is 1, LDG.E is 4, LDGSTS.E.BYPASS.128 is 16."""
+    parts = instruction.split(".")
+    wide = next((int(part) // 8 for part in parts if part in ("64", "128", "256")), 4)
+    return {"8": 1, "6": 2}.get(next((part[-1] for part in parts if re.fullmatch("[US](8|16)", part)), ""), wide)
+
+
+def compile_report(archs: Sequence[str], cases: Collection[str] = ()) -> Report:
+    """A row for each kernel, case and architecture."""
+    import triton
+
+    rows = []
+    for arch in archs:
+        for kernel in read_kernels(arch, cases):
+            loads = {f"load_{size}": count for size, count in kernel.loads.items()}
+            rows.append({key: value for key, value in asdict(kernel).items() if key != "loads"} | loads)
+    columns = [
+        Column("GPU", "arch"),
+        Column("case", "case"),
+        Column("kernel", "kernel"),
+        Column("registers", "registers"),
+        Column("spilled bytes", "spilled"),
+        Column("shared bytes", "shared", ","),
+        *(Column(f"{size}-byte loads", f"load_{size}") for size in (16, 8, 4, 2, 1)),
+    ]
+    about = {
+        "compiled by": f"triton {triton.__version__} and its ptxas, read by its cuobjdump; nothing ran on a device",
+        "shape": f"{KV_HEADS} KV heads of {GROUP} query heads, head dimension {D}, {BATCH} sequences",
+    }
+    notes = ("Loads are instructions of the program, in loops and outside, not how often they run.",)
+    return Report("compiled_kernels", "Kernels as they are compiled", about, tuple(columns), rows, notes)
+
+
+# ------------------------------------------------------------------------------------------------------------ cases
+
+
+def _lists(heads: int = KV_HEADS) -> torch.Tensor:
+    """Bounds or counts int32 of every list."""
+    return torch.zeros(BATCH * heads, dtype=torch.int32)
+
+
+def _gather(width: int, dtype: torch.dtype) -> None:
+    from ...kernels import triton_gather
+
+    rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(2 * KV_HEADS, 512, dtype=torch.int64)
+    triton_gather.gather_rows(rows, ids, torch.empty(len(ids), dtype=torch.int32), rows.new_empty(*ids.shape, width))
+
+
+def _append() -> None:
+    """The newest rows, among those on the device and in the pool, and keys."""
+    from ...kernels import triton_append, triton_gather
+
+    lists = BATCH * KV_HEADS
+    k, slots = torch.empty(lists, D, dtype=torch.bfloat16), torch.empty(lists, dtype=torch.int64)
+    kept = PointerTable.of([torch.empty(2 * KV_HEADS, 68, D, dtype=torch.bfloat16) for _ in range(BATCH)])
+    triton_append.keep_rows(k, k, kept, slots[:BATCH])
+    triton_gather.scatter_rows(torch.empty(TOKENS, D, dtype=torch.bfloat16), slots, k)
+    keys = PointerTable.of([torch.empty(KV_HEADS, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
+    triton_append.append_partial(k, torch.empty(KV_HEADS, D, COLUMNS), keys, slots)
+    packed = PointerTable.of([torch.empty(KV_HEADS, TOKENS // 2, D, dtype=torch.int8) for _ in range(BATCH)])
+    scale = torch.empty(KV_HEADS, D)
+    triton_append.append_quantised(k, torch.empty(KV_HEADS, D, D), scale, scale, 4, packed, slots)
+
+
+def _partial(group: int) -> None:
+    from ...kernels import triton_scores
+
+    keys = PointerTable.of([torch.empty(KV_HEADS, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
+    q = torch.empty(BATCH * KV_HEADS, group, COLUMNS)
+    triton_scores.partial_scores(q, keys, _lists(), _lists(), TOKENS)
+
+
+def _quantised(bits: int, d: int, group: int = GROUP) -> None:
+    from ...kernels import triton_scores
+
+    rows = [torch.empty(KV_HEADS, TOKENS * bits // 8, row_width(d), dtype=torch.int8) for _ in range(BATCH)]
+    q, scale = torch.empty(BATCH * KV_HEADS, group, d), torch.empty(KV_HEADS, d)
+    triton_scores.quantised_scores(q, PointerTable.of(rows), scale, scale, bits, _lists(), _lists(), TOKENS)
+
+
+def _select(group: int) -> None:
+    from ...kernels import triton_select
+    from ...kernels.lists import Scores
+
+    heads = torch.empty(BATCH * KV_HEADS, group)
+    found = Scores(torch.empty(*heads.shape, TOKENS), heads, heads)
+    limits = torch.empty(BATCH, dtype=torch.int32)
+    triton_select.select_tokens(found, _lists(), _lists(), KV_HEADS, 5.0, limits, 200)
+
+
+def _attend(dtype: torch.dtype, d: int, group: int = GROUP) -> None:
+    """Fetched rows and resident ones together, and the merge of their parts."""
+    from ...kernels import triton_resident
+
+    lists = BATCH * KV_HEADS
+    kept = PointerTable.of([torch.empty(2 * KV_HEADS, 68, d, dtype=dtype) for _ in range(BATCH)])
+    q, rows = torch.empty(lists, group, d, dtype=dtype), torch.empty(lists, 512, d, dtype=dtype)
+    triton_resident.attend_kept(q, kept, _lists(), _lists(), rows, rows, _lists(), 0.1)
+
+
+def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:
+    from ...kernels import triton_segments
+
+    own = torch.empty(KV_HEADS, 64, d, dtype=dtype)
+    shared = torch.empty(KV_HEADS, TOKENS, d, dtype=dtype)
+    runs = [Run(0, sequences, shared, shared), *(Run(b, b + 1, own, own) for b in range(sequences))]
+    triton_segments.attend_runs(torch.empty(KV_HEADS * GROUP, sequences, d, dtype=dtype), runs, 0.1)
+
+
+def _tail(bits: int, d: int) -> None:
+    from ...kernels import triton_low_bit
+
+    layout = Layout(d, bits)
+    storage = torch.zeros(KV_HEADS, TOKENS // 64, layout.block_bytes, dtype=torch.uint8)
+    skip = torch.zeros(KV_HEADS, 8, dtype=torch.int64)
+    q = torch.ones(KV_HEADS, GROUP, d)
+    triton_low_bit.tail_attention(q, torch.zeros(KV_HEADS, GROUP), storage, layout, range(TOKENS), skip)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "gather, bf16": lambda: _gather(D, torch.bfloat16),
+    "gather, int4": lambda: _gather(D // 2 + 12, torch.uint8),
+    "append": _append,
+    "partial keys": lambda: _partial(GROUP),
+    "partial keys, groups of 1": lambda: _partial(1),
+    "int8 keys": lambda: _quantised(8, COLUMNS),
+    "int8 keys, groups of 1": lambda: _quantised(8, COLUMNS, 1),
+    "int4 keys": lambda: _quantised(4, D),
+    "int2 keys, d 256": lambda: _quantised(2, 256),
+    "select": lambda: _select(GROUP),
+    "select, groups of 1": lambda: _select(1),
+    "attend, bf16": lambda: _attend(torch.bfloat16, D),
+    "attend, bf16, groups of 1": lambda: _attend(torch.bfloat16, D, 1),
+    "attend, bf16, d 256": lambda: _attend(torch.bfloat16, 256),
+    "attend, fp32, d 256": lambda: _attend(torch.float32, 256),
+    "runs, bf16": lambda: _runs(torch.bfloat16, D, 32),
+    "runs, fp32, d 256": lambda: _runs(torch.float32, 256, 4),
+    "tail, int4": lambda: _tail(4, D),
+    "tail, int2, d 64": lambda: _tail(2, 64),
+}
+"""What is launched, by name."""
