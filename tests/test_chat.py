@@ -24,7 +24,7 @@ from offload_rt.cli import main
 from offload_rt.commands.chat_loop import Chat
 from offload_rt.engine.request import TokenOutput
 from offload_rt.errors import InputError
-from offload_rt.sessions.chat_template import turn_tokens
+from offload_rt.sessions.chat_template import TurnTokens, turn_tokens
 from offload_rt.sessions.history import History
 
 
@@ -220,44 +220,21 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path)
 # ----------------------------------------------------------------------------------------------------- turns to tokens
 
 
-class Templated:
-    """As much of a tokenizer as a chat needs: one token a character."""
-
-    chat_template = "yes"
-    eos_token, eos_token_id = "$", ord("$")
+class Plain:
+    """As much of a tokenizer without a template as a chat needs: one token a character."""
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in ("^" if add_special_tokens else "") + text]}
 
-    def apply_chat_template(self, messages: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
-        return "^" + "".join(f"<{m['role'][0]}>{m['content']}$" for m in messages) + "<a>" * add_generation_prompt
-
-
-def text_of(tokens: list[int]) -> str:
-    return "".join(map(chr, tokens))
-
-
-def test_a_template_adds_what_comes_behind_the_last_answer() -> None:
-    tokenizer: Any = Templated()
-    assert text_of(turn_tokens(tokenizer, [], [], "hello")) == "^<u>hello$<a>"
-    turns = [("user", "hello"), ("assistant", "hi")]
-    cut = [ord(c) for c in "^<u>hello$<a>hi"]
-    assert text_of(turn_tokens(tokenizer, turns, cut, "more")) == "$<u>more$<a>"
-    ended = [*cut, ord("$")]
-    assert text_of(turn_tokens(tokenizer, turns, ended, "more")) == "<u>more$<a>", "no end of turn twice"
-    rewriting: Any = Templated()
-    rewriting.apply_chat_template = lambda messages, **_: f"{len(messages)} messages"
-    with pytest.raises(InputError, match="rewrites"):
-        turn_tokens(rewriting, turns, cut, "more")
-
 
 def test_without_a_template_text_is_appended_as_it_is() -> None:
-    tokenizer: Any = Templated()
-    tokenizer.chat_template = None
-    assert text_of(turn_tokens(tokenizer, [], [], "a")) == "^a"
-    assert text_of(turn_tokens(tokenizer, [("user", "a"), ("assistant", "b")], [1], "c")) == "c"
+    tokenizer: Any = Plain()
+    history = History("s", "m")
+    assert turn_tokens(tokenizer, history, "a") == TurnTokens(0, 0, (ord("^"), ord("a")))
+    history.tokens = [1]
+    assert turn_tokens(tokenizer, history, "c", {1}) == TurnTokens(1, 0, (ord("c"),))
     with pytest.raises(InputError, match="empty"):
-        turn_tokens(tokenizer, [], [], "")
+        turn_tokens(tokenizer, history, "")
 
 
 def test_documents_of_other_formats_are_no_histories() -> None:

@@ -13,12 +13,12 @@ from ..engine.engine import Engine
 from ..engine.request import TokenOutput
 from ..engine.stats import Stats
 from ..errors import InputError, ModelError
-from .chat_template import turn_tokens
+from .chat_template import TurnTokens, turn_tokens
 from .history import History
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .truncate import SINKS, tokens_after, truncate
-from .turn import Turn
+from .turn import Turn, said
 
 
 class Siblings(Protocol):
@@ -99,19 +99,24 @@ class Session:
         """
         self.check_idle()
         params = params or SamplingParams()
-        text, added = self.encode(prompt, params)
-        return self._send(text, added, params)
+        return self._send(prompt, self.encode(prompt, params), params)
 
-    def encode(self, prompt: str | Seq[int], params: SamplingParams) -> tuple[str, list[int]]:
-        """What a turn says, for people, and the tokens it adds. Raises InputError, and ModelError and PoolFullError
-        where no answer would fit."""
+    def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
+        """What a turn does to the session's tokens. Raises InputError, and ModelError and PoolFullError where no answer
+        would fit."""
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a session has one answer to a turn: n and num_beams must be 1")
-        added = self._tokens(prompt)
-        new = len(added) + params.max_new_tokens
-        self._check_overflow(new)
-        self.kv.runner.check_fits(tokens_after(self.kv, new) + new)
-        return prompt if isinstance(prompt, str) else "", added
+        tokens = self._tokens(prompt)
+        new = len(tokens.added) + params.max_new_tokens
+        self._check_overflow(new - tokens.dropped)
+        left = tokens_after(self.kv, new - tokens.dropped)
+        if tokens.dropped > 1 and left < tokens.held:
+            raise InputError(
+                f"the chat template rewrites earlier turns of session {self.name!r}, which would outgrow the model's "
+                "positions and cannot be truncated and rewritten at once: use another template, or a new session"
+            )
+        self.kv.runner.check_fits(left + new)
+        return tokens
 
     def _check_overflow(self, new: int) -> None:
         """Raises ModelError where `new` more tokens outgrow the model's positions, and nothing may be forgotten."""
@@ -123,21 +128,23 @@ class Session:
                 "store with overflow='truncate'"
             )
 
-    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
+    def _tokens(self, prompt: str | Seq[int]) -> TurnTokens:
         runner = self.kv.runner
         if isinstance(prompt, str):
             if runner.model.tokenizer is None:
                 raise InputError(f"{runner.model.name} has no tokenizer: give token ids, or pass tokenizer=")
-            return turn_tokens(runner.model.tokenizer, self.history.turns, self.history.tokens, prompt)
+            return turn_tokens(runner.model.tokenizer, self.history, prompt, runner.model.eos_token_ids)
         added, vocab = [int(token) for token in prompt], runner.adapter.geometry.vocab
         if not added or any(not 0 <= token < vocab for token in added):
             raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
-        return added
+        return TurnTokens(len(self.history.tokens), 0, tuple(added))
 
-    def _send(self, text: str, added: list[int], params: SamplingParams) -> Iterator[TokenOutput]:
+    def _send(self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams) -> Iterator[TokenOutput]:
         self.check_idle()
+        if tokens.held != len(self.history.tokens):  # another turn was taken before this one's first event
+            tokens = self.encode(prompt, params)
         engine = Engine(self.kv.runner, max_batch=1)
-        turn = Turn(self.kv, self.host, next(self._ids), text, added, params)
+        turn = Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params)
         engine.submit(turn)
         self.busy = True
         try:

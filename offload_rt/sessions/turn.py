@@ -16,9 +16,15 @@ from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..storage.loader import DamagedChunkError
 from ..storage.saver import Saving
+from .chat_template import TurnTokens
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .truncate import close_gap, truncate_for
+
+
+def said(prompt: str | Seq[int]) -> str:
+    """Returns what a turn says, for people: nothing where it was given as token ids."""
+    return prompt if isinstance(prompt, str) else ""
 
 
 class Turn(SampledRequest):
@@ -31,20 +37,25 @@ class Turn(SampledRequest):
     """
 
     def __init__(
-        self, kv: SessionKV, host: HostTier, number: int, text: str, added: Seq[int], params: SamplingParams
+        self, kv: SessionKV, host: HostTier, number: int, text: str, tokens: TurnTokens, params: SamplingParams
     ) -> None:
-        """number: of the request; text: what was said, for people; added: its tokens."""
+        """number: of the request; text: what was said, for people; tokens: what it does to the session's."""
         model = kv.runner.model
-        self._before = list(kv.history.tokens)
-        prompt = Prompt(number, (*self._before, *added))
+        self._before, self._tokens = list(kv.history.tokens), tokens
+        prompt = Prompt(number, (*self._kept, *tokens.added))
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids)
         self.kv, self._host = kv, host
-        self._text, self._added = text, tuple(added)
+        self._text = text
         self._computed = kv.history.computed
         self._prefill: Prefill | None = None
         self._saving: Saving | None = None
         self._seconds = 0.0
         self._known = 0, 0
+
+    @property
+    def _kept(self) -> list[int]:
+        """The session's tokens that this turn goes on from."""
+        return self._before[: len(self._before) - self._tokens.dropped]
 
     def start(self, runner: Runner) -> Prefill:
         """Brings the session's rows to host memory, at least on their way, and begins the prefill. Of a turn that was
@@ -55,6 +66,9 @@ class Turn(SampledRequest):
         arrived = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
         try:
             self._fit(runner)
+            if kv.history.computed > len(self._kept):
+                kv.drop()
+                kv.history.forget_from(len(self._kept))
             taken = self.prompt.token_ids if runner.approximates else tuple(self.tokens)
             kv.history.tokens = list(taken)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
@@ -87,14 +101,15 @@ class Turn(SampledRequest):
     def _truncate(self) -> None:
         """Forgets the oldest tokens where this turn would outgrow the model's positions, and says so in a warning."""
         history = self.kv.history
+        new = len(self._tokens.added) + self.params.max_new_tokens - self._tokens.dropped
         try:
-            gone = truncate_for(self.kv, self._host, len(self._added) + self.params.max_new_tokens)
+            gone = truncate_for(self.kv, self._host, new)
         finally:
             self._before = list(history.tokens)
         if not gone:
             return
         self._computed = history.computed
-        self.prompt = Prompt(self.prompt.id, (*self._before, *self._added))
+        self.prompt = Prompt(self.prompt.id, (*self._kept, *self._tokens.added))
         most = self.kv.runner.adapter.geometry.max_positions
         warnings.warn(
             f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "

@@ -14,7 +14,7 @@ from .host_tier import TierStats
 from .session import Session
 from .session_kv import SessionKV
 from .store import SessionStore
-from .turn import Turn
+from .turn import Turn, said
 
 
 class QueuedTurn:
@@ -134,11 +134,11 @@ class TurnQueue:
                 continue
             self._backlog.remove(queued)
             try:
-                text, added = session.encode(queued.prompt, queued.params)
+                tokens = session.encode(queued.prompt, queued.params)
             except OffloadError:
                 queued.cancel()
                 raise
-            queued.turn = Turn(session.kv, session.host, queued.number, text, added, queued.params)
+            queued.turn = Turn(session.kv, session.host, queued.number, said(queued.prompt), tokens, queued.params)
             session.busy = True
             self._running.append(queued)
             self._engine.submit(queued.turn)
