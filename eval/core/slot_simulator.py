@@ -35,8 +35,10 @@ class LayerSlots:
         settings: PoolSettings,
         policy: Policy,
         prefilled: int,
+        device: torch.device,
     ) -> None:
-        """`prefilled` tokens lie in slots of their own numbers. Raises PoolFullError where they do not fit."""
+        """`prefilled` tokens lie in slots of their own numbers; `device` is asked for tokens. Raises PoolFullError
+        where they do not fit."""
         one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=(None,))
         self._window = geometry.windows[layer]
         if self._window is not None:
@@ -49,7 +51,7 @@ class LayerSlots:
         self._slots: SlotTable = AppendOnly(self._pool)
         if settings.eviction is not None:
             self._slots = InPlaceEviction(self._pool, settings.eviction, policy.sinks, policy.recent)
-        self._tokens = torch.arange(prefilled + 1)
+        self._tokens = torch.arange(prefilled + 1, device=device)
 
     @property
     def newest(self) -> int:
@@ -61,7 +63,7 @@ class LayerSlots:
         `victim`. Raises PoolFullError where there is no room."""
         self._slots.begin_step(self._block_table, token)
         if self._slots.newest >= len(self._tokens):
-            grown = torch.empty(max(self._block_table.capacity, token + 1), dtype=torch.int64)
+            grown = self._tokens.new_empty(max(self._block_table.capacity, token + 1))
             grown[: len(self._tokens)] = self._tokens
             self._tokens = grown
         moved = self._slots.displaced(0)
@@ -82,6 +84,7 @@ class LayerSlots:
         self._slots.selected(0, slots)
 
     def tokens(self, slots: torch.Tensor | range) -> torch.Tensor:
-        """The tokens in `slots`, in their shape."""
-        index = torch.arange(slots.start, slots.stop) if isinstance(slots, range) else slots.cpu()
-        return self._tokens[index]
+        """The tokens in `slots`, in their shape, as they are until the next one enters."""
+        if isinstance(slots, range):
+            return self._tokens[slots.start : slots.stop]
+        return self._tokens[slots.to(self._tokens.device)]

@@ -218,7 +218,9 @@ class _Pass:
     def _walk(self, layer: int, q: torch.Tensor, rows: _Rows, chosen: torch.Tensor | None) -> None:
         """Enters in `rows` what each decoded position attends to, asked of the policy in order; chosen `[H, T, d]` is
         what it selects with, None in a dense layer."""
-        slots = LayerSlots(self.geometry, layer, self.adapter.dtype, self.pool, self.policy, self.start)
+        slots = LayerSlots(
+            self.geometry, layer, self.adapter.dtype, self.pool, self.policy, self.start, self.adapter.device
+        )
         self._keys = lambda _, at: rows.stored.k[:, slots.tokens(at)]
         for t in range(q.shape[1]):
             token = self.start + t

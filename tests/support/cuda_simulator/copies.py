@@ -85,7 +85,8 @@ def _reason(what: str, non_blocking: bool, dense: bool) -> str:
 
 
 def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`copy_` and `_to_copy` where one side is the host's; NotImplemented where neither or both are."""
+    """`copy_` and `_to_copy` where one side is the host's; NotImplemented where neither or both are. What goes to "meta"
+    leaves nothing to copy."""
     if name == "copy_":
         into, source = args[0], args[1]
         if into.is_cuda == source.is_cuda:
@@ -100,6 +101,8 @@ def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -
         return NotImplemented
     dtype, non_blocking = kwargs.get("dtype") or source.dtype, bool(kwargs.get("non_blocking"))
     like = torch.empty_like(source, device="meta", dtype=dtype, memory_format=kwargs.get("memory_format"))
+    if device.type == "meta":
+        return like
     if device.type == "cuda":
         out = sim.new(like, device)
         to_device(sim, out, source, non_blocking)

@@ -1,4 +1,4 @@
-"""`torch.cuda` of the simulated machine: what the package and the libraries below it call."""
+"""`torch.cuda` and `torch.accelerator` of the simulated machine: what the package and the libraries below it call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ def index_of(sim: Simulator, device: Any) -> int:
 
 
 class Event:
-    """`torch.cuda.Event`."""
+    """`torch.cuda.Event`, and `torch.Event`."""
 
     def __init__(self, sim: Simulator, *args: Any, **named: Any) -> None:
         self._sim = sim
@@ -61,13 +61,24 @@ class Event:
 
 
 class Stream:
-    """`torch.cuda.Stream`."""
+    """`torch.cuda.Stream`, and `torch.Stream`, which is also the context in which it is the current one."""
 
     def __init__(self, sim: Simulator, device: Any = None, *, queue: Queue | None = None, **named: Any) -> None:
         self._sim = sim
         self.queue = sim.engine.new_queue(index_of(sim, device)) if queue is None else queue
         self.device = torch.device("cuda", self.queue.device)
         self.cuda_stream = self.queue.number
+        self._before: list[tuple[int, Queue]] = []
+
+    def __enter__(self) -> Stream:
+        self._before.append((self._sim.device, self._sim.stream(self.queue.device)))
+        self._sim.set_stream(self.queue)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        device, queue = self._before.pop()
+        self._sim.set_stream(queue)
+        self._sim.set_device(device)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.queue is self.queue
@@ -140,18 +151,8 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     def put(name: str, value: Any) -> None:
         patch.setattr(cuda, name, value, raising=False)
 
-    @contextmanager
-    def stream(given: Stream | None) -> Iterator[None]:
-        if given is None:
-            yield
-            return
-        device, before = sim.device, sim.stream(given.queue.device)
-        sim.set_stream(given.queue)
-        try:
-            yield
-        finally:
-            sim.set_stream(before)
-            sim.set_device(device)
+    def stream(given: Stream | None) -> AbstractContextManager[Any]:
+        return nullcontext() if given is None else given
 
     @contextmanager
     def device(given: Any) -> Iterator[None]:
@@ -224,6 +225,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         "default_stream": lambda device=None: Stream(sim, queue=sim.defaults[index_of(sim, device)]),
         "set_stream": lambda given: sim.set_stream(given.queue),
         "synchronize": synchronize,
+        "default_generators": tuple(torch.Generator() for _ in range(sim.devices)),
         "CUDAGraph": lambda *args, **named: Graph(sim),
         "graph": graph,
         "graph_pool_handle": lambda: next(pools),
@@ -242,11 +244,31 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     }
     for name, value in values.items():
         put(name, value)
+    for name, value in _accelerator(values).items():
+        patch.setattr(torch.accelerator, name, value)
+    patch.setattr(torch, "Stream", values["Stream"])
+    patch.setattr(torch, "Event", values["Event"])
     patch.setattr(torch.Tensor, "pin_memory", lambda x, device=None: _pinned(sim, x))
     patch.setattr(torch.Tensor, "is_pinned", lambda x, device=None: not x.is_cuda and memory.is_pinned(x.data_ptr()))
     patch.setattr(torch.Tensor, "record_stream", lambda x, stream: _used(sim, x, stream))
     patch.setattr(torch.nn.attention.bias, "CausalBias", _Bias)
     patch.setattr(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
+
+
+def _accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
+    """The same under the names of `torch.accelerator`."""
+    same = (
+        "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache",
+        "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
+    )  # fmt: skip
+    return {name: cuda[name] for name in same} | {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": cuda["current_device"],
+        "set_device_index": cuda["set_device"],
+        "device_index": cuda["device"],
+        "empty_host_cache": lambda: None,
+        "get_memory_info": cuda["mem_get_info"],
+    }
 
 
 def _pinned(sim: Simulator, x: torch.Tensor) -> torch.Tensor:
