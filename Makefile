@@ -7,7 +7,7 @@
 #                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix), requests (500 in a
 #                pool too small for them), cuda (all that is run on a simulated device, under every schedule),
 #                kernels (all of them compiled for four GPUs) runs one
-#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|
+#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
@@ -64,7 +64,7 @@ SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py
 SOAK_requests := tests/test_sharing.py
 SOAK_architectures := tests/test_architectures.py
-SOAK_cuda := tests/test_cuda_path.py
+SOAK_cuda := tests/test_cuda_path.py tests/test_gpu_room.py
 SOAK_kernels := tests/test_triton_compile.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 

@@ -1,40 +1,98 @@
-"""What `make gpu` runs, where there is no GPU: parts are skipped and say so; in small, on the CPU, they run; README's
-section is made from their files."""
+"""What `make gpu` runs, where there is no GPU: all of it on a simulated device, at toy size, so that nobody who has one
+is the first to run a line; what a part says that fails; the documentation's section, made from the parts' files."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.cuda_simulator import Late, simulated
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
-from offload_rt.errors import InputError
-from offload_rt.eval.speed import kernels
-from offload_rt.eval.suites import gpu, gpu_readme
+from offload_rt.errors import InputError, MemoryLimitError
+from offload_rt.eval.speed import hardware, kernels
+from offload_rt.eval.suites import gpu, gpu_parts, gpu_readme, programs
+from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize
 
 CPU = torch.device("cpu")
+ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+
+TINY = replace(
+    SMALL,
+    hardware=replace(hardware.SMALL, rows=8, launches=2, repeats=1),
+    kernels=kernels.KernelSize(128, 0.05, 2, 32, 16, 1),
+    shape="tiny",
+    layers=None if ALL else 1,
+    contexts=(128, 192) if ALL else (128,),
+    prompts=(96, 128),
+    histories=(80,),
+    policies=("--policies", "infinigen,h2o,quest,streaming" if ALL else "infinigen", "--budgets", "0.2"),
+    perplexity=("--context", "24", "--windows", "1"),
+    needles=("--lengths", "160", "--passages", "1", "--kinds", "single"),
+    train=("cuda",),
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["eval", "gpu", "--out", str(tmp_path / "gpu")]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said] == list(gpu.PARTS) and all("skipped" in line for line in said)
+    assert [line.partition(":")[0] for line in said] == list(gpu_parts.PARTS) and all(
+        "skipped" in line for line in said
+    )
     assert not (tmp_path / "gpu").exists()
     assert main(["eval", "gpu", "--device", "cpu"]) == 2
 
 
+# ------------------------------------------------------------------------------------------------- all parts, simulated
+
+
+def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
+    """Measures run in this process, where the device is simulated; of pytest and of the training, which make processes
+    of their own, only what they leave is there."""
+    assert limit <= gpu_parts.LIMIT
+    if tuple(command[: len(programs.CLI)]) == programs.CLI:
+        return main(list(command[len(programs.CLI) :])), ""
+    report = [word.removeprefix("--junitxml=") for word in command if word.startswith("--junitxml=")]
+    if report:
+        wrong = int("racecheck" in command)
+        Path(report[0]).write_text(f'<r><testsuite tests="3" failures="{wrong}" errors="0" skipped="1"/></r>')
+        return wrong, "seen"
+    gpu_parts.RUNS.mkdir(parents=True, exist_ok=True)
+    (gpu_parts.RUNS / "log.jsonl").write_text('{"step": 8, "tokens": 9, "loss": 1.5, "tokens_per_second": 7}\n')
+    return programs.STOPPED, ""
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("gpu")
+    """The files of all parts, which went well but for a tool that found a race."""
+    out, data = tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data")
+    text = Path(GpuSize.models[0].parents[1], "data", "black_arrow.txt").read_text("utf-8")
+    (data / "books").mkdir()
+    (data / "books" / "war_and_peace.txt").write_text(text[:6000])
+    names = ("llama", "opt") if ALL else ("llama",)
+    models = tuple(Path(tiny_checkpoint(data / name, name, num_hidden_layers=1)) for name in names)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "REPEATS", 1)
-        for part in ("kernels", "decode", "prefill", "sessions"):
-            assert main(["eval", "gpu", "--part", part, "--device", "cpu", "--small", "--out", str(out)]) == 0
+        patch.setenv("OFFLOAD_RT_DATA", str(data))
+        patch.setattr(kernels, "WARM_UP", 0)
+        for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32}.items():
+            patch.setattr(kernels, name, value)
+        patch.setattr(gpu_parts, "RUNS", out / "runs")
+        patch.setattr(programs, "run_program", program)
+        patch.setattr(gpu_parts.shutil, "which", lambda name: name)
+        patch.setattr(gpu, "_nvidia_smi", lambda: dict.fromkeys(gpu.QUERY, "1"))
+        with simulated(Late((1,))):
+            for part in gpu_parts.PARTS:
+                went_well = gpu.run_part(part, GpuJob(torch.device("cuda"), replace(TINY, models=models), out))
+                assert went_well == (part != "tests"), part
     return out
 
 
@@ -43,10 +101,38 @@ def read(results: Path, part: str) -> Any:
 
 
 def test_every_result_says_on_what_it_was_measured(results: Path) -> None:
-    for part in ("kernels", "decode", "prefill", "sessions"):
+    for part in gpu_parts.PARTS:
         about = read(results, part)["machine"]
-        assert {"host_to_device", "device_to_host", "device"} == set(about["bandwidth"])
-        assert about["commit"] and about["versions"]["torch"] and about["finished"]
+        assert {"host_to_device", "device_to_host", "both_ways", "device"} == set(about["bandwidth"])
+        assert about["commit"] and about["versions"]["torch"] and about["finished"] and about["device_memory"]
+
+
+def test_what_only_hardware_can_settle_comes_first(results: Path) -> None:
+    assert next(iter(gpu_parts.PARTS)) == "device"
+    found = read(results, "device")["results"]
+    assert set(found["launch"]) == {"torch", "triton", "fork and join", "graph, of torch"}
+    assert [(one["way"], one["work"]) for one in found["overlap"]] == [
+        (way, work) for work in ("matrix by matrix", "row by matrix") for way in ("gather kernel", "copy engine")
+    ]
+    assert found["capture"]["right"] is True and found["capture"]["waits"] > 0
+    assert found["page-locking"]["seconds"] > 0
+
+
+def test_every_part_is_of_less_than_ten_minutes() -> None:
+    assert all(part.minutes < 10 for part in gpu_parts.PARTS.values())
+
+
+def test_all_baselines_are_timed(results: Path) -> None:
+    found = read(results, "decode")["results"]
+    assert {t["context"] for t in found["timings"]} == set(TINY.contexts)
+    assert len({t["name"] for t in found["timings"]}) + len(found["skipped"]) == len(TINY.baselines)
+    assert all("optimum-quanto" in line for line in found["skipped"])
+
+
+def test_accuracy_is_of_every_policy(results: Path) -> None:
+    found = read(results, "accuracy")["results"]["llama"]
+    for report in ("perplexity", "retrieval"):
+        assert {row["policy"].split()[0] for row in found[report]["rows"]} >= {"full", "infinigen"}
 
 
 def test_kernels_are_within_their_bounds_and_have_floors(results: Path) -> None:
@@ -70,16 +156,87 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert case.error() > 1
 
 
+# ------------------------------------------------------------------------------------------------ programs, failures
+
+
 def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(tmp_path: Path) -> None:
     interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"  # also behind nohup
     endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"
-    code, output = gpu._run([sys.executable, "-c", endless], 2)
-    assert code == 124 and "begun" in output and "KeyboardInterrupt" in output
+    code, output = programs.run_program([sys.executable, "-c", endless], 2)
+    assert code == programs.STOPPED and "begun" in output and "KeyboardInterrupt" in output
     test = tmp_path / "test_one.py"
     test.write_text("def test_one():\n    assert False, 'seen'\n\n\ndef test_two():\n    pass\n")
-    found = gpu._pytest([str(test), "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"], 100)
+    found = programs.run_tests([str(test), "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"], 99)
     assert (found["exit_code"], found["tests"], found["failures"], found["passed"]) == (1, 2, 1, 1)
     assert "seen" in found["output"]
+
+
+def test_a_race_that_a_tool_finds_is_a_failure(results: Path) -> None:
+    found = read(results, "tests")["results"]
+    assert list(gpu.failures(found)) == ["racecheck"]
+    assert found["marked gpu"]["passed"] == 2 and found["racecheck"]["output"] == "seen"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "end what else runs on it"),
+        (MemoryLimitError("cannot pin 2 GiB of host memory"), "ulimit -l"),
+        (RuntimeError("Failed to find C compiler. Please specify via CC"), "install gcc, or set CC"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "CUDA_LAUNCH_BLOCKING=1"),
+        (KeyError("name"), "send us the file"),
+    ],
+)
+def test_a_part_that_fails_says_what_to_do_and_keeps_what_it_found(
+    error: Exception, told: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def part(job: GpuJob) -> Iterator[dict[str, Any]]:
+        yield {"first": 1}
+        raise error
+
+    monkeypatch.setitem(gpu_parts.PARTS, "kernels", gpu_parts.Part(part, 1))
+    assert not gpu.run_part("kernels", GpuJob(CPU, TINY, tmp_path))
+    said = capsys.readouterr().out
+    assert told in said and type(error).__name__ in said
+    found = read(tmp_path, "kernels")["results"]
+    assert found["first"] == 1 and type(error).__name__ in found["failed"] and "raise error" in found["traceback"]
+    assert "`kernels` did not get further" in gpu_readme.section(gpu_readme.load(tmp_path), "results")
+
+
+def test_parts_run_in_processes_of_their_own_and_those_that_failed_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    codes = {"device": 1, "tests": programs.STOPPED}
+
+    def ended(command: Sequence[str], limit: float) -> tuple[int, str]:
+        part = command[command.index("--part") + 1]
+        return codes.get(part, 0), f"{part}: said\n"
+
+    monkeypatch.setattr(gpu, "run_program", ended)
+    assert gpu.run_gpu(None, "cpu", True, tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "device: failed; make gpu PART=device runs it again" in said and "tests: stopped after" in said
+    assert all(f"{part}: said" in said for part in gpu_parts.PARTS) and said.count("failed") == 1
+
+
+def test_nvidia_smi_is_asked_and_where_it_fails_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'H100, 1, 5, 5, 16, 16, 80 MiB, 1980 MHz'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpu._nvidia_smi()["name"] == "H100" and gpu._nvidia_smi()["pcie.link.width.max"] == "16"
+    smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\n")
+    with simulated(Late()):
+        assert gpu._nvidia_smi() == {"name": "simulated"}
+
+
+def test_on_a_cpu_the_first_part_runs_too(tmp_path: Path) -> None:
+    assert main(["eval", "gpu", "--part", "device", "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
+    found = read(tmp_path, "device")["results"]
+    assert "skipped" in found["capture"] and "skipped" in found["page-locking"] and len(found["overlap"]) == 4
+
+
+# ------------------------------------------------------------------------------------------------- the documentation
 
 
 def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path) -> None:
@@ -96,7 +253,10 @@ def test_the_section_is_made_from_the_files_alone(results: Path, tmp_path: Path)
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "written before" not in text
     decode = read(results, "decode")["results"]["timings"]
     assert all(f"| {t['name']} | {t['median']:.1f} |" in text for t in decode)
-    assert "**Kernels**" in text and "**Prefill**" in text and "Not run: tests, accuracy, train." in text
+    for what in ("The machine", "A decode step", "Kernels", "Prefill", "Accuracy", "Training"):
+        assert f"**{what}**" in text
+    assert "**First token of a session's next turn**" in text
+    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text and "replays right" in text
     assert f"![Time per token over context](results/{gpu_readme.PICTURE})" in text
     assert (folder / gpu_readme.PICTURE).stat().st_size > 5_000
     once = readme.read_bytes()
@@ -112,10 +272,13 @@ def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, ca
     (tmp_path / "kernels.json").write_text("{}")
     with pytest.raises(InputError, match="no result of `make gpu`"):
         gpu_readme.load(tmp_path)
+    (tmp_path / "kernels.json").write_text('{"machine": {}, "results": {}}')
+    with pytest.raises(InputError, match="no result of `make gpu`"):
+        gpu_readme.load(tmp_path)
 
 
 def test_the_measurements_page_has_the_marks_and_says_what_its_files_say() -> None:
-    text = (gpu.ROOT / "docs" / "pages" / "measurements.md").read_text("utf-8")
-    folder = gpu.ROOT / "eval" / "results" / "gpu"
+    text = (programs.ROOT / "docs" / "pages" / "measurements.md").read_text("utf-8")
+    folder = programs.ROOT / "eval" / "results" / "gpu"
     inside = text.partition(gpu_readme.BEGIN)[2].partition(gpu_readme.END)[0].strip()
     assert inside == gpu_readme.section(gpu_readme.load(folder), "../../eval/results/gpu").strip()

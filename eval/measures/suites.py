@@ -47,7 +47,8 @@ def _gpu_flags(parser: argparse.ArgumentParser) -> None:
 def gpu(args: argparse.Namespace) -> int:
     """Everything that only a CUDA machine can show, in parts of under ten minutes, each a JSON file."""
     from ...config import check_choice
-    from ..suites.gpu import PARTS, run_gpu
+    from ..suites.gpu import run_gpu
+    from ..suites.gpu_parts import PARTS
 
     if args.part is not None:
         check_choice("part", args.part, PARTS)

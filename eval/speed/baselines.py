@@ -74,6 +74,7 @@ class Shape:
 
 
 SHAPES = {
+    "tiny": Shape(2, 64, 128, 4, 2, 16, 4096, torch.float32),
     "small": Shape(4, 512, 1376, 8, 8, 64, 4096, torch.float32),
     "medium": Shape(8, 1024, 2752, 16, 16, 64, 4096, torch.float32),
     "large": Shape(12, 1536, 4096, 24, 24, 64, 4096, torch.float32),
@@ -84,8 +85,8 @@ SHAPES = {
     "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128_256, torch.bfloat16),
     "llama-13b": Shape(40, 5120, 13824, 40, 40, 128, 32_000, torch.bfloat16),
 }
-"""small, medium, large: what a CPU can be measured with. llama-1b, -3b, -8b: Llama 3.x; llama-13b: Llama 2, every head
-with keys of its own."""
+"""tiny: to see that something runs. small, medium, large: what a CPU can be measured with. llama-1b, -3b, -8b: Llama
+3.x; llama-13b: Llama 2, every head with keys of its own."""
 
 
 class Baseline(Protocol):
@@ -151,10 +152,13 @@ class Context:
     """The planted context in one host pool, once for each sequence of a batch: no chunk is shared. Every policy decodes
     from forks of it."""
 
-    def __init__(self, pool: HostPool, link: Link, synthetic: SyntheticKV, room: int, batch: int = 1) -> None:
+    def __init__(
+        self, pool: HostPool, link: Link, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
+    ) -> None:
+        """`device`: where the rows are drawn."""
         self.pool, self.link, self.room = pool, link, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
-        for layer, kv in enumerate(synthetic.layers()):
+        for layer, kv in enumerate(synthetic.layers(device)):
             for blocks in self._block_tables:
                 pool.write(blocks, layer, 0, kv.k, kv.v)
         for blocks in self._block_tables:

@@ -129,7 +129,7 @@ def measure(config: BenchConfig, model: Any, point: Point, console: Console, ski
             timings += _interleaved(config, field, point, names, console, skipped)
         except torch.OutOfMemoryError as error:
             line = f"{', '.join(names)} at {point}: the device has no room for it ({str(error).splitlines()[0]})"
-            console.print(f"skipped {line}", soft_wrap=True)
+            console.print(f"skipped {line}", soft_wrap=True, markup=False)
             skipped[line] = None
     return timings
 
@@ -140,7 +140,7 @@ def _interleaved(
     """The baselines `names`, which are in memory together, in turns."""
     repeats, stage_steps = WARM_UP + config.repeats, 2 * config.repeats
     baselines = _baselines(names, field, console, skipped)
-    for layer, kv in enumerate(field.synthetic.layers()):
+    for layer, kv in enumerate(field.synthetic.layers(field.model.device)):
         for baseline in baselines:
             baseline.fill(layer, kv)
     read = _clock(field.model.device)
@@ -183,7 +183,7 @@ def _context(model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_forma
     slots = batch * (synthetic.length + users * (room - synthetic.length + CHUNK))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
     pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_format=kv_format, pin=_is_cuda(model))
-    return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch)
+    return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
 
 
 def _ideal(model: Any, context: Context, room: int) -> Context:
@@ -202,7 +202,7 @@ def _baselines(names: Sequence[str], field: Field, console: Console, skipped: di
             except Skipped as reason:
                 line = f"{name}: it {reason}"
                 if line not in skipped:
-                    console.print(f"skipped {line}", soft_wrap=True)
+                    console.print(f"skipped {line}", soft_wrap=True, markup=False)
                 skipped[line] = None
     return made
 

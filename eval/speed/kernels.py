@@ -20,21 +20,24 @@ from ..core.report import Row
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
 """One layer of an 8B Llama; columns of the scoring keys at partial_ratio 0.3."""
 
-REPEATS = 30
+WARM_UP = 3
+"""Calls that are not counted: the first one compiles."""
 
 
 @dataclass(frozen=True)
 class KernelSize:
-    """tokens: in context. share: of them fetched. batch, prefix, own: sequences on a shared prefix, and their own."""
+    """tokens: in context. share: of them fetched. batch, prefix, own: sequences on a shared prefix, and their own.
+    repeats: calls of each."""
 
     tokens: int = 131_072
     share: float = 0.05
     batch: int = 32
     prefix: int = 4096
     own: int = 64
+    repeats: int = 30
 
 
-SMALL = KernelSize(1024, 0.05, 3, 128, 64)
+SMALL = KernelSize(1024, 0.05, 3, 128, 64, 3)
 
 
 @dataclass(frozen=True)
@@ -49,22 +52,22 @@ class Case:
     error: Callable[[], float]
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Median and least of `REPEATS` calls after three: CUDA events around each, or CPU time of the process."""
+def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
+    """Median and least of `repeats` calls after `WARM_UP`: events around each, or CPU time of the process."""
     spent = []
-    for repeat in range(REPEATS + 3):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for repeat in range(WARM_UP + repeats):
+        if device.type != "cpu":
+            begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
             begin.record()
             call()
             end.record()
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
             took = begin.elapsed_time(end)
         else:
             began = time.process_time()
             call()
             took = 1e3 * (time.process_time() - began)
-        if repeat >= 3:
+        if repeat >= WARM_UP:
             spent.append(took)
     return statistics.median(spent), min(spent)
 
@@ -74,7 +77,7 @@ def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> 
     rows = []
     for case in cases(device, size):
         error = case.error()
-        median, least = milliseconds(case.call, device)
+        median, least = milliseconds(case.call, device, size.repeats)
         floor = 1e3 * case.moved / rates["link" if case.over_link else "device"]
         rows.append(
             {"kernel": case.name, "bytes": case.moved, "over_link": case.over_link, "ms": median, "least_ms": least}

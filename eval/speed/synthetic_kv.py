@@ -29,6 +29,8 @@ HEIGHT = 40.0
 NOISE = 0.1
 """Standard deviation of every number of a key."""
 
+CPU = torch.device("cpu")
+
 RESIDENT = (4, 64)
 """First and last tokens of the context that are never planted: the default preset's sinks and window."""
 
@@ -69,16 +71,16 @@ class SyntheticKV:
             tokens.append([first + chosen.sort().values for chosen in drawn])
         return cls(geometry, length, fraction, spread, seed, directions, tokens)
 
-    def layers(self) -> Iterator[KVPart]:
-        """K and V `[Hkv, N, d]` of each layer in turn, float32, on the CPU; the same at every call."""
+    def layers(self, device: torch.device = CPU) -> Iterator[KVPart]:
+        """K and V `[Hkv, N, d]` of each layer in turn, float32, drawn on `device`; the same at every call."""
         geometry = self.geometry
         shape = (geometry.kv_heads, self.length, geometry.head_dim)
         for layer in range(geometry.layers):
-            generator = torch.Generator().manual_seed(self.seed + 1 + layer)
-            k = torch.randn(shape, generator=generator).mul_(NOISE)
-            v = torch.randn(shape, generator=generator)
+            generator = torch.Generator(device).manual_seed(self.seed + 1 + layer)
+            k = torch.randn(shape, generator=generator, device=device).mul_(NOISE)
+            v = torch.randn(shape, generator=generator, device=device)
             for head, tokens in enumerate(self.tokens[layer]):
-                k[head, tokens] += self.directions[layer, head] * self._along(layer)
+                k[head, tokens.to(device)] += self.directions[layer, head].to(device) * self._along(layer)
             yield KVPart(k, v)
 
     def _along(self, layer: int) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
 from ..core.figures import lines, picture
 from ..core.report import write_atomic
-from .gpu import PARTS
+from .gpu_parts import PARTS
 
 BEGIN, END = "<!-- gpu: begin (written by eval/suites/gpu_readme.py) -->", "<!-- gpu: end -->"
 
@@ -29,7 +29,7 @@ def load(folder: Path) -> dict[str, Record]:
         if path.exists():
             try:
                 found[name] = json.loads(path.read_text("utf-8"))
-                found[name]["machine"], found[name]["results"]
+                found[name]["machine"]["bandwidth"], found[name]["results"]
             except (ValueError, KeyError, TypeError):
                 raise InputError(
                     f"{str(path)!r} is no result of `make gpu`: delete it and run the part again"
@@ -42,10 +42,14 @@ def section(records: Mapping[str, Record], folder: str) -> str:
     if not records:
         return "No GPU was at hand: nothing here has been measured on one (`make gpu` does, where there is one)."
     parts = [_machine(next(iter(records.values()))["machine"])]
-    writers = {"tests": _tests, "decode": _decode, "kernels": _kernels, "prefill": _prefill, "sessions": _sessions}
-    parts += [write(records[name]["results"]) for name, write in writers.items() if name in records]
-    if "decode" in records:
-        parts.append(f"![Time per token over context]({folder}/{PICTURE})")
+    for name, record in records.items():
+        results = record["results"]
+        if name in WRITERS and all(wanted in results for wanted in WRITERS[name][1]):
+            parts.append(WRITERS[name][0](results))
+        if name == "decode" and "timings" in results:
+            parts.append(f"![Time per token over context]({folder}/{PICTURE})")
+        if "failed" in results:
+            parts.append(f"`{name}` did not get further: {results['failed'].splitlines()[0]}")
     missing = [name for name in PARTS if name not in records]
     if missing:
         parts.append(f"Not run: {', '.join(missing)}.")
@@ -68,12 +72,34 @@ def _machine(about: Record) -> str:
     )
 
 
+def _device(results: Record) -> str:
+    told = []
+    if "bandwidth" in results:
+        told.append(f"both ways at once {results['bandwidth']['both_ways'] / 1e9:.1f} GB/s")
+    for name, spent in results.get("launch", {}).items():
+        told.append(f"{name} {spent['host_us']:.1f} us of the host, {spent['done_us']:.1f} us until done")
+    if "overlap" in results:
+        for one in results["overlap"]:
+            told.append(f"{one['way']} beside {one['work']}: {one['hidden']:.0%} of the shorter hidden")
+    if "capture" in results:
+        told.append(f"capture beside a thread that waits: {_captured(results['capture'])}")
+    if "seconds_per_gib" in results.get("page-locking", {}):
+        told.append(f"page-locking {results['page-locking']['seconds_per_gib']:.2f} s a GiB")
+    return "**The machine**: " + "; ".join(told) + "."
+
+
+def _captured(found: Record) -> str:
+    if "right" not in found:
+        return str(found.get("error", found.get("skipped")))
+    return f"{found['replays']} replays {'right' if found['right'] else 'WRONG'}"
+
+
 def _tests(results: Record) -> str:
     cells = []
     for name, found in results.items():
         if isinstance(found, str):
-            cells.append([name, found, "", ""])
-        else:
+            cells.append([name, found.splitlines()[0], "", ""])
+        elif "passed" in found:
             cells.append([name, str(found["passed"]), str(found.get("failures", 0) + found.get("errors", 0)),
                           str(found["exit_code"])])  # fmt: skip
     return table(("tests", "passed", "failed", "exit code"), cells)
@@ -119,6 +145,52 @@ def _sessions(results: Record) -> str:
     return f"**First token of a session's next turn**:\n\n{table(('history', 'from', 's', 'times faster'), rows)}"
 
 
+def _accuracy(results: Record) -> str:
+    """A row for each model and policy: perplexity against full, and the share of needles that were found."""
+    cells = []
+    for model, found in results.items():
+        rows: list[dict[str, Any]] = [
+            row for report in ("perplexity", "retrieval") for row in found_rows(found, report)
+        ]
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            own = {name: value for row in rows if row["policy"] == policy for name, value in row.items()}
+            perplexity, right = own.get("perplexity"), own.get("right")
+            cells.append([
+                model, policy, "–" if perplexity is None else f"{perplexity:.3f}",
+                "–" if right is None else f"{right:.2f}",
+            ])  # fmt: skip
+    head = ("model", "policy", "perplexity", "needles")
+    return f"**Accuracy** on {results['text']}, bf16:\n\n{table(head, cells)}"
+
+
+def found_rows(found: Any, report: str) -> list[dict[str, Any]]:
+    """The rows of one report of one model, if it came so far."""
+    return list(found.get(report, {}).get("rows", ())) if isinstance(found, Mapping) else []
+
+
+def _train(results: Record) -> str:
+    if "skipped" in results or not results["log"]:
+        return f"**Training**: {results.get('skipped', 'no step was logged yet')}."
+    last = results["log"][-1]
+    return (
+        f"**Training** of the larger reference model, {'to its end' if results['finished'] else 'so far'}: "
+        f"{last['tokens']:,} tokens, loss {last['loss']:.3f}, {last['tokens_per_second']:,.0f} tokens/s."
+    )
+
+
+WRITERS: Mapping[str, tuple[Callable[[Record], str], tuple[str, ...]]] = {
+    "device": (_device, ("bandwidth",)),
+    "tests": (_tests, ()),
+    "kernels": (_kernels, ("rows",)),
+    "decode": (_decode, ("timings",)),
+    "prefill": (_prefill, ("rows",)),
+    "accuracy": (_accuracy, ("text",)),
+    "sessions": (_sessions, ("rows",)),
+    "train": (_train, ("log",)),
+}
+"""What writes a part's section, and what it needs: a part may have failed before it was there."""
+
+
 def draw(results: Record, path: Path) -> None:
     """Milliseconds a token over tokens in context, quartiles as bars."""
     series: dict[str, list[tuple[float, float]]] = {}
@@ -140,6 +212,6 @@ def write_readme(readme: Path, folder: Path) -> None:
         raise InputError(f"{str(readme)!r} has no lines {BEGIN!r} and {END!r}")
     records = load(folder)
     place = Path(os.path.relpath(folder.resolve(), readme.resolve().parent)).as_posix()
-    if "decode" in records:
+    if "timings" in records.get("decode", {}).get("results", {}):
         draw(records["decode"]["results"], folder / PICTURE)
     write_atomic(readme, f"{before}{BEGIN}\n{section(records, place)}\n{END}{after}")

@@ -85,8 +85,8 @@ def _reason(what: str, non_blocking: bool, dense: bool) -> str:
 
 
 def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`copy_` and `_to_copy` where one side is the host's; NotImplemented where neither or both are. What goes to "meta"
-    leaves nothing to copy."""
+    """`copy_` and `_to_copy` where one side is the host's; NotImplemented where neither or both are. Of what goes to
+    "meta" nothing is copied."""
     if name == "copy_":
         into, source = args[0], args[1]
         if into.is_cuda == source.is_cuda:

@@ -112,7 +112,9 @@ class DeviceMode(TorchDispatchMode):
     def _on_host(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
         pinned = named.pop("pin_memory", False)
         out = func(*args, **named)
-        return self._sim.new_pinned(out) if pinned and name in EMPTY else out
+        if not pinned:
+            return out
+        return self._sim.new_pinned(out) if name in EMPTY else self._sim.new_pinned(out).copy_(out)
 
     def _numbers_now(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Numbers of the host as they are at the launch. RuntimeError for other tensors of the host."""

@@ -248,6 +248,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         patch.setattr(torch.accelerator, name, value)
     patch.setattr(torch, "Stream", values["Stream"])
     patch.setattr(torch, "Event", values["Event"])
+    patch.setattr(torch, "Generator", _Generator)
     patch.setattr(torch.Tensor, "pin_memory", lambda x, device=None: _pinned(sim, x))
     patch.setattr(torch.Tensor, "is_pinned", lambda x, device=None: not x.is_cuda and memory.is_pinned(x.data_ptr()))
     patch.setattr(torch.Tensor, "record_stream", lambda x, stream: _used(sim, x, stream))
@@ -282,6 +283,13 @@ def _used(sim: Simulator, x: torch.Tensor, stream: Stream) -> None:
         sim.memory.use(x.untyped_storage().data_ptr(), stream.queue)
 
 
+class _Generator(torch.Generator):
+    """The device's random numbers are the host's."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")
+
+
 class _Bias:
     """`CausalBias`, the lower right one: a tensor's subclass cannot be made while a mode looks on."""
 
@@ -297,7 +305,8 @@ def _attention(of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         if not q.is_cuda:
             return of_torch(q, k, v, attn_mask=attn_mask, **named)
         assert set(named) <= {"scale", "is_causal", "enable_gqa", "dropout_p"}
-        assert not named.get("enable_gqa"), "not simulated"
+        if named.get("enable_gqa"):
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
         m, n = q.shape[-2], k.shape[-2]
         scores = (q @ k.transpose(-1, -2)).float() * named["scale"]
         if isinstance(attn_mask, _Bias) or named.get("is_causal"):
