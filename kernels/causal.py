@@ -10,16 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from .reference import merge_lse
+from .reference import capped, merge_lse
+
+_BLOCK = 1024
+"""Keys that are scored together where scores are capped or share their softmax with a sink."""
 
 
-def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+def attend_causal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of the last m tokens over all n >= m tokens so far.
 
-    q `[H, m, d]`, k and v `[Hkv, n, d]`; query i sees the keys up to n - m + i, and of these the last `window`.
-    Returns `[H, m, d]`. One group member at a time, so that K and V are never repeated.
+    q `[H, m, d]`, k and v `[Hkv, n, d]`; query i sees the keys up to n - m + i, and of these the last `window`. Scores
+    are capped where there is a softcap; sinks `[H]` are the scores of a row without a value, which takes its share of
+    the softmax. Returns `[H, m, d]`. One group member at a time, so that K and V are never repeated.
     """
     heads, m, d = q.shape
+    if softcap is not None or sinks is not None:
+        return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)
     attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _lower_right)
     grouped = q.unflatten(0, (k.shape[0], -1))
     outs = [attend(grouped[None, :, g], k[None], v[None], scale, window or k.shape[1]) for g in range(grouped.shape[1])]
@@ -53,6 +67,40 @@ def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
         merged, _ = merge_lse([past, out], [past_lse, lse])
         out = merged.to(q.dtype)
     return out
+
+
+def _by_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What torch's own attention has no argument for: block after block of keys, with the running maximum and sum of
+    each query. A sink is where they begin. Memory: scores `[H, m, 1024]`."""
+    (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = (q * scale).reshape(kv_heads, -1, d)
+    own = torch.arange(n - m, n, device=q.device).repeat(heads // kv_heads)[:, None]
+    start = (
+        torch.full((heads,), torch.finfo(wide).min, dtype=wide, device=q.device) if sinks is None else sinks.to(wide)
+    )
+    peak = start.view(kv_heads, -1, 1).expand(-1, -1, m).flatten(1)
+    mass = torch.full_like(peak, 0.0 if sinks is None else 1.0)
+    out = torch.zeros(*peak.shape, d, dtype=wide, device=q.device)
+    for first in range(max(0, n - m - window + 1), n, _BLOCK):
+        block = slice(first, min(first + _BLOCK, n))
+        ago = own - torch.arange(block.start, block.stop, device=q.device)
+        scores = capped(torch.bmm(grouped, k[:, block].mT).to(wide), softcap)
+        scores = scores.masked_fill_((ago < 0) | (ago >= window), -torch.inf)
+        risen = torch.maximum(peak, scores.amax(-1))
+        weights, shrunk = (scores - risen[..., None]).exp_(), (peak - risen).exp()
+        mass = mass * shrunk + weights.sum(-1)
+        out = out * shrunk[..., None] + torch.bmm(weights.to(v.dtype), v[:, block])
+        peak = risen
+    return (out / mass[..., None]).to(q.dtype).view(heads, m, d)
 
 
 _CAUSAL = {"cpu": _past_and_diagonal}

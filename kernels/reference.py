@@ -27,15 +27,22 @@ def dot_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor | None = No
     return torch.bmm(q, k.transpose(1, 2), out=out)
 
 
-def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_weights(
+    q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Unnormalised softmax of one part. q `[Hkv, G, d]`, k `[Hkv, n, d]`, n >= 1.
 
-    Returns exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` of the scaled scores s = scale * q k^T.
+    Returns exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` of the scores s = scale * q k^T, capped if there is a softcap.
     """
     scores = dot_products(q * scale, k)
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = capped(scores if scores.dtype == torch.float64 else scores.float(), softcap)
     weights = torch.softmax(scores, -1)
     return weights, scores.amax(-1) - weights.amax(-1).log()
+
+
+def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Scaled scores s as c tanh(s / c), changed in place; as they are where c is None."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

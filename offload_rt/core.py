@@ -43,6 +43,10 @@ class ModelGeometry:
     """True where positions are a learned table (OPT, GPT-2): beyond `max_positions` there is nothing to look up."""
     default_alpha: float
     """The threshold that InfiniGen §5.1 uses for this family: 4 for OPT, 5 for Llama."""
+    softcap: float | None = None
+    """Scaled scores s enter the softmax as c tanh(s / c), with this c."""
+    experts: bool = False
+    """Whether MLPs are mixtures of experts: which of them run is asked of the device in every step."""
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads must be a multiple of KV heads"

@@ -17,8 +17,9 @@ import torch
 
 from ...core import KVPart, Selection, Visible
 from ...engine.stats import Fractions, layer_means
-from ...forward.attention import attend, group_weights, join_tail
+from ...forward.attention import attend, give_to_sinks, group_weights, join_tail
 from ...forward.trace import Trace
+from ...kernels.reference import capped
 from ...models.adapter import ModelAdapter
 from ...models.exact_layer import guessed_input, residual_after_attention
 from ...pool.kv_format import kv_format
@@ -271,9 +272,9 @@ class _Pass:
         index = slots.tokens(selected).unsqueeze(-1).expand(-1, -1, q.shape[-1])
         fetched = KVPart(rows.stored.k.gather(1, index), rows.stored.v.gather(1, index))
         parts = [KVPart(rows.exact.k[:, resident], rows.exact.v[:, resident]), fetched]
-        scale = self.geometry.scales[layer]
-        lse = attend(q, parts, scale)[1]
-        self.state.on_attended(layer, attended_tokens(visible, selected), group_weights(q, parts, scale, lse))
+        scale, softcap = self.geometry.scales[layer], self.geometry.softcap
+        lse = attend(q, parts, scale, softcap)[1]
+        self.state.on_attended(layer, attended_tokens(visible, selected), group_weights(q, parts, scale, lse, softcap))
 
     def _attend(self, layer: int, q: torch.Tensor, rows: _Rows) -> torch.Tensor:
         """Attention over what is attended: resident rows as they are, others as they are stored. In selecting layers
@@ -281,18 +282,20 @@ class _Pass:
         heads, _, d = q.shape
         out = torch.empty_like(q)
         error = norm = 0.0
-        dense = layer in self.policy.dense_layers
+        dense, softcap, sinks = layer in self.policy.dense_layers, self.geometry.softcap, self.adapter.sinks(layer)
+        sinks = None if sinks is None else sinks.view(len(rows.exact.k), -1, 1)
         for begin in range(0, q.shape[1], BLOCK):
             block = slice(begin, begin + BLOCK)
             grouped = q[:, block].reshape(len(rows.exact.k), -1, *q[:, block].shape[1:]) * self.geometry.scales[layer]
-            scores = _scores(grouped, rows.exact.k).masked_fill_(~rows.causal[block], -math.inf)
+            scores = _scores(grouped, rows.exact.k, softcap).masked_fill_(~rows.causal[block], -math.inf)
             chosen = self._chosen_scores(grouped, scores, rows, block)
             chosen.masked_fill_(~rows.attended[:, block].unsqueeze(1), -math.inf)
-            mine = rows.join_tails(self._mix(chosen.softmax(-1), rows, block), chosen, block)
+            mine = give_to_sinks(*rows.join_tails(self._mix(chosen.softmax(-1), rows, block), chosen, block), sinks)
             out[:, block] = mine.reshape(heads, -1, d)
             if dense:
                 continue
             exact = scores.softmax(-1).to(q.dtype) @ rows.exact.v.unsqueeze(1)
+            exact = give_to_sinks(exact, scores.logsumexp(-1), sinks)
             error += float((mine - exact).norm(dim=-1).sum())
             norm += float(exact.norm(dim=-1).sum())
             caught = (chosen.logsumexp(-1) - scores.logsumexp(-1)).exp().mean((0, 1))
@@ -306,7 +309,7 @@ class _Pass:
         """A copy of scores `[Hkv, G, T, N]` with those of rows that are not resident as the stored keys give them."""
         if self.format.exact:
             return scores.clone()
-        return torch.where(rows.resident[block], scores, _scores(q, rows.stored.k))
+        return torch.where(rows.resident[block], scores, _scores(q, rows.stored.k, self.geometry.softcap))
 
     def _mix(self, weights: torch.Tensor, rows: _Rows, block: slice) -> torch.Tensor:
         """Values `[Hkv, G, T, d]` weighted by `[Hkv, G, T, N]`."""
@@ -318,10 +321,11 @@ class _Pass:
         return own @ rows.exact.v.unsqueeze(1) + others @ rows.stored.v.unsqueeze(1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Scores `[Hkv, G, T, N]`, float32 at least, of scaled queries q `[Hkv, G, T, d]` with k `[Hkv, N, d]`."""
+def _scores(q: torch.Tensor, k: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Scores `[Hkv, G, T, N]`, float32 at least, of scaled queries q `[Hkv, G, T, d]` with k `[Hkv, N, d]`, capped
+    where there is a softcap."""
     scores = q @ k.transpose(1, 2).unsqueeze(1)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return capped(scores.to(torch.promote_types(scores.dtype, torch.float32)), softcap)
 
 
 class _Rows:
@@ -335,14 +339,15 @@ class _Rows:
         self.resident = torch.zeros_like(causal)
         self.tails: list[tuple[torch.Tensor, torch.Tensor] | None] = []
 
-    def join_tails(self, out: torch.Tensor, scores: torch.Tensor, block: slice) -> torch.Tensor:
-        """Attention over attended rows and tails `[Hkv, G, T, d]` of the positions in `block`, from the attention `out`
-        over the attended rows alone and their scores `[Hkv, G, T, N]`, -inf elsewhere."""
+    def join_tails(self, out: torch.Tensor, scores: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over attended rows and tails `[Hkv, G, T, d]` of the positions in `block` and its log-sum-exp
+        `[Hkv, G, T]`, from the attention `out` over the attended rows alone and their scores `[Hkv, G, T, N]`, -inf
+        elsewhere."""
         tails = self.tails[block]
         made = next((tail for tail in tails if tail is not None), None)
+        exact_lse = scores.logsumexp(-1)
         if made is None:
-            return out
+            return out, exact_lse
         nothing = (torch.zeros_like(made[0]), torch.full_like(made[1], -math.inf))  # where there are no candidates
         estimate, lse = (torch.stack(part, 1) for part in zip(*(tail or nothing for tail in tails), strict=True))
-        exact_lse = scores.logsumexp(-1)
         return join_tail(out, exact_lse, estimate.view_as(out), lse.view_as(exact_lse))

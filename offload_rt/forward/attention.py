@@ -9,42 +9,62 @@ from ..kernels.dispatch import attend_counted
 from ..kernels.reference import attention_weights, merge_lse
 
 
-def attend(q: torch.Tensor, parts: list[KVPart], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over the union of `parts`, disjoint and not all empty.
+def attend(
+    q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over the union of `parts`, disjoint and not all empty, with capped scores where there is a
+    softcap.
 
     q `[H, d]`; returns out `[H, d]` in q's dtype and lse `[H]` (natural log, float32 or float64).
     """
     heads, d = q.shape
     grouped = q.view(parts[0].k.shape[0], -1, d)
-    done = [_attend_part(grouped, part, scale) for part in parts if part.k.shape[1]]
+    done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.k.shape[1]]
     out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
     return out.to(q.dtype).reshape(heads, d), lse.reshape(heads)
 
 
-def _attend_part(q: torch.Tensor, part: KVPart, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_part(
+    q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.attend_part`, the values weighted where the part has them; of a part with counts
-    `kernels.lists.attend_counted`. q `[Hkv, G, d]`."""
-    if part.counts is not None:
+    `kernels.lists.attend_counted`, which caps no scores: then the device is asked how many rows are meant. q
+    `[Hkv, G, d]`."""
+    if part.counts is not None and softcap is None:
         return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
-    weights, lse = attention_weights(q, part.k, scale)
+    if part.counts is not None:
+        meant = int(part.counts[0])
+        part = KVPart(part.k[:, :meant], part.v[:, :meant])
+    weights, lse = attention_weights(q, part.k, scale, softcap)
     return part.mix(weights).to(lse.dtype), lse
 
 
-def join_tail(out: torch.Tensor, lse: torch.Tensor, tail: torch.Tensor, tail_lse: torch.Tensor) -> torch.Tensor:
-    """Attention over exact rows and tail together, one softmax over both: `[..., d]` in the dtype of `out`, from the
-    attention over each, outs `[..., d]` and log-sum-exps `[...]` (of an empty tail 0 and -inf)."""
-    whole, _ = merge_lse([out.to(lse.dtype), tail.to(lse.dtype)], [lse, tail_lse.to(lse.dtype)])
-    return whole.to(out.dtype)
+def join_tail(
+    out: torch.Tensor, lse: torch.Tensor, tail: torch.Tensor, tail_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over exact rows and tail together, one softmax over both: `[..., d]` in the dtype of `out` and its
+    log-sum-exp `[...]`, from the attention over each, outs `[..., d]` and log-sum-exps `[...]` (of an empty tail 0 and
+    -inf)."""
+    whole, total = merge_lse([out.to(lse.dtype), tail.to(lse.dtype)], [lse, tail_lse.to(lse.dtype)])
+    return whole.to(out.dtype), total
 
 
-def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention `[..., d]` over all rows with log-sum-exp `[...]`, less the share of the softmax that `sinks`, scores
+    that broadcast against it, take for nothing. As it is without sinks."""
+    return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
+
+
+def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
     """Natural log of the sum of exp(scale * q·k) over all keys: `[H]` from q `[H, d]` and k `[Hkv, n, d]`, computed
     where the keys lie. With the lse of the attended rows it gives the attention mass that a selection misses."""
     grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
-    return attention_weights(grouped, k, scale)[1].flatten()
+    return attention_weights(grouped, k, scale, softcap)[1].flatten()
 
 
-def group_weights(q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor) -> torch.Tensor:
+def group_weights(
+    q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
     """Softmax weights `[Hkv, n]` of all rows of `parts` in order, summed over the query heads of each KV head.
 
     q `[H, d]`; lse `[H]` of the whole union, from `attend`.
@@ -53,6 +73,6 @@ def group_weights(q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch
     grouped, whole = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)
     weights = []
     for part in (part for part in parts if part.k.shape[1]):
-        inner, part_lse = attention_weights(grouped, part.k, scale)
+        inner, part_lse = attention_weights(grouped, part.k, scale, softcap)
         weights.append((inner * (part_lse - whole).exp().unsqueeze(-1)).sum(1))
     return torch.cat(weights, dim=1)

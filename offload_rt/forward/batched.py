@@ -24,15 +24,16 @@ from ..select.base import Policy
 from ..select.key_lists import KeyLists, Rule, Spans
 from ..transfer.residency import place, places
 from ..transfer.row_lists import Arriving, RowLists
-from .attention import scores_lse
+from .attention import give_to_sinks, scores_lse
 from .batch import DecodeBatch, Strategy
 from .per_sequence import PerSequenceStrategy, append_each
 from .trace import LinkUse
 
 
 def selects_together(batch: DecodeBatch) -> bool:
-    """Whether the policy selects for a batch at once and every sequence has keys to score."""
-    selects = any(batch.selects(layer) for layer in range(batch.geometry.layers))
+    """Whether the policy selects for a batch at once and every sequence has keys to score. Capped scores are attended
+    to one sequence after the other."""
+    selects = any(batch.selects(layer) for layer in range(batch.geometry.layers)) and batch.geometry.softcap is None
     return batch.policy.rule is not None and selects and all(s.position > 0 for s in batch.sequences)
 
 
@@ -199,6 +200,8 @@ class BatchedFetch:
                 keys = sequence.keys(layer, batch.visible(layer)[b].all)
                 attended = lse.view(len(batch.sequences), -1)[b]
                 sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
+        if (sinks := batch.adapter.sinks(layer)) is not None:
+            out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(len(batch.sequences), 1))
         return out.to(q.dtype).view(len(batch.sequences), -1)
 
 

@@ -14,6 +14,7 @@ import torch
 from ..kernels.dispatch import attend_runs
 from ..kernels.segments import Run
 from ..transfer.link import Ticket
+from .attention import give_to_sinks
 from .batch import DecodeBatch, LayerFetch, Strategy
 from .per_sequence import PerSequenceFetch, SequenceFetch, enter_fetches
 from .sequence import Sequence
@@ -95,8 +96,8 @@ class DecodeStep:
             return everything
         visible, segments = batch.visible(layer), batch.sharing.segments
         block_tables = [s.blocks for s in batch.sequences]
-        if batch.geometry.windows[layer] is not None:
-            segments = ()  # a sliding window begins elsewhere for each
+        if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
+            segments = ()  # a sliding window begins elsewhere for each; no product over segments caps its scores
         shared = [
             (segment, self.link.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
             for segment in segments
@@ -108,7 +109,7 @@ class DecodeStep:
         tickets = [self.link.rows.fetch(blocks, layer, seen, None) for blocks, seen in each]
         fetches = enter_fetches(batch, layer, tickets, [None] * len(tickets))
         if shared:
-            return SharedPrefixFetch(batch.geometry.scales[layer], shared, fetches)
+            return SharedPrefixFetch(batch.geometry.scales[layer], self.adapter.sinks(layer), shared, fetches)
         return PerSequenceFetch(batch, layer, fetches)
 
 
@@ -117,6 +118,7 @@ class SharedPrefixFetch:
     """The `LayerFetch` of a dense layer: segments that several sequences share, and what each has for itself."""
 
     scale: float
+    sinks: torch.Tensor | None
     segments: list[tuple[Segment, Ticket]]
     own: list[SequenceFetch]
 
@@ -125,5 +127,6 @@ class SharedPrefixFetch:
         tickets = [(segment.first, segment.stop, ticket) for segment, ticket in self.segments]
         tickets += [(b, b + 1, fetch.ticket) for b, fetch in enumerate(self.own)]
         runs = [Run(first, stop, part.k, part.v) for first, stop, ticket in tickets for part in ticket.wait()]
-        out, _ = attend_runs(q, runs, self.scale)
+        out, lse = attend_runs(q, runs, self.scale)
+        out = give_to_sinks(out, lse, None if self.sinks is None else self.sinks[:, None])
         return out.to(q.dtype).transpose(0, 1).flatten(1)

@@ -12,7 +12,7 @@ from ..core import KVPart, Selection, Visible
 from ..kernels.h2d_copy import to_device
 from ..transfer.link import Ticket
 from ..transfer.plan import attended_tokens
-from .attention import attend, group_weights, join_tail, scores_lse
+from .attention import attend, give_to_sinks, group_weights, join_tail, scores_lse
 from .batch import DecodeBatch
 from .sequence import Sequence
 
@@ -116,8 +116,9 @@ class PerSequenceFetch:
         """Returns `[H, d]` from q `[H, d]`."""
         batch, layer = self.batch, self.layer
         scale, parts = batch.geometry.scales[layer], fetch.ticket.wait()
+        softcap, sinks = batch.geometry.softcap, batch.adapter.sinks(layer)
         if fetch.selection is None:
-            return attend(q, parts, scale)[0]
+            return give_to_sinks(*attend(q, parts, scale, softcap), sinks)
         sequence.trace.enter_savings(layer, fetch.visible, fetch.selection.count, fetch.ticket)
         selection = fetch.selection
         extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
@@ -126,15 +127,17 @@ class PerSequenceFetch:
             selection = Selection(torch.cat((selection.tokens, extra.tokens), dim=1))
         if batch.recorder is not None:
             batch.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
-        out, lse = attend(q, parts, scale)
+        out, lse = attend(q, parts, scale, softcap)
         if batch.policy.wants_weights:
             tokens = attended_tokens(fetch.visible, selection.tokens)
-            sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse))
+            sequence.state.on_attended(layer, tokens, group_weights(q, parts, scale, lse, softcap))
         if sequence.trace.measures_missed:
-            whole = scores_lse(q, sequence.keys(layer, fetch.visible.all), scale)
+            whole = scores_lse(q, sequence.keys(layer, fetch.visible.all), scale, softcap)
             sequence.trace.enter_missed_mass(layer, lse, whole)
         tail = sequence.state.tail(layer, q, fetch.visible, selection)
-        return out if tail is None else join_tail(out, lse, *tail)
+        if tail is not None:
+            out, lse = join_tail(out, lse, *tail)
+        return give_to_sinks(out, lse, sinks)
 
     def _fetch_repair(self, sequence: Sequence, visible: Visible, extra: Selection) -> list[KVPart]:
         ticket = self.batch.link.rows.fetch_more(sequence.blocks, self.layer, extra)

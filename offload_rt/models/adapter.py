@@ -65,6 +65,11 @@ class ModelAdapter(Protocol):
         Raises ModelError for absolute positions."""
         ...
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """Of a model with attention sinks the score of each head's, `[H]` in float32 or wider: a row without a value
+        that takes its share of the softmax, and is not scaled. None: there are none."""
+        ...
+
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream `[T, D]` after layer `layer`'s attention: output projection of `attended` `[T, H * d]`
         added to the layer's input `hidden` `[T, D]` (and normed where the model normalises there)."""

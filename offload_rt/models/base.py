@@ -38,6 +38,10 @@ class BaseAdapter:
         """Absolute positions cannot be moved."""
         raise ModelError("this model has absolute positions: cached keys cannot be moved to others")
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """There are none."""
+        return None
+
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
         """`[T, heads * d]` as a view `[heads, T, d]`."""
         return projected.view(projected.shape[0], -1, self._geometry.head_dim).transpose(0, 1)

@@ -46,6 +46,7 @@ class DecoderAdapter(BaseAdapter):
         self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         heads, kv_heads = _heads(config, attentions[0])
         self._projections = [Projections(attention, heads, kv_heads) for attention in attentions]
+        self._sinks = [_sinks(attention, self._embedding.weight) for attention in attentions]
         self._rotary = Rotary(decoder.rotary_emb, _kinds(model, config, decoder, attentions), attentions[0])
         known = (self._embedding, self._norm, decoder.rotary_emb)
         named = list(decoder.named_children())
@@ -67,6 +68,8 @@ class DecoderAdapter(BaseAdapter):
             max_positions=_max_positions(config),
             absolute_positions=False,
             default_alpha=5.0,
+            softcap=_declared(config, "attn_logit_softcapping"),
+            experts=any(layer.of_experts for layer in self._layers),
         )
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -100,6 +103,10 @@ class DecoderAdapter(BaseAdapter):
         """Cached keys `[Hkv, n, d]` of a layer, by `offset` more positions."""
         return self._rotary.rotate_by(layer, k, offset)
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """The layer's attention sinks `[H]`, where it has any."""
+        return self._sinks[layer]
+
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream `[T, D]` from the layer's input `[T, D]` and `attended` `[T, H * d]`. Where the MLP runs
         beside the attention, it is in it already."""
@@ -132,9 +139,6 @@ def _refuse_what_cannot_run(model: Any, config: Any, decoder: Any, attentions: l
         raise ModelError(f"{name} attends to later tokens too; only causal decoders run", reason="bidirectional")
     if getattr(decoder, "rotary_emb", None) is None:
         raise ModelError(f"{name} has no rotary positions (rotary_emb) and no adapter of its own", reason="positions")
-    for attention in attentions:
-        if getattr(attention, "attn_logit_softcapping", None) or hasattr(attention, "sinks"):
-            raise ModelError(f"{name} caps its attention scores or has attention sinks", reason="attention")
     rope_type = getattr(decoder.rotary_emb, "rope_type", "default")
     refuse_length_dependent(tuple(rope_type.values()) if isinstance(rope_type, dict) else (rope_type,))
     if len(attentions) != config.num_hidden_layers:
@@ -152,6 +156,14 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
             reason="heads",
         )
     return heads, kv_heads
+
+
+def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
+    """A layer's attention sinks `[H]` on the device of the model, wherever the layer's weights are."""
+    sinks: torch.Tensor | None = getattr(attention, "sinks", None)
+    if sinks is None:
+        return None
+    return sinks.detach().to(embedding.device, torch.promote_types(sinks.dtype, torch.float32))
 
 
 def _scale(attention: Any, head_dim: int) -> float:

@@ -73,7 +73,7 @@ class DecoderLayer:
         if self._parallel and norms.before_mlp is None:
             self._before_mlp = self._before_attention
         self._multiplier = float(getattr(module, "residual_multiplier", 1.0))
-        self._of_experts = hasattr(self._mlp, "experts")
+        self.of_experts = hasattr(self._mlp, "experts")
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """What is projected to q, k and v, `[T, D]`, of the layer's input `[T, D]`."""
@@ -94,7 +94,7 @@ class DecoderLayer:
         """What the MLP adds to the residual stream, `[T, D]`. A mixture of experts takes `[1, T, D]`, and may give the
         router's scores too."""
         normed = self._before_mlp(x)
-        if not self._of_experts:
+        if not self.of_experts:
             return self._scaled(self._after_mlp(self._mlp(normed)))
         out = self._mlp(normed[None])
         return self._scaled(self._after_mlp((out[0] if isinstance(out, tuple) else out).view_as(x)))

@@ -36,7 +36,8 @@ def residual_after_attention(
     """
     geometry = adapter.geometry
     k, v = kv.k[:, :seen], kv.v[:, :seen]
-    attended = attend_causal(q, k, v, geometry.scales[layer], geometry.windows[layer])
+    scale, window, sinks = geometry.scales[layer], geometry.windows[layer], adapter.sinks(layer)
+    attended = attend_causal(q, k, v, scale, window, geometry.softcap, sinks)
     return adapter.after_attention(layer, hidden, attended.transpose(0, 1).flatten(1))
 
 

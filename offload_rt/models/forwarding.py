@@ -57,6 +57,10 @@ class ForwardingAdapter:
         """As the model's, `[Hkv, n, d]`."""
         return self._inner.rotate_keys(layer, k, offset)
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """The model's, `[H]`."""
+        return self._inner.sinks(layer)
+
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The model's, `[T, D]`."""
         return self._inner.after_attention(layer, hidden, attended)

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from ..core import ModelGeometry, Selection, Visible
-from ..errors import ArtifactError
+from ..errors import ArtifactError, ModelError
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.low_bit import Layout
 from ..kernels.selection import extend_selection, floor_share
@@ -167,7 +167,8 @@ class InfiniGen:
     ) -> None:
         """device: that the model computes on. dtype: the model's; scoring is float32 at least.
 
-        Raises ConfigError where an option does not fit the model, ArtifactError where the artifact has other shapes.
+        Raises ConfigError where an option does not fit the model, ModelError where the model
+        needs what an option cannot give, ArtifactError where the artifact has other shapes.
         """
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
@@ -296,6 +297,12 @@ def _meant(selection: Selection) -> torch.Tensor:
 
 
 def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:
+    if geometry.softcap is not None and options.tail != "off":
+        raise ModelError(
+            "the model caps its attention scores, and the low-bit rows of a tail are attended to without a cap: choose "
+            "preset='rows' (or tail='off')",
+            reason="softcap",
+        )
     expected = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     if tuple(artifact.query.shape) != expected:
         raise ArtifactError(

@@ -69,6 +69,18 @@ RUNS: dict[str, Architecture] = {
     ),
     "qwen3_moe": Architecture("Qwen3Moe", _EXPERTS | {"head_dim": 12}, "mixture of experts, q and k normed"),
     "gemma": Architecture("Gemma", {"head_dim": 8}, "scaled embedding"),
+    "gemma2": Architecture(
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": WINDOW,
+            "layer_types": _KINDS,
+            "final_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 1.5,
+        },
+        "capped scores and logits, full and sliding layers, norms before and after, scaled embedding",
+    ),
     "gemma3": Architecture(
         "Gemma3Text",
         {
@@ -122,6 +134,17 @@ RUNS: dict[str, Architecture] = {
     ),
     "falcon_sequential": Architecture(
         "Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}, "as Falcon; not parallel, biases"
+    ),
+    "gpt_oss": Architecture(
+        "GptOss",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": _KINDS,
+        },
+        "attention sinks, mixture of experts, full and sliding layers",
     ),
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
