@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,9 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 """Tiny tensors gain nothing from threads, and threads that wait for each other on a busy machine cost minutes."""
 
+gc.disable()
+"""Until all is imported, which makes half a million objects that stay: looking for garbage among them takes seconds."""
+
 NO_CUDA = pytest.mark.skip(reason="no CUDA device on this machine")
 
 
@@ -25,6 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not item.get_closest_marker("simulated"):
             item.add_marker(NO_CUDA)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.initialization import no_init_weights
 from transformers.models.auto import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -73,9 +74,10 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
     arguments give the same weights (drawn in float32, then cast), on every version of transformers."""
     config_class, defaults = CONFIGS[name]
     config = config_class(**(defaults | overrides))
-    with torch.random.fork_rng(devices=[]):
+    with no_init_weights():  # `fill` overwrites them all
         # Made in its dtype, as from_pretrained does: model.to(dtype) would round RoPE's frequencies too.
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
     fill(model, seed)
     return model.requires_grad_(False).eval()
 
@@ -131,8 +133,8 @@ def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """transformers' own greedy continuation."""
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
+    """transformers' own greedy continuation of the prompt is `tokens`: in one pass over both, each of them is the
+    likeliest after all that is before it."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    assert tokens == logits.argmax(-1).tolist()
