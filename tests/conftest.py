@@ -6,9 +6,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
+from support.interpreter import language_patched_once
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -72,4 +74,11 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Skew artifacts that tests calibrate go to a folder of the session's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Of Triton's kernels, where they are interpreted."""
+    with language_patched_once() if not torch.cuda.is_available() else nullcontext():
         yield

@@ -12,7 +12,7 @@ host, and does here, as the schedule says (`engine`); a wait that is missing, a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -42,11 +42,11 @@ def simulated(schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> 
     """A machine with CUDA devices; everything that this thread does with them in this context is simulated. `limit`:
     bytes of a device. Skips the test where the simulator cannot be built."""
     sim = Simulator(schedule, limit=limit, devices=devices)
-    with ExitStack() as undo, pytest.MonkeyPatch.context() as patch, DeviceMode(sim):
+    with pytest.MonkeyPatch.context() as patch, DeviceMode(sim):
         register()
         outlive()
         patch.setattr(copies, "current", [sim])
         patch_torch(patch, sim)
-        patch_triton(patch, sim, undo)
+        patch_triton(patch, sim)
         yield sim
         sim.engine.finish_all()

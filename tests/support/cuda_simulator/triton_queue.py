@@ -3,9 +3,6 @@ may then touch nothing but device memory and page-locked host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +16,8 @@ class IllegalAccessError(RuntimeError):
     """A kernel touched memory that the device cannot reach."""
 
 
-def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator, undo: ExitStack) -> None:
-    """Queues launches from now on, until `patch` and `undo` are undone. Does nothing where Triton is not installed:
+def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
+    """Queues launches from now on, until `patch` is undone. Does nothing where Triton is not installed:
     operations are torch's there."""
     try:
         from triton.runtime import interpreter
@@ -46,7 +43,6 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator, undo: ExitStack) -> 
         sim.queue_work(f"triton {kernel.__name__}", lambda: run(kernel, *seen, grid=grid, warmup=warmup, **seen_named))
 
     patch.setattr(interpreter.InterpretedFunction, "run", launch)
-    patch.setattr(interpreter, "_patch_lang", _once(interpreter._patch_lang, undo))
     builder: Any = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 
@@ -65,17 +61,3 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator, undo: ExitStack) -> 
 
     patch.setattr(builder, "create_masked_load", checked_load)
     patch.setattr(builder, "create_masked_store", checked_store)
-
-
-def _once(patch_language: Callable[[Any], Any], undo: ExitStack) -> Callable[[Any], Any]:
-    """The interpreter puts its own operations into a kernel's module at every launch and call, and takes them out
-    again; that is a third of its time, so here it is done once."""
-    done: set[Any] = set()
-
-    def patched(function: Any) -> Any:
-        if function not in done:
-            done.add(function)
-            undo.callback(patch_language(function).restore)
-        return SimpleNamespace(restore=lambda: None)
-
-    return patched
