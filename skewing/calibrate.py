@@ -197,8 +197,14 @@ def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count:
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name: str) -> tuple[list[int], str]:
-    """The first `count` tokens of `text`, special tokens included, and a description that calls the text `name`."""
-    ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])[:count]
+    """The first `count` tokens of `text`, special tokens included, and a description that calls the text `name`. A long
+    text is tokenised as far as they reach and a little beyond, since a cut changes the tokens right before it."""
+    characters, beyond = 8 * count, 64
+    ids: list[int] = list(tokenizer(text[:characters], verbose=False)["input_ids"])
+    while len(ids) < count + beyond and characters < len(text):
+        characters *= 2
+        ids = list(tokenizer(text[:characters], verbose=False)["input_ids"])
+    ids = ids[:count]
     return ids, f"first {len(ids)} tokens of {name}"
 
 
