@@ -7,10 +7,13 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from support.interpreter import language_patched_once
+
+import offload_rt
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -82,3 +85,12 @@ def quick_interpreter() -> Iterator[None]:
     """Of Triton's kernels, where they are interpreted."""
     with language_patched_once() if not torch.cuda.is_available() else nullcontext():
         yield
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first pages of the packaged book, some 4,000 tokens: the whole takes half a second to tokenise."""
+    text = (Path(offload_rt.__file__).parent / "data" / "black_arrow.txt").read_text(encoding="utf-8")
+    file = tmp_path_factory.mktemp("book") / "pages.txt"
+    file.write_text(text[:12_000], encoding="utf-8")
+    return file

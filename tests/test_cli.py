@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,29 +73,47 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @pytest.fixture
-def generate(cli: Cli) -> Cli:
-    """`offload-rt generate reference` on the packaged book, exact, a few tokens; later flags win."""
-    return lambda *flags: cli("generate", "reference", "--prompt-file", BOOK, *SHORT, "--policy", "full", *flags)
+def generate(cli: Cli, pages: Path) -> Cli:
+    """`offload-rt generate reference` on pages of the packaged book, exact, a few tokens; later flags win."""
+    given = ("generate", "reference", "--prompt-file", str(pages), *SHORT, "--policy", "full")
+    return lambda *flags: cli(*given, *flags)
 
 
-def spawn(*flags: str) -> subprocess.Popen[bytes]:
+def spawn(pages: Path, *flags: str) -> subprocess.Popen[bytes]:
     """`offload-rt generate reference` as a process of its own, exact, with pipes."""
-    code = (
-        "import signal, sys; from offload_rt.cli import main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits it ignored
-        "sys.exit(main())"
-    )
-    command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", BOOK, *SHORT, *flags)
+    code = "import sys; from offload_rt.cli import main; sys.exit(main())"
+    command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
     return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def fork(*argv: str) -> tuple[int, int, int]:
+    """`offload-rt` in a copy of this process, in which all is imported: its id, and its stdout and stderr to read."""
+    (out, into_out), (err, into_err) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the copy has none of
+        process = os.fork()
+    if process:
+        os.close(into_out)
+        os.close(into_err)
+        return process, out, err
+    code: Any = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
+        sys.stdout, sys.stderr = os.fdopen(into_out, "w"), os.fdopen(into_err, "w")
+        code = main(argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 # ------------------------------------------------------------------------------------------------------ what it does
 
 
-def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli) -> None:
+def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path) -> None:
     run = generate()
     llm = LLM("reference", policy="full")
-    ids = llm.encode(Path(BOOK).read_text(encoding="utf-8"))[:96]
+    ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
     (expected,) = llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))
     assert (run.code, run.out) == (0, expected.text)
     assert "What the runtime did" in run.err
@@ -125,11 +144,11 @@ def test_stats_and_plot_of_infinigen(generate: Cli, tmp_path: Path) -> None:
     assert str(plot_file) in run.err.replace("\n", "")
 
 
-def test_default_prompt_is_the_longest_the_model_takes(cli: Cli, tmp_path: Path) -> None:
+def test_default_prompt_is_the_longest_the_model_takes(cli: Cli, pages: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
     stats = tmp_path / "stats.json"
     run = cli(
-        "generate", model, "--prompt-file", BOOK, "--policy", "full", "--max-new-tokens", "5", "--ignore-eos",
+        "generate", model, "--prompt-file", str(pages), "--policy", "full", "--max-new-tokens", "5", "--ignore-eos",
         "--stats-json", str(stats),
     )  # fmt: skip
     assert run.code == 0, run.err
@@ -137,9 +156,9 @@ def test_default_prompt_is_the_longest_the_model_takes(cli: Cli, tmp_path: Path)
     assert "note:" not in run.err
 
 
-def test_more_positions_than_trained_are_a_note_under_rope(cli: Cli, tmp_path: Path) -> None:
+def test_more_positions_than_trained_are_a_note_under_rope(cli: Cli, pages: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
-    run = cli("generate", model, "--prompt-file", BOOK, *SHORT, "--policy", "full", "--ignore-eos")
+    run = cli("generate", model, "--prompt-file", str(pages), *SHORT, "--policy", "full", "--ignore-eos")
     assert run.code == 0, run.err
     assert run.err.count("note:") == 1
     assert "80" in run.err
@@ -158,7 +177,7 @@ def test_stop_string_ends_the_text(generate: Cli) -> None:
 
 
 def test_skew_then_generate_with_the_artifact(
-    cli: Cli, generate: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, generate: Cli, pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cli(
         "skew", "reference", "--out", str(tmp_path / "skewed"), "--calibration", BOOK, "--calibration-tokens", "64"
@@ -174,7 +193,7 @@ def test_skew_then_generate_with_the_artifact(
     artifact = tmp_path / "skewed" / "skew.safetensors"
     made = generate(*flags, "--skew", str(artifact))
     llm = LLM("reference", policy="infinigen", policy_options={"recent": 8, "budget": 0.2}, skew=artifact)
-    ids = llm.encode(Path(BOOK).read_text(encoding="utf-8"))[:96]
+    ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
     assert (made.code, made.out) == (0, llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))[0].text)
 
 
@@ -192,8 +211,8 @@ def test_info(cli: Cli) -> None:
     assert "It fits here.\nThe model was made for 2,048 positions; quality beyond is not known." in beyond.out
 
 
-def test_reader_that_leaves_early_is_no_error() -> None:
-    process = spawn("--max-new-tokens", "40")
+def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:
+    process = spawn(pages, "--max-new-tokens", "40")
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
@@ -242,16 +261,17 @@ def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.Monkey
     assert "no statistics" in run.err
 
 
-def test_ctrl_c_for_real() -> None:
-    process = spawn("--max-new-tokens", "3000", "--ignore-eos")
-    assert process.stdout is not None
-    first = os.read(process.stdout.fileno(), 1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err.decode()
-    assert (first + out).decode().strip()
-    assert "What the runtime did" in err.decode()
-    assert "Traceback" not in err.decode()
+def test_ctrl_c_for_real(pages: Path) -> None:
+    flags = ("--policy", "full", "--max-new-tokens", "3000", "--ignore-eos")
+    process, out, err = fork("generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
+    with os.fdopen(out, "rb", buffering=0) as text, os.fdopen(err) as said:
+        written = text.read(1)
+        os.kill(process, signal.SIGINT)
+        written, errors = written + text.read(), said.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130, errors
+    assert written.decode().strip()
+    assert "What the runtime did" in errors
+    assert "Traceback" not in errors
 
 
 # -------------------------------------------------------------------------------------------------------- bad input
@@ -281,10 +301,10 @@ def test_prompt_file_that_cannot_be_read(cli: Cli, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2"])
-def test_prompt_over_the_positions_of_a_table(cli: Cli, tmp_path: Path, architecture: str) -> None:
+def test_prompt_over_the_positions_of_a_table(cli: Cli, pages: Path, tmp_path: Path, architecture: str) -> None:
     model = tiny_checkpoint(tmp_path / architecture, architecture)
     flags = ("--policy", "full", "--prompt-tokens", "1020", "--max-new-tokens", "5")
-    cli("generate", model, "--prompt-file", BOOK, *flags).fails_with("1025", "1024", "shorten")
+    cli("generate", model, "--prompt-file", str(pages), *flags).fails_with("1025", "1024", "shorten")
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,17 @@ from offload_rt.config import EngineConfig, EvictionOptions
 from offload_rt.select.registry import policy_names
 
 BOOK = str(Path(offload_rt.__file__).parent / "data" / "black_arrow.txt")
-FLAGS = ("--prompt-file", BOOK, "--prompt-tokens", "300", "--max-new-tokens", "6", "--temperature", "0", "--quiet")
+FLAGS = ("--prompt-tokens", "300", "--max-new-tokens", "6", "--temperature", "0", "--quiet")
 WINDOW: dict[str, Any] = {"budget": 0.2, "sinks": 2, "recent": 16, "dense_layers": (0, 1)}
 
 Generate = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
+def generate(capsys: pytest.CaptureFixture[str], pages: Path) -> Generate:
     def run(*flags: str) -> tuple[int, str, str]:
         try:
-            code: Any = main(("generate", "reference", *FLAGS, *flags))
+            code: Any = main(("generate", "reference", "--prompt-file", str(pages), *FLAGS, *flags))
         except SystemExit as leave:
             code = leave.code
         captured = capsys.readouterr()
@@ -36,13 +36,13 @@ def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
 
 
 @pytest.mark.parametrize("policy", [name for name in policy_names() if name != "full"])
-def test_every_policy_gets_its_options(generate: Generate, tmp_path: Path, policy: str) -> None:
+def test_every_policy_gets_its_options(generate: Generate, pages: Path, tmp_path: Path, policy: str) -> None:
     stats = tmp_path / "stats.json"
     flags = ("--budget", "0.2", "--sinks", "2", "--recent", "16", "--dense-layers", "0,1", "--stats-json", str(stats))
     code, out, err = generate("--policy", policy, *flags)
     assert (code, err) == (0, "")
     llm = LLM("reference", policy=policy, policy_options=WINDOW)
-    ids = llm.encode(Path(BOOK).read_text(encoding="utf-8"))[:300]
+    ids = llm.encode(pages.read_text(encoding="utf-8"))[:300]
     (done,) = llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))
     written = json.loads(stats.read_text())
     assert out == done.text
