@@ -4,8 +4,9 @@
 #   make test-training  the tests of scripts/reference that train
 #   make mutants one-line faults all over the package, each of which a test must catch; MUTANT=name runs one
 #   make soak    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written), sessions (50
-#                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix), requests (500 in a
-#                pool too small for them), cuda (all that is run on a simulated device, under every schedule),
+#                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
+#                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
+#                cuda (all that is run on a simulated device, under every schedule),
 #                kernels (all of them compiled for four GPUs) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
@@ -61,7 +62,7 @@ mutants: $(READY)
 SOAK_PARTS := disk sessions composition requests architectures cuda kernels
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
-SOAK_composition := tests/test_composition.py
+SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py
 SOAK_requests := tests/test_sharing.py
 SOAK_architectures := tests/test_architectures.py
 SOAK_cuda := tests/test_cuda_path.py tests/test_gpu_room.py

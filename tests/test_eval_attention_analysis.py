@@ -19,7 +19,7 @@ from offload_rt.eval.quality.perplexity import PerplexityConfig
 from offload_rt.models.registry import load_model
 from offload_rt.select.full import Full
 
-BOOK = (Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")
+BOOK = (Path(__file__).parents[1] / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:40_000]
 SMALL = PerplexityConfig(context=160, windows=1, decode_from=96)
 
 

@@ -84,7 +84,7 @@ def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> Non
     """In float64 only rounding differs, and never a choice: 1e-9 is far below what one other token would change."""
     policy, options = VARIANTS[name]
     model = tiny_model(architecture).double()
-    ids, start = tokens(130), 90
+    ids, start = tokens(130), 105
     steps = LLM(model, policy=policy, policy_options=options).score([ids[: start + 1]], [ids[start + 1 :]])[0]
     layers = by_layer(model, policy, options, ids, start)
     assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
@@ -121,7 +121,7 @@ BOUNDED: list[tuple[str, Any, int, dict[str, Any]]] = [
 def test_rounded_rows_layer_by_layer(name: str, kv_format: str) -> None:
     """As above, rows rounded where they are not resident."""
     (policy, options), model = VARIANTS[name], tiny_model("llama").double()
-    ids, start, engine = tokens(150), 90, {"kv_format": kv_format}
+    ids, start, engine = tokens(140), 110, {"kv_format": kv_format}
     steps = LLM(model, policy=policy, policy_options=options, **engine).score([ids[: start + 1]], [ids[start + 1 :]])[0]
     layers = by_layer(model, policy, options, ids, start, engine)
     assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
@@ -132,7 +132,7 @@ def test_rounded_rows_layer_by_layer(name: str, kv_format: str) -> None:
 def test_a_bounded_pool_layer_by_layer(name: str, eviction: Any, start: int, more: dict[str, Any]) -> None:
     """As above in two chunks, from the 129th token on over victims."""
     (policy, options), model = VARIANTS[name], tiny_model("llama").double()
-    ids = tokens(190)
+    ids = tokens(160)
     limit = 2 * CHUNK_BYTES if not more else 2 * 2 * 4 * 2 * 64 * (16 + 4)
     engine = {"host_memory": limit, "eviction": eviction, **more}
     llm = LLM(model, policy=policy, policy_options=options, **engine)

@@ -90,8 +90,8 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
 def test_formats_go_with_selection_forks_batches_and_eviction(kv_format: str) -> None:
     """A budget of everything is full, with full's window (resident rows are not rounded); a batch gives what each gets
     alone; forks and a bounded pool work on rounded rows."""
-    params = SamplingParams(max_new_tokens=30, temperature=0)
-    prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 130)]
+    params = SamplingParams(max_new_tokens=12, temperature=0)
+    prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 120)]
     full = [c.token_ids for c in make_llm(kv_format).generate(prompts, params)]
     options = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "sinks": 0, "recent": 1}
     everything = make_llm(kv_format, "infinigen", **options)
@@ -106,8 +106,8 @@ def test_formats_go_with_selection_forks_batches_and_eviction(kv_format: str) ->
         kv_format=kv_format,  # type: ignore[arg-type]
         eviction="lru",
     )
-    [long] = bounded.generate([prompts[1]], SamplingParams(max_new_tokens=160, temperature=0))
-    assert len(long.token_ids) == 160 and bounded.runner.pool.bytes_used == 0
+    [long] = bounded.generate([prompts[1]], SamplingParams(max_new_tokens=90, temperature=0))
+    assert len(long.token_ids) == 90 and bounded.runner.pool.bytes_used == 0
 
 
 def test_results_do_not_depend_on_what_ran_before() -> None:

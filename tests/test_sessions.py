@@ -20,8 +20,9 @@ from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
 from offload_rt.storage.loader import ChunkLoader, read_buffer_layers
 
-GREEDY = SamplingParams(max_new_tokens=40, temperature=0)
-TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3), tiny_prompt(9, seed=4)]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed=3), tiny_prompt(28, seed=4)]
+"""Chunks end in the second turn's answer, the third turn and the fourth turn's answer."""
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
@@ -77,7 +78,7 @@ def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
     assert plain.generate([TURNS[0] + first + TURNS[1]], GREEDY)[0].token_ids == second
     assert session.tokens == TURNS[0] + first + TURNS[1] + second
     stats = session.last_stats
-    assert stats is not None and stats.new_tokens == 40 and stats.reused_tokens == len(TURNS[0] + first) - 1
+    assert stats is not None and stats.new_tokens == 12 and stats.reused_tokens == len(TURNS[0] + first) - 1
 
 
 def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_forks_go_their_own_ways(tmp_path: Path) -> None:
     assert answer(straight.fork("d"), TURNS[2]) == two
     assert answer(straight, TURNS[1]) == one
     for name, turn in (("a", one), ("b", two)):
-        assert llm.session(name, tmp_path).tokens[-40:] == turn
+        assert llm.session(name, tmp_path).tokens[-12:] == turn
 
 
 def test_an_answer_that_is_closed_early_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_truncation_picks_rows_and_positions_go_on(how: str, restart: bool, tmp_
 def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path) -> None:
     """Positions 0..3 seen from farther than the model was made for: their keys move across the gap, from the
     originals."""
-    model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=260)
+    model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=200)
     llm = LLM(model, dtype="float64", policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -311,7 +312,7 @@ def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path
     assert session.history.sink_shift == computed - 74
     session.close()
     again = LLM(model, dtype="float64", policy="full", host_memory="16MiB").session("s", tmp_path)
-    assert len(answer(again, [5])) == 40 and again.loaded_tokens > 100
+    assert len(answer(again, [5])) == 12 and again.loaded_tokens > 100
     again.close()
 
 

@@ -87,16 +87,16 @@ def test_nothing_waits_for_the_device() -> None:
     from offload_rt.kernels import dispatch
 
     device = torch.device("cuda")
-    q, keys = torch.randn(8, 4, 38, device=device), torch.randn(8, 38, 8192, device=device).half()
-    rows = torch.randn(8, 2048, 128, device=device).half()
+    q, keys = torch.randn(8, 4, 38, device=device), torch.randn(8, 38, 1024, device=device).half()
+    rows = torch.randn(8, 256, 128, device=device).half()
     own = PointerTable.of([keys])
-    starts, stops = (torch.full((8,), at, dtype=torch.int32, device=device) for at in (4, 8000))
-    limit = torch.full((1,), 1024, dtype=torch.int32, device=device)
+    starts, stops = (torch.full((8,), at, dtype=torch.int32, device=device) for at in (4, 1000))
+    limit = torch.full((1,), 128, dtype=torch.int32, device=device)
     query = torch.randn(8, 4, 128, device=device).half()
 
     def step() -> torch.Tensor:
-        found = dispatch.partial_scores(q, own, starts, stops, 8192)
-        _, counts = dispatch.select_tokens(found, starts, stops, 8, 4.0, limit, 1024)
+        found = dispatch.partial_scores(q, own, starts, stops, 1024)
+        _, counts = dispatch.select_tokens(found, starts, stops, 8, 4.0, limit, 128)
         return dispatch.attend_counted(query, rows, rows, counts, 0.09)[0]
 
     want = step()  # compiles

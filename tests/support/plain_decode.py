@@ -10,18 +10,20 @@ Kept = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
 """Of each layer the rows that are left: (position, k `[Hkv, d]`, v `[Hkv, d]`)."""
 
 
-def plain_step(adapter: ModelAdapter, token: int, position: int, kept: Kept) -> torch.Tensor:
-    """Logits `[V]` of one token that attends to the (position, k, v) lists of each layer, of a sliding layer those in
-    its window, and to itself."""
-    geometry, at = adapter.geometry, torch.tensor([position])
-    x = adapter.embed(torch.tensor([token]), at)
+def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Kept) -> torch.Tensor:
+    """Logits `[V]` of the last of the tokens from `position` on, each of which attends to the (position, k, v) lists of
+    each layer, of a sliding layer those in its window, to the tokens before it and to itself."""
+    geometry, at = adapter.geometry, torch.arange(position, position + len(tokens))
+    x = adapter.embed(torch.tensor(tokens), at)
     for layer in range(geometry.layers):
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), at)
-        kept[layer].append((position, k[:, 0], v[:, 0]))
+        kept[layer] += [(position + i, k[:, i], v[:, i]) for i in range(len(tokens))]
         window = geometry.windows[layer]
-        seen = [row for row in kept[layer] if window is None or position - row[0] < window]
-        keys, values = (torch.stack([row[i] for row in seen], 1) for i in (1, 2))
+        keys, values = (torch.stack([row[i] for row in kept[layer]], 1) for i in (1, 2))
         keys, values = (x.repeat_interleave(geometry.group, 0) for x in (keys, values))
-        weights = torch.softmax(q @ keys.transpose(1, 2) * geometry.scales[layer], -1)
+        ago = at[:, None] - torch.tensor([row[0] for row in kept[layer]])
+        seen = (ago >= 0) & (ago < (window or ago.max() + 1))
+        scores = q @ keys.transpose(1, 2) * geometry.scales[layer]
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         x = adapter.mlp(layer, adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1)))
-    return adapter.logits(x)[0]
+    return adapter.logits(x)[-1]
