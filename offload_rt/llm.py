@@ -173,6 +173,8 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
+        for prompt, one in zip(encoded, each, strict=True):
+            self._runner.check_room(len(prompt), len(prompt) + one.max_new_tokens)
         engine = Engine(self._runner, max_batch=self.config.max_batch, swap=self._swap)
         requests = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:

@@ -13,7 +13,7 @@ import torch
 
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
-from ..errors import OffloadError
+from ..errors import OffloadError, PoolFullError
 from ..forward.batch import DecodeBatch, Recorder
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
@@ -110,6 +110,19 @@ class Runner:
             self.plan.check([tokens])
         if not self.room.evicts:
             self.pool.check_fits(tokens)
+
+    def check_room(self, prompt: int, total: int) -> None:
+        """Raises PoolFullError where an empty pool could not hold a sequence of `total` tokens; with eviction, which
+        begins with the first new token, one of `prompt` tokens."""
+        if not self.room.evicts:
+            self.pool.check_fits(total)
+            return
+        try:
+            self.pool.check_fits(prompt + 1)
+        except PoolFullError as error:
+            raise PoolFullError(
+                f"a prompt of {prompt:,} tokens does not fit, and eviction begins with the first new token: {error}"
+            ) from None
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """Returns what `action` returns; where it finds no room, memory of `reclaimables` is reclaimed until it does.

@@ -177,7 +177,10 @@ class Session:
         missing = kv.write_out() if kv.sequence is not None and kv.loader is None else []
         kv.save()
         if missing:
-            reason = self.context.storage.last_error or "the store is full"
+            limit = (
+                "the store has no room within its limit" if self.context.options.limit is not None else "not written"
+            )
+            reason = self.context.storage.last_error or limit
             warnings.warn(
                 f"session {self.name!r} is not saved whole ({reason}): what is missing will be computed again",
                 stacklevel=3,

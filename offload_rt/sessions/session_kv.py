@@ -252,17 +252,22 @@ class SessionKV:
     def write_out(self) -> list[NamedChunk]:
         """Waits until all rows that are in host memory are on disk, or cannot be. Returns the names of those that are
         not."""
-        names, missing = self.all_names(), -1
-        waiting = self.enqueue(names)
-        while True:
-            try:
-                self.context.saver.flush()
-            finally:
-                self._enqueued.clear()
-            before, missing = missing, len(fresh := self.fresh(names))
-            if not fresh or not waiting or missing == before:  # all there, all tried, or nothing gets any further
-                return fresh
+        names = self.all_names()
+        self._arrived()  # another session with the same chunk may have removed it since it was handed over
+        while fresh := self.fresh(names):
             waiting = self.enqueue(names)
+            self._arrived()
+            missing = self.fresh(names)
+            if not missing or not waiting or len(missing) == len(fresh):  # all tried, or nothing gets any further
+                return missing
+        return []
+
+    def _arrived(self) -> None:
+        """Waits until nothing is on its way to disk."""
+        try:
+            self.context.saver.flush()
+        finally:
+            self._enqueued.clear()
 
     def enter_names(self) -> None:
         """Lets the history say which chunks on disk it is made of; its last, partly filled one replaces the one
