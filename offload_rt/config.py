@@ -18,6 +18,7 @@ EarlyStopping = bool | Literal["never"]
 KVFormatName = Literal["auto", "int8", "int4", "int2"]
 Overflow = Literal["truncate", "error"]
 EvictionName = Literal["fifo", "lru", "counter"]
+DraftName = Literal["sparse", "lookup", "both"]
 Protected = Literal["window", "none"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
@@ -190,6 +191,27 @@ class EvictionOptions:
 
 
 @dataclass(frozen=True)
+class DraftOptions:
+    """How tokens are drafted that full attention then verifies.
+
+    method: "sparse" decodes them under the policy; "lookup" takes what followed the last words where the text has them
+        before, which costs nothing; "both" takes what is found, and decodes where nothing is.
+    tokens: the most of one draft. How many are drafted follows what was accepted so far, and what drafts and
+        verifications took.
+    ngram: tokens at the end of the text that are looked up, at most; at least two of them must be found.
+    """
+
+    method: DraftName = option("sparse", help="how tokens are drafted", flag="--draft")
+    tokens: int = option(8, help="tokens of a draft at most", metavar="N", flag="--draft-tokens")
+    ngram: int = option(4, help="tokens that are looked up at most", metavar="N", flag="--draft-ngram")
+
+    def __post_init__(self) -> None:
+        check_choice("draft method", self.method, get_args(DraftName))
+        check(self.tokens >= 1, f"draft tokens={self.tokens} must be at least 1")
+        check(self.ngram >= 2, f"draft ngram={self.ngram} must be at least 2")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All that a runtime is made of besides the model: `LLM(model, config)`, or any of these fields by keyword.
 
@@ -220,6 +242,9 @@ class EngineConfig:
         they were fetched, those used most and latest: only other rows cross the link; 0 is none. The tokens are the
         same. On a CPU, where rows are otherwise attended to where they lie, this copies them as a device would: it
         shows what a device saves and makes the run slower.
+    exact: the text of full attention, from fewer passes over all rows: tokens are drafted, several are verified by one
+        pass, and those that full attention would not have chosen are taken back. True drafts under the policy ("full":
+        by lookup); a method's name or a mapping of `DraftOptions` says how. None attends to what the policy selects.
     cuda_graphs: capture decode steps as CUDA graphs and replay them where all that they launch can be repeated
         (`forward/cuda_graphs.py`).
     prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
@@ -253,6 +278,9 @@ class EngineConfig:
     working_set: int = option(
         0, help="fetched rows per layer and KV head that stay on the device", metavar="ROWS", group="device", plans=True
     )
+    exact: DraftOptions | None = option(
+        None, help="the text of full attention: drafts are verified by all rows", group="policy"
+    )
     cuda_graphs: bool = option(False, help="replay decode steps as CUDA graphs", group="device")
     prefill_slice: int = option(
         512, help="prompt tokens whose attention is computed together", metavar="N", group="device", plans=True
@@ -269,6 +297,7 @@ class EngineConfig:
             "device_memory": _parsed_size(self.device_memory, "device_memory"),
             "host_memory": _parsed_size(self.host_memory, "host_memory"),
             "eviction": _parsed_eviction(self.eviction),
+            "exact": _parsed_exact(self.exact, self.policy),
             "skew": None if self.skew is None else Path(self.skew),
             "swap": None if self.swap is None else Path(self.swap).expanduser(),
         }
@@ -294,6 +323,27 @@ def _parsed_eviction(eviction: EvictionOptions | str | Mapping[str, Any] | None)
     if eviction is None or isinstance(eviction, EvictionOptions):
         return eviction
     return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
+
+
+def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, policy: str) -> DraftOptions | None:
+    """`DraftOptions` from True, a method's name or a mapping. Raises ConfigError for what does not exist, and where the
+    policy "full" is to draft for itself."""
+    if exact is None or exact is False:
+        return None
+    own = "lookup" if policy == "full" else "sparse"
+    if isinstance(exact, DraftOptions):
+        found = exact
+    elif isinstance(exact, str):
+        found = DraftOptions(exact)  # type: ignore[arg-type]
+    else:
+        check(exact is True or isinstance(exact, Mapping), f"exact={exact!r}: True, a method's name, or a mapping")
+        found = from_mapping(DraftOptions, {"method": own} | ({} if exact is True else dict(exact)))
+    check(
+        policy != "full" or found.method == "lookup",
+        f"exact={found.method!r} lets the policy draft, and 'full' is what verifies: choose 'lookup', or policy "
+        "'infinigen'",
+    )
+    return found
 
 
 LIVE_POLICIES = ("lookahead", "lru", "fifo")

@@ -20,6 +20,7 @@ from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from .request import Completion, FinishReason, Request, SampledRequest, TokenOutput
 from .runner import Runner
+from .sampler import Sampler
 from .stats import Stats
 
 _NEVER = -1.0e9
@@ -162,6 +163,15 @@ class BeamSearchRequest:
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
         runner.retry_after_reclaim(lambda: runner.check_spare(self.width))
+
+    @property
+    def draft_room(self) -> int:
+        """None: which beams go on is decided token by token."""
+        return 0
+
+    def draft_sampler(self) -> Sampler:
+        """Is never called, because there is no `draft_room`."""
+        raise AssertionError("beams draft nothing")
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """One step of the search, from logits `[S, V]`; S is 1 after the prefill. All events come at the end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from ..config import EngineConfig
 from ..errors import ConfigError, InputError, ModelError
 from ..models.registry import LoadedModel
 from ..select.base import Policy
@@ -28,6 +29,26 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
     if geometry.absolute_positions:
         raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_new_tokens")
     warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
+
+
+def check_drafts(policy: Policy, config: EngineConfig) -> None:
+    """Raises ConfigError where drafts could not be taken back, or full attention is not what would verify them."""
+    assert config.exact is not None
+    if config.eviction is not None:
+        raise ConfigError(
+            "exact=... verifies every token with all rows, and eviction gives rows up: leave eviction out, and raise "
+            "host_memory where it is full"
+        )
+    if config.kv_format != "auto":
+        raise ConfigError(
+            f"exact=... gives the text of full attention over rows as they are, and kv_format={config.kv_format!r} "
+            "rounds them: leave one of the two out"
+        )
+    if config.exact.method != "lookup" and not policy.evictable:
+        raise ConfigError(
+            f"policy {policy.name!r} remembers every token that it has seen and cannot take drafts back: use "
+            "'infinigen' or 'oracle', or exact='lookup'"
+        )
 
 
 def check_evictable(policy: Policy) -> None:

@@ -1,4 +1,5 @@
-"""The engine: `step()` allocates, admits, decodes, prefills and samples; requests join and leave between steps."""
+"""The engine: `step()` allocates, admits, decodes (or drafts and verifies), prefills and samples; requests join and
+leave between steps."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from ..core import Prompt
 from ..errors import PoolFullError
 from ..forward.batch import Recorder
 from .beam_search import BeamSearchRequest
+from .drafting import Draft, Drafting
 from .request import Request, SampledRequest, StartAgainError, TokenOutput
 from .runner import Runner
 from .scheduler import Scheduler
@@ -36,6 +38,8 @@ class Engine:
     ) -> None:
         self.runner = runner
         self._recorder = recorder
+        exact = runner.config.exact
+        self._drafting = None if exact is None else Drafting(runner, exact, recorder)
         self.scheduler = Scheduler(runner, max_batch, swap)
         self._on_prefill = on_prefill
         self._ids = itertools.count()
@@ -76,10 +80,18 @@ class Engine:
         running = list(self.scheduler.running)
         if not running:
             return []
+        if self._drafting is not None:
+            return [event for draft in self._drafting.round(running) for event in self._accept_draft(draft)]
         widths = [len(request.sequences) for request in running]
         logits = self.runner.decode([s for request in running for s in request.sequences], self._recorder)
         pairs = zip(running, logits.split(widths), strict=True)
         return [event for request, rows in pairs for event in self._accept(request, rows)]
+
+    def _accept_draft(self, draft: Draft) -> list[TokenOutput]:
+        """Tokens as far as drafts were right, and one more."""
+        assert self._drafting is not None
+        accepted = self._drafting.accepted(draft)
+        return [event for logits in accepted for event in self._accept(draft.request, logits)]
 
     def _advance_prefill(self) -> list[TokenOutput]:
         scheduler, spent = self.scheduler, 0.0
@@ -93,7 +105,7 @@ class Engine:
             self._on_prefill(request, prefill.layer)
             if prefill.done:
                 assert prefill.logits is not None
-                logits = prefill.logits.unsqueeze(0)
+                logits = prefill.logits
                 return [event for one in scheduler.prefilled() for event in self._accept(one, logits)]
             spent += prefill.tokens / self.runner.adapter.geometry.layers
             if scheduler.running and spent >= self.runner.config.prefill_tokens:

@@ -94,6 +94,16 @@ class Request(Protocol):
         """Allocates what the next step needs. Raises PoolFullError."""
         ...
 
+    @property
+    def draft_room(self) -> int:
+        """The most tokens that may be drafted beyond the next one; 0 where none can be."""
+        ...
+
+    def draft_sampler(self) -> Sampler:
+        """What chooses drafts as the request will choose its next tokens, and changes nothing of it; only called where
+        there is `draft_room`."""
+        ...
+
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """Takes float32 logits `[S, V]` of its sequences, in order, and returns the new tokens; sets `finish_reason`
         after the last."""
@@ -208,6 +218,17 @@ class SampledRequest:
         sequence = self.sequence
         assert sequence is not None
         runner.retry_after_reclaim(lambda: runner.reserve(sequence))
+
+    @property
+    def draft_room(self) -> int:
+        """Tokens that may still come after the next one; none while it computes again what it has chosen before."""
+        assert self.sequence is not None
+        known = self.sequence.position + 1 < len(self.sequence.tokens)
+        return 0 if known else self.params.max_new_tokens - len(self.new_tokens) - 1
+
+    def draft_sampler(self) -> Sampler:
+        """A copy of its own."""
+        return self._sampler.copy()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
         """Samples the next token from logits `[1, V]`, unless it is known already, and ends after the last."""

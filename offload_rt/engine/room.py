@@ -67,10 +67,11 @@ class Room:
 
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, behind: int = 0) -> None:
         """Takes the slots in sliding layers that tokens [position, stop) need, and gives back what has left the
-        windows. Raises PoolFullError. Rows that leave have been written, since that is waited for, and read: a decode
-        step reads nothing of a sliding layer from the pool (its window is resident), and after a prefill the first
-        token is sampled before anybody else gets chunks."""
-        blocks, position = sequence.blocks, sequence.position
+        windows, drafts not counted. Raises PoolFullError. Rows that leave have been written, since that is waited for,
+        and read: a decode step reads nothing of a sliding layer from the pool (its window is resident), and after a
+        prefill the first token is sampled before anybody else gets chunks."""
+        blocks = sequence.blocks
+        position = sequence.position if sequence.draft_start is None else sequence.draft_start
         if behind or self._pool.slides(blocks, position, stop, whole=self.evicts):
             storage.settle(blocks)
             self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)

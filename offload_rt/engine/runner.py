@@ -29,7 +29,7 @@ from ..select.base import Policy
 from ..transfer.link import Link
 from ..transfer.streams import on_device
 from ..transfer.weights import WeightStream
-from .checks import check_evictable, check_positions, check_token_ids
+from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
 from .stats import Accounting, Stats
@@ -85,11 +85,18 @@ class Runner:
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
         if config.eviction is not None:
             check_evictable(policy)
+        if config.exact is not None:
+            check_drafts(policy, config)
 
     @property
     def approximates(self) -> bool:
-        """Whether tokens decoded under the policy and the pool's format have other rows than a prefill gives them."""
-        return self.policy.lineage != EXACT or not self.pool.format.exact
+        """Whether decoded tokens, under the policy and the pool's format, have other rows than a prefill gives them."""
+        return self.lineage != EXACT or not self.pool.format.exact
+
+    @property
+    def lineage(self) -> str:
+        """Of the rows of decoded tokens: the policy's, but those that full attention verifies are its own."""
+        return self.policy.lineage if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
         """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
@@ -186,7 +193,7 @@ class Runner:
         floor: the first token that sliding layers may see."""
         if not self.room.shares:
             return BlockTable(floor=floor)
-        return self.pool.match(tokens, EXACT + truncation_id, self.policy.lineage + truncation_id, floor=floor)
+        return self.pool.match(tokens, EXACT + truncation_id, self.lineage + truncation_id, floor=floor)
 
     def adopt(
         self,
@@ -280,7 +287,7 @@ class Runner:
         """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
         the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
         if self.room.shares:
-            lineage = EXACT if sequence.position == sequence.exact else self.policy.lineage
+            lineage = EXACT if sequence.position == sequence.exact else self.lineage
             self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.truncation_id)
 
     @_on_own_device
@@ -306,7 +313,7 @@ class Runner:
             self.adapter,
             self.link.storage,
             slice_tokens=size,
-            want_logits=want_logits,
+            logits_of=int(want_logits),
             before_layer=before_layer,
             after_layer=after_layer,
         )
@@ -342,7 +349,7 @@ class Runner:
         while not prefill.done:
             self.advance_prefill(prefill)
             on_layer(prefill.layer)
-        return prefill.logits
+        return None if prefill.logits is None else prefill.logits[0]
 
     @_on_own_device
     @torch.inference_mode()
@@ -367,6 +374,38 @@ class Runner:
         for sequence in batch:
             sequence.trace.decode_seconds += seconds
         return logits
+
+    @_on_own_device
+    @torch.inference_mode()
+    def verify(self, sequence: Sequence, count: int) -> torch.Tensor:
+        """Computes the next `count` tokens of a sequence, which has slots for them, in one pass over all rows: in place
+        of what drafts have left there. float32 logits `[count, V]` of what follows each. None of them is committed:
+        `accept` commits one after the other."""
+        crossed, stop = self._accounting.weights_crossed, sequence.position + count
+        self.room.slide(sequence, self.link.storage, stop)
+        sequence.interrupted = True
+        sequence.trace.enter_whole_pass(self.adapter.geometry.windows, sequence.position / stop)
+        verification = Prefill(sequence, stop, self.adapter, self.link.storage, slice_tokens=count, logits_of=count)
+        while not verification.done:
+            verification.run_layer()
+        self.link.storage.settle(sequence.blocks)
+        sequence.interrupted = False
+        sequence.trace.weight_bytes += self._accounting.weights_crossed - crossed
+        assert verification.logits is not None
+        return verification.logits
+
+    def accept(self, sequence: Sequence) -> None:
+        """Commits the next of the tokens that `verify` has computed."""
+        sequence.position += 1
+        sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
+        self.pool.commit(sequence.blocks, sequence.position)
+
+    def rewind(self, sequence: Sequence, position: int) -> None:
+        """Takes back what decode steps have computed from `position` on. Slots and memory stay; rows and scoring keys
+        there mean nothing until they are written again."""
+        self.link.storage.settle(sequence.blocks)
+        sequence.position = position
+        self.pool.rewind(sequence.blocks, position)
 
     def stats(self, sequence: Sequence) -> Stats:
         """What the sequence cost so far; to be taken before `free`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import cast
 
 import torch
@@ -45,6 +46,13 @@ class Sampler:
             self._processors.append(TopPLogitsWarper(params.top_p))
         if params.min_p:
             self._processors.append(MinPLogitsWarper(params.min_p))
+
+    def copy(self) -> Sampler:
+        """Another that chooses what this one will: with random numbers of its own that are the same ones."""
+        twin = copy.copy(self)
+        twin._generator = torch.Generator()
+        twin._generator.set_state(self._generator.get_state())
+        return twin
 
     def pick(self, logits: torch.Tensor, tokens: list[int]) -> int:
         """A token id from float32 logits `[V]` that follow `tokens` (prompt and generated, for the repetition

@@ -16,6 +16,10 @@ from .runner import Runner
 from .stats import Stats
 
 
+VERIFIED_AT_ONCE = 64
+"""Tokens of a pass with `exact`: their logits over the vocabulary are in memory together."""
+
+
 @dataclass(frozen=True)
 class Score:
     """Of one continuation of n tokens: natural log-probability `[n]` of each, whether each was the likeliest token
@@ -123,11 +127,23 @@ class _Batches:
 
     def decode(self) -> None:
         """Runs those that wait to their ends, and frees them."""
+        if self._runner.config.exact is not None:
+            for sequence, task in self._pending:
+                self._verify(sequence, task)
+            self._pending = []
         while self._pending:
             logprobs = torch.log_softmax(self._runner.decode([sequence for sequence, _ in self._pending]), dim=-1)
             for (sequence, task), row in zip(self._pending, logprobs, strict=True):
                 self._advance(sequence, task, row)
             self._pending = [(sequence, task) for sequence, task in self._pending if task.score is None]
+
+    def _verify(self, sequence: Sequence, task: _Task) -> None:
+        """Computes all tokens of one that are left with all rows, some of them in each pass."""
+        while task.score is None:
+            logits = self._runner.verify(sequence, min(VERIFIED_AT_ONCE, task.computed - sequence.position))
+            for row in torch.log_softmax(logits, dim=-1):
+                self._runner.accept(sequence)
+                self._advance(sequence, task, row)
 
     def _advance(self, sequence: Sequence, task: _Task, logprobs: torch.Tensor) -> None:
         """Enters what logprobs `[V]` say of the next token; scores and frees the sequence after the last."""

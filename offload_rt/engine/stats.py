@@ -17,9 +17,10 @@ from ..transfer.link import Link
 from ..transfer.weights import WeightStream
 
 
-def _mean(rows: list[list[float]]) -> float:
-    values = [value for row in rows for value in row]
-    return sum(values) / len(values) if values else 0.0
+def _mean(rows: list[list[float]], tokens: int) -> float:
+    """Mean over layers of the sum over steps, for each of `tokens` tokens."""
+    layers = len(rows[0]) if rows else 0
+    return sum(map(sum, rows)) / (layers * tokens) if layers and tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Stats:
         are not attended; 0 without a tail.
     scoring_bytes_device / scoring_bytes_host: scoring keys of this sequence, on the device or where they are scored.
     weight_bytes / weight_bytes_device: all weights / those on the device, buffers for the others included.
-    link_fraction, attended_fraction: mean over layers and decode steps, dense layers included.
+    link_fraction, attended_fraction: mean over layers and new tokens, dense layers included; with `exact` of all passes
+        that a token took, drafts and verification.
+    drafted_tokens, accepted_tokens: with `exact`, tokens that were drafted, and those that full attention chose too.
+    verifications: passes over all rows, each of which gave one token besides those accepted.
     sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
     missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
         `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured. With a tail it
@@ -81,6 +85,9 @@ class Stats:
     working_set_rows: int
     working_set_bytes: int
     working_set_hit_rate: float | None
+    drafted_tokens: int
+    accepted_tokens: int
+    verifications: int
     attended_by_step: list[list[float]]
     missed_by_step: list[tuple[int, list[float]]]
 
@@ -91,7 +98,18 @@ class Stats:
     @property
     def tokens_per_second(self) -> float:
         """Decoded tokens per second of decoding; the first new token comes from the prefill."""
-        return len(self.attended_by_step) / self.decode_seconds if self.decode_seconds else 0.0
+        tokens = self.accepted_tokens + (self.verifications or len(self.attended_by_step))
+        return tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafted tokens that full attention chose too; None where none was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens that a verification gives, its own included; None without `exact`."""
+        return 1 + self.accepted_tokens / self.verifications if self.verifications else None
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
@@ -105,7 +123,7 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Means over layers and decode steps of the share of visible rows fetched across the link (`link`) and attended;
+    """Means over layers and decoded tokens of the share of visible rows fetched across the link (`link`) and attended;
     `sparse_*` over the layers that select, 0 where none does."""
 
     link: float
@@ -119,9 +137,10 @@ class Fractions:
         trace.settle()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
         fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
-        hits = sum(trace.hit_shares())
-        link, sparse = _mean(trace.fetched) - hits / trace.layers, _mean(fetched) - hits / max(1, len(selecting))
-        return cls(link, _mean(trace.attended), sparse, _mean(attended))
+        hits, tokens = sum(trace.hit_shares()), trace.decoded_tokens
+        link = _mean(trace.fetched, tokens) - hits / trace.layers
+        sparse = _mean(fetched, tokens) - hits / max(1, len(selecting))
+        return cls(link, _mean(trace.attended, tokens), sparse, _mean(attended, tokens))
 
 
 class Accounting:
@@ -197,6 +216,9 @@ class Accounting:
             working_set_rows=self._config.working_set,
             working_set_bytes=self._link.working_set_bytes(sequence.blocks),
             working_set_hit_rate=trace.hit_rate if self._config.working_set else None,
+            drafted_tokens=trace.drafted,
+            accepted_tokens=trace.accepted,
+            verifications=0 if self._config.exact is None else len(trace.attended) - trace.draft_steps,
             attended_by_step=trace.attended,
             missed_by_step=trace.missed,
         )

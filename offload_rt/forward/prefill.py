@@ -21,7 +21,8 @@ class Prefill:
     """The prefill of tokens [block table.length, stop) of one sequence, one layer a call, so that running decodes need
     not wait for all of it. What the block table has already (a reused prefix) is loaded layer by layer, and its rows
     are made known to the policy if they are not yet. The pool must have room reserved. When the last layer is done,
-    `logits` holds what follows token stop - 1, if it was asked for, and the caller commits the block table."""
+    `logits` `[n, V]` holds what follows each of the last n tokens that was asked for, and the caller commits the block
+    table."""
 
     def __init__(
         self,
@@ -31,22 +32,23 @@ class Prefill:
         storage: KVStorage,
         *,
         slice_tokens: int,
-        want_logits: bool,
+        logits_of: int,
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
     ) -> None:
-        """`before_layer(layer)` is called before a layer is computed: the rows that the block table has already must be
-        in the pool when it returns. `after_layer(layer)` is for the runner to call, when a layer is computed and, after
-        the last one, committed."""
+        """logits_of: n, tokens of the last slice. `before_layer(layer)` is called before a layer is computed: the rows
+        that the block table has already must be in the pool when it returns. `after_layer(layer)` is for the runner to
+        call, when a layer is computed and, after the last one, committed."""
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.layer = 0
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         self._adapter, self._storage = adapter, storage
-        self._want_logits, self._before_layer = want_logits, before_layer
+        self._logits_of, self._before_layer = logits_of, before_layer
         self._start = sequence.blocks.length
         self._slices = slices_of(stop - self._start, slice_tokens)
+        assert logits_of <= self._slices[-1].stop - self._slices[-1].start
         self._learn_from = 0 if sequence.unlearned else self._start
         self._positions = torch.arange(self._start, stop, device=adapter.device) + sequence.shift
         tokens = torch.tensor(sequence.tokens[self._start : stop], device=adapter.device)
@@ -71,8 +73,8 @@ class Prefill:
         self.sequence.trace.bytes_requested += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer.kv, layer.first, last=self.layer == last)
-        if self.layer == last and self._want_logits:
-            self.logits = self._adapter.logits(self._hidden[-1:])[0]
+        if self.layer == last and self._logits_of:
+            self.logits = self._adapter.logits(self._hidden[-self._logits_of :])
         self.layer += 1
 
     def _keys_and_values(self) -> Iterator[KVPart]:
@@ -80,8 +82,8 @@ class Prefill:
         return keys_and_values(self._adapter, self.layer, inputs, (self._positions[s] for s in self._slices))
 
     def _attention_and_mlp(self, kv: KVPart, first: int, *, last: bool) -> None:
-        """The layer's second half, over K and V of the tokens from `first` on. Of the last layer only the last token's
-        output is ever read. The policy hears nothing of sliding layers, which select nothing."""
+        """The layer's second half, over K and V of the tokens from `first` on. Of the last layer only the outputs
+        of the last tokens, if any, are ever read. The policy hears nothing of sliding layers, which select nothing."""
         adapter, layer, state = self._adapter, self.layer, self.sequence.state
         slides = adapter.geometry.windows[layer] is not None
         for s in self._slices:
@@ -90,9 +92,9 @@ class Prefill:
             if not slides:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
             if last:
-                if not self._want_logits or s.stop < self.tokens:
+                if not self._logits_of or s.stop < self.tokens:
                     continue
-                q, s = q[:, -1:], slice(s.stop - 1, s.stop)
+                q, s = q[:, -self._logits_of :], slice(s.stop - self._logits_of, s.stop)
             residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, self._start + s.stop - first)
             self._hidden[s] = adapter.mlp(layer, residual)
         if not slides:

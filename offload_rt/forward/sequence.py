@@ -25,7 +25,8 @@ class Sequence:
     `truncation_id` names what was cut: it belongs to the lineage of every chunk. `interrupted`: a step on it was
     interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool below
     `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks` how
-    many others will fork from it and may grow as long."""
+    many others will fork from it and may grow as long. `draft_start`: while drafts are decoded, the first token that
+    may be taken back: what its windows show is kept."""
 
     id: int
     tokens: list[int]
@@ -42,6 +43,7 @@ class Sequence:
     interrupted: bool = False
     expected: int = 0
     forks: int = 0
+    draft_start: int | None = None
 
     @property
     def chunks_ahead(self) -> int:

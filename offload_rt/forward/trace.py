@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,7 +43,9 @@ class Trace:
     """Counts of one sequence. Fractions are over the token rows that the model itself would attend to in the layer
     (a sliding window's rows where there is one), the newest token included.
 
-    attended, fetched: `[steps][layers]` fractions of each decode step.
+    attended, fetched: `[steps][layers]` fractions of each decode step, and of each pass that verified drafts.
+    drafted, accepted: tokens that were drafted, and of these the ones that verification left; draft_steps: decode steps
+        that drafted, which gave no token by themselves.
     missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
     savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that did not cross the link, token rows
         that the working set had, the sum over steps of their share of the context, and rows that were looked for; None
@@ -64,6 +67,14 @@ class Trace:
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
     savings: torch.Tensor | None = None
     pending: list[_PendingCount] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    draft_steps: int = 0
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that steps and verifying passes gave."""
+        return len(self.attended) - self.draft_steps + self.accepted
 
     @property
     def bytes_to_device(self) -> int:
@@ -143,6 +154,12 @@ class Trace:
         self.fetched.append([0.0] * self.layers)
         if self.measures_missed:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
+
+    def enter_whole_pass(self, windows: Sequence[int | None], fetched: float) -> None:
+        """Enters a pass over all rows, of which the share `fetched` crossed the link but in layers with `windows`,
+        which are resident."""
+        self.attended.append([1.0] * self.layers)
+        self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
     def enter_rows(self, layer: int, visible: Visible, fetched: int | torch.Tensor) -> None:
         """Enters that `fetched` rows per KV head, besides the resident ones, are attended to in `layer`; adds up over

@@ -244,6 +244,12 @@ class HostPool(StoredRows):
         assert blocks.length <= length <= blocks.capacity
         blocks.length = length
 
+    def rewind(self, blocks: BlockTable, length: int) -> None:
+        """Declares the tokens [length, block table.length) not complete: drafts that are computed again, or were not
+        wanted. Their slots stay, and are this block table's alone."""
+        assert length <= blocks.length
+        blocks.length = length
+
     def fork(self, blocks: BlockTable) -> BlockTable:
         """A second block table on the same complete tokens; nothing is copied until one of the two writes."""
         shared = blocks.chunks[: chunks_for(blocks.length)]

@@ -219,7 +219,7 @@ class SessionKV:
     def _lineage(self) -> Lineage:
         context, history = self.context, self.history
         owner = history.id if context.private else ""
-        return Lineage(context.storage.root, self.runner.policy.lineage, history.truncation_id, owner)
+        return Lineage(context.storage.root, self.runner.lineage, history.truncation_id, owner)
 
     def fresh(self, names: Iterable[NamedChunk]) -> list[NamedChunk]:
         """Returns those that are neither on disk nor on their way to it."""

@@ -1,0 +1,167 @@
+"""Exact decoding from drafts: tokens are drafted cheaply, and one pass over all rows says which of them full attention
+would have chosen. Those stay, with the rows of that pass; the others are taken back.
+
+A draft is right where it is the token that the request itself samples from the verified logits, with its own random
+numbers. Drafts are sampled with a copy of these: where the two distributions are alike, so are the tokens. So the text
+is that of full attention, token for token and also at a temperature, up to how products of several rows are rounded;
+no random number is spent on drafts, and nothing has to be resampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..config import DraftOptions
+from ..errors import PoolFullError
+from ..forward.batch import Recorder
+from ..forward.sequence import Sequence
+from .draft_source import Acceptance, Costs, Lookup
+from .request import Request
+from .runner import Runner
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is remembered of a request from round to round."""
+
+    lookup: Lookup
+    found: Acceptance = field(default_factory=Acceptance)
+    decoded: Acceptance = field(default_factory=Acceptance)
+
+
+@dataclass(eq=False)
+class Draft:
+    """tokens: those drafted behind the newest one of a request's sequence, token `start`; decoded: so many are to be
+    decoded under the policy, 0 where they were found. logits `[n + 1, V]`: what full attention says behind the newest
+    token and each draft; of a request that drafts nothing `[S, V]`, of each of its sequences."""
+
+    request: Request
+    start: int
+    tokens: list[int] = field(default_factory=list)
+    decoded: int = 0
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def sequence(self) -> Sequence:
+        """Of a request that drafts."""
+        [sequence] = self.request.sequences
+        return sequence
+
+
+class Drafting:
+    """Rounds of drafts and verification for the requests of one engine. Between rounds a sequence holds verified tokens
+    and the newest one, as it does between the steps of any other engine."""
+
+    def __init__(self, runner: Runner, options: DraftOptions, recorder: Recorder | None = None) -> None:
+        self._runner, self._options, self._recorder = runner, options, recorder
+        # Drafts stay in the window, where nothing selects them: no copy of one is left anywhere when it is taken back.
+        self._most = options.tokens if options.method == "lookup" else min(options.tokens, runner.policy.recent)
+        self._costs = Costs()
+        self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
+
+    def round(self, running: Seq[Request]) -> list[Draft]:
+        """Drafts for all of `running`, and verifies: logits for each, nothing of it accepted."""
+        drafts = [self._begin(request) for request in running]
+        began = time.perf_counter()
+        steps = self._decode([draft for draft in drafts if draft.decoded])
+        drafted = time.perf_counter()
+        for draft in drafts:
+            self._verify(draft)
+        ended = time.perf_counter()
+        verified = sum(len(draft.tokens) + 1 for draft in drafts)
+        self._costs.saw(steps, drafted - began, verified, ended - drafted)
+        for draft in drafts:
+            for sequence in draft.request.sequences:
+                sequence.trace.decode_seconds += ended - drafted
+        return drafts
+
+    def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
+        """Logits `[1, V]` of one token after the other (`[S, V]` of several sequences), committed before each; the
+        request takes each in before it asks for the next. Ends behind the first token that was not drafted."""
+        request, runner, right = draft.request, self._runner, 0
+        for row in range(len(draft.tokens) + 1):
+            for sequence in request.sequences:
+                runner.accept(sequence)
+                sequence.trace.accepted += row > 0
+            yield draft.logits[row : row + 1] if draft.tokens else draft.logits
+            if row == len(draft.tokens) or request.finish_reason is not None:
+                break
+            if draft.sequence.tokens[-1] != draft.tokens[row]:
+                runner.reload(draft.sequence)  # the window has drafts in it
+                break
+            right += 1
+        self._learn(draft, right)
+
+    def _begin(self, request: Request) -> Draft:
+        """What is to be drafted, and slots for it; nothing where there is no room."""
+        start = request.sequences[0].position
+        most = min(self._most, request.draft_room)
+        if most <= 0:
+            return Draft(request, start)
+        known = self._known.setdefault(request, _Known(Lookup(self._options.ngram)))
+        draft = Draft(request, start)
+        if self._options.method != "sparse":
+            length = known.found.best_length(most, self._costs, decoded=False)
+            draft.tokens = known.lookup.propose(draft.sequence.tokens, length)
+        if self._options.method != "lookup" and not draft.tokens:
+            draft.decoded = known.decoded.best_length(most, self._costs, decoded=True)
+        if not self._reserve(draft.sequence, start + 1 + (draft.decoded or len(draft.tokens))):
+            draft.tokens, draft.decoded = [], 0
+        return draft
+
+    def _reserve(self, sequence: Sequence, slots: int) -> bool:
+        try:
+            self._runner.retry_after_reclaim(partial(self._runner.pool.reserve, sequence.blocks, slots))
+        except PoolFullError:
+            return False
+        return True
+
+    def _decode(self, drafts: Seq[Draft]) -> int:
+        """Decodes drafts under the policy, all requests together, and takes what was computed back. Returns the number
+        of steps."""
+        samplers = {draft: draft.request.draft_sampler() for draft in drafts}
+        steps = 0
+        for draft in drafts:
+            draft.sequence.draft_start = draft.start
+        while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
+            logits = self._runner.decode([draft.sequence for draft in going], self._recorder)
+            steps += 1
+            for draft, row in zip(going, logits, strict=True):
+                sequence = draft.sequence
+                sequence.trace.draft_steps += 1
+                token = samplers[draft].pick(row, sequence.tokens)
+                sequence.tokens.append(token)
+                draft.tokens.append(token)
+        for draft in drafts:
+            sequence = draft.sequence
+            sequence.draft_start = None
+            del sequence.tokens[draft.start + 1 :]
+            self._runner.rewind(sequence, draft.start)
+        return steps
+
+    def _verify(self, draft: Draft) -> None:
+        """One pass over the newest token and the drafts behind it."""
+        runner, request = self._runner, draft.request
+        if not draft.tokens:
+            draft.logits = torch.cat([runner.verify(sequence, 1) for sequence in request.sequences])
+            return
+        sequence = draft.sequence
+        sequence.trace.drafted += len(draft.tokens)
+        sequence.tokens += draft.tokens
+        draft.logits = runner.verify(sequence, len(draft.tokens) + 1)
+        del sequence.tokens[draft.start + 1 :]
+
+    def _learn(self, draft: Draft, right: int) -> None:
+        known = self._known.get(draft.request)
+        if known is not None and draft.tokens:
+            (known.decoded if draft.decoded else known.found).saw(len(draft.tokens), right)
+        elif known is not None:
+            known.found.rested()
+            known.decoded.rested()

@@ -1,0 +1,247 @@
+"""Drafts and their verification (`exact=...`): the text is that of full attention, and nothing of a draft is left."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.config import DraftOptions
+from offload_rt.engine.draft_source import Acceptance, Costs, Lookup
+from offload_rt.forward.sequence import Sequence
+
+SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
+"""So few rows that drafts are often wrong."""
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0, ignore_eos=True)
+
+
+def runtime(model: Any, policy: str = "infinigen", **fields: Any) -> LLM:
+    options = fields.pop("policy_options", SMALL if policy == "infinigen" else {})
+    return LLM(model, policy=policy, policy_options=options, host_memory="16MiB", **fields)
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    found = [completion.token_ids for completion in llm.generate(prompts, params)]
+    llm.runner.check_integrity()
+    return found
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """Mistral's window is 48 tokens: it slides. Whole texts: tiny float32 models repeat no near tie in 24 tokens."""
+    return tiny_model(request.param)
+
+
+PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "exact"),
+    [("infinigen", True), ("infinigen", {"method": "both", "tokens": 3}), ("oracle", True), ("full", True)],
+)
+def test_the_text_is_that_of_full_attention(model: Any, policy: str, exact: Any) -> None:
+    """Greedy and sampled with the same seed, three sequences at once, whose drafts end in different places."""
+    options = {"budget": 0.1, "sinks": 2, "recent": 8} if policy == "oracle" else None
+    llm = runtime(model, policy, exact=exact, **({} if options is None else {"policy_options": options}))
+    plain = runtime(model, "full")
+    sampled = [SamplingParams(max_new_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (24, 13, 1)]
+    for params in (GREEDY, sampled):
+        assert texts(llm, PROMPTS, params) == texts(plain, PROMPTS, params)
+
+
+def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
+    """With nearly no rows drafts are wrong at times, with all rows never; what a token took is summed over passes."""
+    model = tiny_model("llama")
+    prompt = tiny_prompt(200)
+    poor, rich = (
+        runtime(model, policy_options=SMALL | {"budget": budget}, exact={"tokens": 4}) for budget in (0.02, 1.0)
+    )
+    few, all_right = (llm.generate([prompt], GREEDY)[0].stats for llm in (poor, rich))
+    assert few.accepted_tokens < few.drafted_tokens
+    assert all_right.accepted_tokens == all_right.drafted_tokens and all_right.acceptance_rate == 1
+    for stats in (few, all_right):
+        assert stats.accepted_tokens + stats.verifications == 23, "the first token is the prefill's"
+        steps = len(stats.attended_by_step) - stats.verifications
+        total = sum(map(sum, stats.attended_by_step)) / stats.layers
+        assert stats.attended_fraction == pytest.approx(total / 23)
+        assert steps == stats.drafted_tokens
+    assert few.mean_accepted_length is not None and all_right.mean_accepted_length is not None
+    assert few.mean_accepted_length < all_right.mean_accepted_length
+
+
+def test_what_was_written_before_is_found_for_nothing() -> None:
+    """A trained model goes through a page for the second time: no step drafts, and a pass gives several tokens."""
+    llm = LLM("reference", policy="full", host_memory="64MiB", exact=True)
+    page = llm.encode(files("offload_rt").joinpath("data/black_arrow.txt").read_text(encoding="utf-8")[:1200])
+    params = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
+    [done] = llm.generate([page + page[:60]], params)
+    assert done.token_ids == runtime("reference", "full").generate([page + page[:60]], params)[0].token_ids
+    assert len(done.stats.attended_by_step) == done.stats.verifications, "no step drafted"
+    assert done.stats.accepted_tokens >= 10
+
+
+def test_rows_are_those_of_a_run_that_never_drafted() -> None:
+    """After a session's turn and a fork: K and V in the pool, token for token. 1e-5: one pass over several tokens sums
+    in another order than one over one."""
+    model = tiny_model("qwen2")
+    prompt = tiny_prompt(130)
+    rows = []
+    for llm in (runtime(model, exact=True), runtime(model, "full")):
+        runner = llm.runner
+        [done] = llm.generate([prompt], GREEDY)
+        blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
+        assert blocks.length == 128, "full chunks of prompt and verified tokens are shared as exact ones"
+        rows.append(runner.pool.runs(blocks, 3, range(128))[0])
+        runner.pool.release(blocks)
+    torch.testing.assert_close(rows[0].k, rows[1].k, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows[0].v, rows[1].v, rtol=0, atol=1e-5)
+
+
+def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
+    """Turns of a session, reopened from disk, then a fork: the tokens of full attention."""
+    model = tiny_model("llama")
+    said = []
+    for name, llm in (("exact", runtime(model, exact={"tokens": 3})), ("full", runtime(model, "full"))):
+        answers = []
+        for turn in range(3):
+            session = llm.session("talk", tmp_path / name)
+            answers.append([event.token_id for event in session.send(tiny_prompt(30 + turn, seed=turn), GREEDY)])
+            if turn == 2:
+                fork = session.fork("other")
+                answers.append([event.token_id for event in fork.send(tiny_prompt(9, seed=7), GREEDY)])
+                fork.close()
+            session.close()
+        said.append(answers)
+    assert said[0] == said[1]
+
+
+def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
+    model = tiny_model("llama")
+    llm, plain = runtime(model, exact=True), runtime(model, "full")
+    several = SamplingParams(max_new_tokens=10, temperature=0.9, seed=3, n=3)
+    beams = SamplingParams(max_new_tokens=8, temperature=0, num_beams=3, n=2)
+    for params in (several, beams):
+        assert texts(llm, PROMPTS[:2], params) == texts(plain, PROMPTS[:2], params)
+    mine, theirs = (one.score(PROMPTS[:2], [tiny_prompt(70, seed=5), tiny_prompt(3, seed=6)]) for one in (llm, plain))
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.is_greedy == b.is_greedy
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_a_preempted_request_goes_on_exactly() -> None:
+    """A pool for two of three: the youngest starts again, its tokens prefilled, since they are exact."""
+    model = tiny_model("llama")
+    params = SamplingParams(max_new_tokens=70, temperature=0, ignore_eos=True)
+    small = LLM(model, policy_options=SMALL, host_memory="600KiB", exact=True, prefix_sharing=False)
+    found = texts(small, PROMPTS, params)
+    assert found == texts(runtime(model, "full"), PROMPTS, params)
+
+
+@given(st.data())
+@settings(max_examples=12, deadline=None)
+def test_any_drafts_leave_nothing_behind(data: st.DataObject) -> None:
+    """Drafts of any tokens and any number of them accepted: logits and rows of a sequence that never drafted. float64:
+    a row that a draft left behind would be off by far more than 1e-6, which RMSNorm's own float32 leaves."""
+    llm = runtime(_WIDE, exact=True)
+    runner, prompt = llm.runner, tiny_prompt(60)
+    sequence, plain = (runner.new_sequence(prompt, 160) for _ in range(2))
+    for one in (sequence, plain):
+        runner.prefill(one, 59)
+    for _ in range(data.draw(st.integers(1, 6))):
+        _round(data, runner, sequence, plain)
+        runner.check_integrity()
+    for layer in (0, runner.adapter.geometry.layers - 1):
+        mine, theirs = (one.keys(layer, range(one.position)) for one in (sequence, plain))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    for one in (sequence, plain):
+        runner.free(one)
+
+
+_LLAMA = tiny_model("llama")
+_WIDE = tiny_model("llama", dtype=torch.float64)
+
+
+def _round(data: st.DataObject, runner: Any, sequence: Sequence, plain: Sequence) -> None:
+    """Drafts what hypothesis says, verifies, accepts the first so many, and compares the logits."""
+    tokens = st.integers(0, runner.adapter.geometry.vocab - 1)
+    drafts = data.draw(st.lists(tokens, min_size=0, max_size=8))
+    start, kept = sequence.position, data.draw(st.integers(0, len(drafts)))
+    sequence.draft_start = start
+    for token in drafts:
+        runner.decode([sequence])
+        sequence.tokens.append(token)
+    sequence.draft_start = None
+    runner.rewind(sequence, start)
+    logits = runner.verify(sequence, len(drafts) + 1)
+    for row in range(kept + 1):
+        runner.accept(sequence)
+        expected = runner.verify(plain, 1)
+        runner.accept(plain)
+        torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=1e-5)
+        following = drafts[row] if row < kept else data.draw(tokens)
+        plain.tokens.append(following)
+    sequence.tokens[start + 1 :] = plain.tokens[start + 1 :]
+    runner.reload(sequence)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))
+def test_lookup_finds_what_a_search_finds(tokens: list[int], longest: int, most: int) -> None:
+    """Whatever the text was asked for before: the longest n-gram, where it occurred last."""
+    lookup, found = Lookup(longest), []
+    for stop in range(1, len(tokens) + 1):
+        found = lookup.propose(tokens[:stop], most)
+    expected: list[int] = []
+    for n in range(min(longest, len(tokens)), 1, -1):
+        ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[len(tokens) - n :]]
+        if ends:
+            expected = tokens[ends[-1] : ends[-1] + most]
+            break
+    assert found == expected
+
+
+def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
+    """Free drafts that are right are as long as allowed; wrong ones, or steps as dear as a verification, are none."""
+    costs, right, wrong = Costs(), Acceptance(), Acceptance()
+    for tokens in (1, 5, 9, 3):
+        costs.saw(4, 4 * 0.9, tokens, 1 + 0.01 * tokens)
+    for _ in range(40):
+        right.saw(8, 8)
+        wrong.saw(8, 0)
+    assert right.best_length(8, costs, decoded=False) == 8
+    assert right.best_length(8, costs, decoded=True) >= 1
+    assert wrong.best_length(8, costs, decoded=True) == 0
+    for _ in range(400):
+        wrong.rested()
+    assert wrong.best_length(8, costs, decoded=False) > 0, "it is tried again"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"exact": "quick"}, "did you mean|one of"),
+        ({"exact": {"tokens": 0}}, "at least 1"),
+        ({"exact": {"count": 2}}, "count"),
+        ({"exact": 3}, "exact=3"),
+        ({"exact": "sparse", "policy": "full"}, "'lookup'"),
+        ({"exact": True, "policy": "quest"}, "exact='lookup'"),
+        ({"exact": True, "eviction": "counter"}, "eviction"),
+        ({"exact": True, "kv_format": "int8"}, "kv_format"),
+    ],
+)
+def test_what_cannot_be_exact_says_so(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(_LLAMA, host_memory="8MiB", **fields)
+
+
+def test_defaults_draft_by_the_policy_and_by_lookup_for_full() -> None:
+    llm = runtime(_LLAMA, exact=True)
+    assert llm.config.exact == DraftOptions("sparse", 8, 4)
+    assert runtime(_LLAMA, "full", exact=True).config.exact == DraftOptions("lookup")
+    assert LLM(_LLAMA, host_memory="8MiB", exact=False).config.exact is None
