@@ -15,6 +15,9 @@ from .reference import capped, merge_lse
 _BLOCK = 1024
 """Keys that are scored together where scores are capped or share their softmax with a sink."""
 
+FEW = 128
+"""Queries of a KV head that are computed side by side: one block of the flash kernel or two."""
+
 
 def attend_causal(
     q: torch.Tensor,
@@ -34,10 +37,31 @@ def attend_causal(
     heads, m, d = q.shape
     if softcap is not None or sinks is not None:
         return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)
+    if window is None and q.device.type == "cpu" and heads // k.shape[0] * m <= FEW:
+        return _few(q.unflatten(0, (k.shape[0], -1)), k, v, scale)
     attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _lower_right)
     grouped = q.unflatten(0, (k.shape[0], -1))
     outs = [attend(grouped[None, :, g], k[None], v[None], scale, window or k.shape[1]) for g in range(grouped.shape[1])]
     return torch.stack([out[0] for out in outs], dim=1).view(heads, m, d)
+
+
+def _few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Queries q `[Hkv, G, m, d]` so few that reading K and V is what takes the time: they are read once, with the
+    queries of a group side by side. Returns `[H, m, d]`."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    m = q.shape[2]
+    side_by_side, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
+    parts = []
+    if past:
+        parts.append(flash(side_by_side, k[None, :, :past], v[None, :, :past], 0.0, False, scale=scale))
+    if m > 1:
+        own = (x[:, -m:].unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        out, lse = flash(q, *own, 0.0, True, scale=scale)
+        parts.append((out.flatten(1, 2)[None], lse.flatten(1, 2)[None]))
+    outs, sums = zip(*parts, strict=True)
+    whole = outs[0] if len(parts) == 1 else merge_lse(list(outs), list(sums))[0].to(q.dtype)
+    attended: torch.Tensor = whole[0].unflatten(1, (-1, m)).flatten(0, 1)
+    return attended
 
 
 def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:

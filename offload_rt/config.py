@@ -196,13 +196,15 @@ class DraftOptions:
 
     method: "sparse" decodes them under the policy; "lookup" takes what followed the last words where the text has them
         before, which costs nothing; "both" takes what is found, and decodes where nothing is.
-    tokens: the most of one draft. How many are drafted follows what was accepted so far, and what drafts and
-        verifications took.
+    tokens: the most of one draft.
+    adaptive: as many are drafted as pays, by what was accepted so far and what drafts and verifications took; False
+        drafts `tokens` always.
     ngram: tokens at the end of the text that are looked up, at most; at least two of them must be found.
     """
 
     method: DraftName = option("sparse", help="how tokens are drafted", flag="--draft")
     tokens: int = option(8, help="tokens of a draft at most", metavar="N", flag="--draft-tokens")
+    adaptive: bool = option(True, help="draft as many as pays, by what they took so far", flag="--draft-adaptive")
     ngram: int = option(4, help="tokens that are looked up at most", metavar="N", flag="--draft-ngram")
 
     def __post_init__(self) -> None:

@@ -115,6 +115,8 @@ class LLM:
         params = params or SamplingParams()
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
+        if record is not None and self.config.exact is not None:
+            raise InputError("a recording is of what steps select, and with exact=... all is attended: leave one out")
         ids = self.encode(prompt)
         return self._stream(ids, params) if record is None else self._recorded(ids, params, Path(record))
 

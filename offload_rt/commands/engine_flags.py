@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from ..config import EngineConfig, EvictionOptions, configured, option_of
+from ..config import DraftOptions, EngineConfig, EvictionOptions, configured, option_of
 from ..errors import ConfigError
 from ..select.registry import PolicyOptions, options_class, parse_options, policy_names
 from .option_flags import add_option, given_options
@@ -33,7 +33,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] =
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
     """What was given, checked before a model is loaded; `more` fields go on top. Raises ConfigError."""
     options = given_options(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
-    settings = given_options(args, [field.name for field in fields(config)]) | _eviction(args)
+    settings = given_options(args, [field.name for field in fields(config)]) | _eviction(args) | _exact(args)
     chosen = configured(config, None, {**settings, "policy_options": options, **more})
     parse_options(chosen.policy, options)
     return chosen
@@ -45,6 +45,12 @@ def _eviction(args: argparse.Namespace) -> dict[str, Any]:
     if "protect" in given and "policy" not in given:
         raise ConfigError(f"--protect {given['protect']} says what eviction spares: give --eviction fifo|lru|counter")
     return {"eviction": given} if given else {}
+
+
+def _exact(args: argparse.Namespace) -> dict[str, Any]:
+    """The field `exact`, if it was given: any of its options means it."""
+    given = given_options(args, [field.name for field in fields(DraftOptions)], "exact_")
+    return {"exact": given or True} if given or getattr(args, "exact", None) else {}
 
 
 def _add_fields(parser: argparse.ArgumentParser, config: type, chosen: Sequence[Field[Any]]) -> None:
@@ -60,6 +66,10 @@ def _add_fields(parser: argparse.ArgumentParser, config: type, chosen: Sequence[
         elif field.name == "eviction":
             for part in fields(EvictionOptions):
                 add_option(group, EvictionOptions, part, prefix="eviction_")
+        elif field.name == "exact":
+            group.add_argument("--exact", action="store_true", default=None, help=said.help)
+            for part in fields(DraftOptions):
+                add_option(group, DraftOptions, part, prefix="exact_")
         else:
             add_option(group, config, field)
 

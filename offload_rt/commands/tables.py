@@ -67,6 +67,17 @@ def _estimated(stats: Stats) -> Rows:
     return [("  estimated from low bits", _percent(stats.estimated_fraction))] if stats.tail_bytes_device else []
 
 
+def _drafts(stats: Stats) -> Rows:
+    """Of a run with `exact`, how far drafts were right."""
+    if stats.mean_accepted_length is None:
+        return []
+    rate = "no drafts" if stats.acceptance_rate is None else f"{stats.acceptance_rate:.1%} of them accepted"
+    return [
+        ("drafted", f"{stats.drafted_tokens:,} tokens, {rate}"),
+        ("verified", f"{stats.verifications:,} passes, {stats.mean_accepted_length:.2f} tokens each"),
+    ]
+
+
 def _mass(stats: Stats) -> str:
     """What becomes of the attention mass outside the attended rows."""
     return "estimated attention mass" if stats.tail_bytes_device else "missed attention mass"
@@ -79,8 +90,8 @@ def _scoring(stats: Stats) -> str:
 
 def _sections(stats: Stats) -> list[Rows]:
     """The table's sections."""
-    steps = len(stats.attended_by_step)
-    per_token = f" ({format_size(stats.link_bytes_to_device / steps)} per decoded token)" if steps else ""
+    tokens = stats.decoded_tokens
+    per_token = f" ({format_size(stats.link_bytes_to_device / tokens)} per decoded token)" if tokens else ""
     reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
     return [
         [
@@ -97,7 +108,8 @@ def _sections(stats: Stats) -> list[Rows]:
                 f"{stats.prefill_seconds:.2f} s"
                 f"{_rate(stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds)}",
             ),
-            ("decode", f"{stats.decode_seconds:.2f} s{_rate(steps, stats.decode_seconds)}"),
+            ("decode", f"{stats.decode_seconds:.2f} s{_rate(tokens, stats.decode_seconds)}"),
+            *_drafts(stats),
         ],
         [
             ("link, host to device", f"{format_size(stats.link_bytes_to_device)}{per_token}"),

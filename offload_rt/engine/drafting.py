@@ -25,6 +25,7 @@ from ..forward.sequence import Sequence
 from .draft_source import Acceptance, Costs, Lookup
 from .request import Request
 from .runner import Runner
+from .verification import accept, rewind, verify
 
 
 @dataclass(eq=False)
@@ -88,7 +89,7 @@ class Drafting:
         request, runner, right = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
             for sequence in request.sequences:
-                runner.accept(sequence)
+                accept(runner, sequence)
                 sequence.trace.accepted += row > 0
             yield draft.logits[row : row + 1] if draft.tokens else draft.logits
             if row == len(draft.tokens) or request.finish_reason is not None:
@@ -108,13 +109,16 @@ class Drafting:
         known = self._known.setdefault(request, _Known(Lookup(self._options.ngram)))
         draft = Draft(request, start)
         if self._options.method != "sparse":
-            length = known.found.best_length(most, self._costs, decoded=False)
-            draft.tokens = known.lookup.propose(draft.sequence.tokens, length)
+            draft.tokens = known.lookup.propose(draft.sequence.tokens, self._length(known.found, most, decoded=False))
         if self._options.method != "lookup" and not draft.tokens:
-            draft.decoded = known.decoded.best_length(most, self._costs, decoded=True)
+            draft.decoded = self._length(known.decoded, most, decoded=True)
         if not self._reserve(draft.sequence, start + 1 + (draft.decoded or len(draft.tokens))):
             draft.tokens, draft.decoded = [], 0
         return draft
+
+    def _length(self, acceptance: Acceptance, most: int, *, decoded: bool) -> int:
+        """How many tokens to draft, of a kind that has been accepted so often."""
+        return acceptance.best_length(most, self._costs, decoded=decoded) if self._options.adaptive else most
 
     def _reserve(self, sequence: Sequence, slots: int) -> bool:
         try:
@@ -143,19 +147,19 @@ class Drafting:
             sequence = draft.sequence
             sequence.draft_start = None
             del sequence.tokens[draft.start + 1 :]
-            self._runner.rewind(sequence, draft.start)
+            rewind(self._runner, sequence, draft.start)
         return steps
 
     def _verify(self, draft: Draft) -> None:
         """One pass over the newest token and the drafts behind it."""
         runner, request = self._runner, draft.request
         if not draft.tokens:
-            draft.logits = torch.cat([runner.verify(sequence, 1) for sequence in request.sequences])
+            draft.logits = torch.cat([verify(runner, sequence, 1) for sequence in request.sequences])
             return
         sequence = draft.sequence
         sequence.trace.drafted += len(draft.tokens)
         sequence.tokens += draft.tokens
-        draft.logits = runner.verify(sequence, len(draft.tokens) + 1)
+        draft.logits = verify(runner, sequence, len(draft.tokens) + 1)
         del sequence.tokens[draft.start + 1 :]
 
     def _learn(self, draft: Draft, right: int) -> None:

@@ -322,10 +322,10 @@ class Runner:
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
         """Runs one layer; commits the tokens after the last."""
-        began, crossed = time.perf_counter(), self._accounting.weights_crossed
+        began, crossed = time.perf_counter(), self.weights_crossed
         prefill.run_layer()
         sequence = prefill.sequence
-        sequence.trace.weight_bytes += self._accounting.weights_crossed - crossed
+        sequence.trace.weight_bytes += self.weights_crossed - crossed
         if prefill.done:
             self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
@@ -355,7 +355,7 @@ class Runner:
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
-        began, crossed = time.perf_counter(), self._accounting.weights_crossed
+        began, crossed = time.perf_counter(), self.weights_crossed
         rebalance(batch, self.pool, self.link.storage, self.policy)
         for sequence in batch:
             self.room.slide(sequence, self.link.storage, sequence.position + 1)
@@ -369,43 +369,16 @@ class Runner:
             sequence.position += 1
             sequence.interrupted = False
             self.pool.commit(sequence.blocks, sequence.slots.context)
-        batch[0].trace.weight_bytes += self._accounting.weights_crossed - crossed
+        batch[0].trace.weight_bytes += self.weights_crossed - crossed
         seconds = time.perf_counter() - began
         for sequence in batch:
             sequence.trace.decode_seconds += seconds
         return logits
 
-    @_on_own_device
-    @torch.inference_mode()
-    def verify(self, sequence: Sequence, count: int) -> torch.Tensor:
-        """Computes the next `count` tokens of a sequence, which has slots for them, in one pass over all rows: in place
-        of what drafts have left there. float32 logits `[count, V]` of what follows each. None of them is committed:
-        `accept` commits one after the other."""
-        crossed, stop = self._accounting.weights_crossed, sequence.position + count
-        self.room.slide(sequence, self.link.storage, stop)
-        sequence.interrupted = True
-        sequence.trace.enter_whole_pass(self.adapter.geometry.windows, sequence.position / stop)
-        verification = Prefill(sequence, stop, self.adapter, self.link.storage, slice_tokens=count, logits_of=count)
-        while not verification.done:
-            verification.run_layer()
-        self.link.storage.settle(sequence.blocks)
-        sequence.interrupted = False
-        sequence.trace.weight_bytes += self._accounting.weights_crossed - crossed
-        assert verification.logits is not None
-        return verification.logits
-
-    def accept(self, sequence: Sequence) -> None:
-        """Commits the next of the tokens that `verify` has computed."""
-        sequence.position += 1
-        sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
-        self.pool.commit(sequence.blocks, sequence.position)
-
-    def rewind(self, sequence: Sequence, position: int) -> None:
-        """Takes back what decode steps have computed from `position` on. Slots and memory stay; rows and scoring keys
-        there mean nothing until they are written again."""
-        self.link.storage.settle(sequence.blocks)
-        sequence.position = position
-        self.pool.rewind(sequence.blocks, position)
+    @property
+    def weights_crossed(self) -> int:
+        """Bytes of weights that have crossed the link so far."""
+        return self._accounting.weights_crossed
 
     def stats(self, sequence: Sequence) -> Stats:
         """What the sequence cost so far; to be taken before `free`."""

@@ -14,7 +14,7 @@ from ..errors import PoolFullError
 from ..forward.sequence import Sequence
 from .runner import Runner
 from .stats import Stats
-
+from .verification import accept, verify
 
 VERIFIED_AT_ONCE = 64
 """Tokens of a pass with `exact`: their logits over the vocabulary are in memory together."""
@@ -140,9 +140,9 @@ class _Batches:
     def _verify(self, sequence: Sequence, task: _Task) -> None:
         """Computes all tokens of one that are left with all rows, some of them in each pass."""
         while task.score is None:
-            logits = self._runner.verify(sequence, min(VERIFIED_AT_ONCE, task.computed - sequence.position))
+            logits = verify(self._runner, sequence, min(VERIFIED_AT_ONCE, task.computed - sequence.position))
             for row in torch.log_softmax(logits, dim=-1):
-                self._runner.accept(sequence)
+                accept(self._runner, sequence)
                 self._advance(sequence, task, row)
 
     def _advance(self, sequence: Sequence, task: _Task, logprobs: torch.Tensor) -> None:

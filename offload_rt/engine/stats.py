@@ -35,7 +35,7 @@ class Stats:
     kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
     tail_bytes_device: of `scoring_bytes_device`, low-bit rows that are scoring keys and tail in one; 0 without a tail.
     estimated_fraction: over the layers that select, mean share of the visible rows that the tail estimates: those that
-        are not attended; 0 without a tail.
+        are not attended; 0 without a tail, and with `exact`, where all are.
     scoring_bytes_device / scoring_bytes_host: scoring keys of this sequence, on the device or where they are scored.
     weight_bytes / weight_bytes_device: all weights / those on the device, buffers for the others included.
     link_fraction, attended_fraction: mean over layers and new tokens, dense layers included; with `exact` of all passes
@@ -97,9 +97,13 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens per second of decoding; the first new token comes from the prefill."""
-        tokens = self.accepted_tokens + (self.verifications or len(self.attended_by_step))
-        return tokens / self.decode_seconds if self.decode_seconds else 0.0
+        """Decoded tokens per second of decoding."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def decoded_tokens(self) -> int:
+        """New tokens but the first, which comes from the prefill."""
+        return self.accepted_tokens + (self.verifications or len(self.attended_by_step))
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -183,6 +187,7 @@ class Accounting:
         trace.settle()
         shares = Fractions.of(trace, dense)
         missed, worst = layer_means(trace, dense)
+        estimates = sequence.state.tail_bytes and trace.attended and self._config.exact is None
         return Stats(
             model=self._model.name,
             policy=self._policy.name,
@@ -208,7 +213,7 @@ class Accounting:
             attended_fraction=shares.attended,
             sparse_link_fraction=shares.sparse_link,
             sparse_attended_fraction=shares.sparse_attended,
-            estimated_fraction=1 - shares.sparse_attended if sequence.state.tail_bytes and trace.attended else 0.0,
+            estimated_fraction=1 - shares.sparse_attended if estimates else 0.0,
             dense_layers=tuple(sorted(dense)),
             layers=adapter.geometry.layers,
             missed_mass=missed,
