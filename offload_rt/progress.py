@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 PATIENCE_SECONDS = 2.0
+
+
+class _Show(Protocol):
+    """Shows that `done` of `total` is done; the total only where it was not known before."""
+
+    def __call__(self, done: int, total: int | None = None, /) -> None: ...
 
 
 class Progress:
@@ -40,7 +47,13 @@ class Progress:
             yield advance
 
     @contextmanager
-    def _bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    def counted(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Yields a function to call with how much is done, and of how much."""
+        with self._bar(what, None) as show:
+            yield show
+
+    @contextmanager
+    def _bar(self, what: str, total: int | None) -> Iterator[_Show]:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -53,10 +66,10 @@ class Progress:
         task = bar.add_task(what, total=total)
         began, shown = time.monotonic(), False
 
-        def show(done: int) -> None:
+        def show(done: int, total: int | None = total) -> None:
             nonlocal shown
-            bar.update(task, completed=done)
-            if not shown and done < total and time.monotonic() - began > PATIENCE_SECONDS:
+            bar.update(task, completed=done, total=total)
+            if not shown and done != total and time.monotonic() - began > PATIENCE_SECONDS:
                 shown = True
                 bar.start()
             if done == total:

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModelForCausalLM
 
+from offload_rt import LLM
 from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
 from offload_rt.models.location import locate
 from offload_rt.models.registry import LoadedModel, adapter_for, load_model
@@ -566,3 +567,16 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert path.name == f"{loaded.fingerprint}-svd-random2048-1024-v2.safetensors"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_path(loaded, "svd").parent == Path.home() / ".cache" / "offload-rt" / "skew"
+
+
+def test_a_first_load_says_that_it_calibrates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal, whatever `progress` is, and only where nothing is cached."""
+    monkeypatch.setattr("offload_rt.progress.PATIENCE_SECONDS", -1.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    model = tiny_model("llama", seed=11)
+    LLM(model, host_memory="8MiB")
+    assert "calibrating LlamaForCausalLM for selection, once" in capsys.readouterr().err
+    LLM(model, host_memory="8MiB")
+    assert "calibrating" not in capsys.readouterr().err

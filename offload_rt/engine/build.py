@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..pool.pool import HostPool
+from ..progress import Progress
 from ..select.base import Policy
 from ..select.registry import ArtifactLoader, make_policy
 from ..skewing.artifact import SkewArtifact
@@ -104,12 +105,14 @@ def build_policy(
 
 
 def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
-    """Gives the skew artifact at `config.skew`; without one, the model's own, calibrated once and cached."""
+    """Gives the skew artifact at `config.skew`; without one, the model's own, calibrated once and cached, which says so
+    where somebody may be waiting (whatever `config.progress` is: it comes once, and unasked)."""
 
     def load(method: SkewMethod) -> SkewArtifact:
         if config.skew is not None:
             return load_artifact(config.skew, loaded.fingerprint)
-        return cached_artifact(loaded, method)
+        with Progress(enabled=True).counted(f"calibrating {loaded.name} for selection, once") as progress:
+            return cached_artifact(loaded, method, progress=progress)
 
     return load
 
