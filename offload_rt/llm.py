@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,6 +24,7 @@ from .progress import Progress
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
+from .units import format_size
 
 PromptLike = str | Sequence[int]
 
@@ -58,6 +59,32 @@ class LLM:
         self._swap = None if runner.config.swap is None else Swap(runner, runner.config.swap)
         self._last: Request | None = None
         self._stores: dict[Path, SessionStore] = {}
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        runner, pool = self._runner, self._runner.pool
+        made = f"policy={runner.policy.name!r}, device={str(runner.adapter.device)!r}, dtype={self.config.dtype!r}"
+        return f"LLM({self.name!r}, {made}, host_memory={format_size(pool.limit_bytes)!r})"
+
+    def close(self) -> None:
+        """Ends what is being answered, and saves and closes all sessions: another process may open them then. Nothing
+        may be asked of it afterwards (InputError); its memory is given back when nobody refers to it any more. A second
+        call does nothing. Raises StoreError where a session cannot be saved."""
+        self._closed = True
+        for store in self._stores.values():
+            store.close()
+        if self._swap is not None:
+            self._swap.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError(f"{self!r} is closed: make another one")
 
     def under(self, policy: str, policy_options: Mapping[str, Any] | None = None) -> LLM:
         """The same weights and the same host pool under another policy, everything else as here: a prompt that was
@@ -112,6 +139,7 @@ class LLM:
         Raises InputError for an empty prompt or wrong ids, for several completions and for a folder that is not empty,
         ModelError for too many positions, PoolFullError.
         """
+        self._check_open()
         params = params or SamplingParams()
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
@@ -171,6 +199,7 @@ class LLM:
         What prompts have in common is found, computed and stored once, and attended to together. `params` is one for
         all or one per prompt. Raises as `stream`; no completion is returned if one prompt fails.
         """
+        self._check_open()
         encoded = [self.encode(prompt) for prompt in _as_list(prompts)]
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
         if len(each) != len(encoded):
@@ -206,6 +235,7 @@ class LLM:
 
         Raises InputError for empty prompts or continuations and lists of different lengths, PoolFullError.
         """
+        self._check_open()
         if len(prompts) != len(continuations):
             raise InputError(f"{len(prompts)} prompts but {len(continuations)} continuations: give one for each")
         if decode_from is not None and decode_from < 0:
@@ -251,6 +281,7 @@ class LLM:
         return TurnQueue(self._store(store, options, fields), max_batch or self.config.max_batch)
 
     def _store(self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any]) -> SessionStore:
+        self._check_open()
         folder = Path(store).expanduser().resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:

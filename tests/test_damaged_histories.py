@@ -219,6 +219,68 @@ def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path)
     session.close()
 
 
+# ------------------------------------------------------------------------------------------------------------- repair
+
+
+def repair(folder: Path, *more: str) -> int:
+    return main(["sessions", "repair", "s", "--store", str(folder), "--model", "reference", *more])
+
+
+def test_a_lost_history_is_rebuilt_from_the_tokens_of_its_chunks(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a whole session that begins alike; what is rebuilt goes on like a prompt of its tokens."""
+    _, second = two_turns(llm, tmp_path)
+    other = llm.session("other", tmp_path)
+    answer(other, TURNS[0][:70] + TURNS[2])
+    other.close()
+    assert repair(tmp_path) == 2 and "can be opened: there is nothing to repair" in capsys.readouterr().err
+    for name in ("s.doc", "s.before"):
+        flip(file(tmp_path, name))
+    assert repair(tmp_path) == 0
+    out, err = capsys.readouterr()
+    computed = second[:-1]
+    assert f"rebuilt s: {len(computed)} tokens" in err and len(out) > 100
+    assert len(list(tmp_path.rglob("s.damaged"))) == 1
+    session = llm.session("s", tmp_path)
+    assert session.tokens == computed and "".join(text for _, text in session.turns) == out.removesuffix("\n")
+    assert answer(session, TURNS[2]) == llm.generate([computed + TURNS[2]], SHORT)[0].token_ids
+    session.close()
+
+
+def test_a_rebuilt_session_goes_as_far_as_its_chunks_go(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, second = two_turns(llm, tmp_path)
+    keys = History.from_bytes(file(tmp_path).read_bytes()[8:]).keys  # type: ignore[union-attr]
+    other = llm.session("passing", tmp_path)
+    answer(other, TURNS[2])
+    other.discard()
+    for name in ("s.doc", "s.before", f"*/{keys[2]}.kv"):
+        flip(file(tmp_path, name))
+    assert repair(tmp_path) == 2
+    assert "several texts can be session 's'; say which with --chain (1: 128 tokens, " in capsys.readouterr().err
+    assert repair(tmp_path, "--chain", "3") == 2 and "from 1 to 2" in capsys.readouterr().err
+    assert repair(tmp_path, "--chain", "1") == 0
+    session = llm.session("s", tmp_path)
+    assert session.tokens == second[:128]
+    session.close()
+
+
+def test_what_cannot_be_rebuilt_is_left_as_it_is(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_turns(llm, tmp_path)
+    path = file(tmp_path)
+    newer = sealed(json.loads(path.read_bytes()[8:]) | {"format": 2})
+    path.write_bytes(newer)
+    assert repair(tmp_path) == 2 and "of another format: nothing was changed" in capsys.readouterr().err
+    for name in ("s.doc", "s.before"):
+        file(tmp_path, name).write_bytes(b"")
+    shutil.copytree(tmp_path, tmp_path.parent / "emptied", ignore=shutil.ignore_patterns("*.kv"))
+    assert repair(tmp_path.parent / "emptied") == 2 and "nothing to rebuild it from" in capsys.readouterr().err
+    assert main(["sessions", "repair", "s", "--store", str(tmp_path)]) == 2
+    assert "needs --model" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------------- the store's documents
 
 

@@ -1,4 +1,4 @@
-"""`offload-rt sessions list|show|export|delete`: what a folder of sessions holds. No model is loaded."""
+"""`offload-rt sessions list|show|export|delete|repair`: what a folder of sessions holds. No model is loaded."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ PIPED = 500
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists the sessions of a store, shows or exports one as text, or deletes one."""
+    """Lists the sessions of a store, shows or exports one as text, deletes one, or rebuilds a damaged one."""
     check_choice("action", args.action, ACTIONS)
     if args.store_ttl is not None and args.action != "list":
         raise InputError(f"--store-ttl says what `sessions list` shows: leave it out of sessions {args.action}")
     if args.action != "list" and args.name is None:
         raise InputError(f"sessions {args.action} needs the NAME of a session")
+    if (args.model is None) == (args.action == "repair"):
+        raise InputError("sessions repair needs --model, whose tokenizer it takes, and no other action does")
+    if args.chain is not None and args.action != "repair":
+        raise InputError(f"--chain says what `sessions repair` takes: leave it out of sessions {args.action}")
     ACTIONS[args.action](Path(args.store).expanduser(), args)
     return 0
 
@@ -32,12 +36,14 @@ def run(args: argparse.Namespace) -> int:
 def add(commands: Any) -> None:
     """Enters the subcommand."""
     parser = add_command(commands, "sessions", run, model=False)
-    parser.add_argument("action", metavar="list|show|export|delete")
+    parser.add_argument("action", metavar="list|show|export|delete|repair")
     parser.add_argument("name", nargs="?", metavar="NAME", help="NAME, or NAME@MODEL where several models have it")
     parser.add_argument("--store", required=True, metavar="DIR", help="the folder that `chat --store` was given")
     parser.add_argument(
         "--store-ttl", metavar="TIME", help="list: what this time to live would give up, such as 7d or 12h"
     )
+    parser.add_argument("--model", metavar="MODEL", help="repair: the model that the session was with")
+    parser.add_argument("--chain", type=int, metavar="N", help="repair: which of several texts the session is")
     parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
 
 
@@ -107,4 +113,18 @@ def _delete(folder: Path, args: argparse.Namespace) -> None:
     print(f"deleted {gone.name} ({gone.model}): {format_size(gone.bytes)} freed", file=sys.stderr)
 
 
-ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete}
+def _repair(folder: Path, args: argparse.Namespace) -> None:
+    from ..models.checkpoint import read_tokenizer
+    from ..models.location import locate
+    from ..sessions.repair import repair
+
+    done = repair(folder, args.name, args.model, read_tokenizer(locate(args.model)), args.chain)
+    print(
+        f"rebuilt {done.history.name}: {len(done.history.tokens):,} tokens, who said what is not known; what was said "
+        "after them is lost",
+        file=sys.stderr,
+    )
+    print(done.text)
+
+
+ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete, "repair": _repair}

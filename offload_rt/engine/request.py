@@ -18,6 +18,9 @@ from .runner import Runner
 from .sampler import Sampler
 from .stats import Stats
 
+_SHOWN = 60
+"""Characters of a completion's text in its `repr`."""
+
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
 
 
@@ -48,6 +51,10 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}…"
+        return f"Completion({text!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r})"
 
 
 class Request(Protocol):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Protocol, Self
 
 from ..config import SamplingParams
 from ..engine.engine import Engine
@@ -49,9 +50,21 @@ class Session:
     def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings) -> None:
         self.context, self.kv, self.host = kv.context, kv, host
         self._siblings = siblings
+        self._answers: weakref.WeakSet[Generator[TokenOutput]] = weakref.WeakSet()
         self._ids = itertools.count()
         self._closed = False
         self.busy = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "answering" if self.busy else "open"
+        turns, tokens = len(self.history.turns) // 2, len(self.history.tokens)
+        return f"Session({self.name!r}, {self.history.model!r}, turns={turns}, tokens={tokens}, {state})"
 
     @property
     def history(self) -> History:
@@ -99,7 +112,9 @@ class Session:
         """
         self.check_idle()
         params = params or SamplingParams()
-        return self._send(prompt, self.encode(prompt, params), params)
+        events = self._send(prompt, self.encode(prompt, params), params)
+        self._answers.add(events)
+        return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
         """What a turn does to the session's tokens. Raises InputError, and ModelError and PoolFullError where no answer
@@ -139,7 +154,7 @@ class Session:
             raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
         return TurnTokens(len(self.history.tokens), 0, tuple(added))
 
-    def _send(self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams) -> Iterator[TokenOutput]:
+    def _send(self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams) -> Generator[TokenOutput]:
         self.check_idle()
         if tokens.held != len(self.history.tokens):  # another turn was taken before this one's first event
             tokens = self.encode(prompt, params)
@@ -221,9 +236,11 @@ class Session:
         return gone
 
     def close(self) -> None:
-        """Saves the session and gives its memory back; it can be opened again. A second call does nothing."""
+        """Saves the session and gives its memory back; it can be opened again. An answer that is being read ends where
+        it stands. A second call does nothing. Raises InputError where a queue computes its turn, StoreError."""
         if self._closed:
             return
+        self._end_answers()
         self._closed = True
         self.host.take(self.kv)
         try:
@@ -240,6 +257,11 @@ class Session:
         self.host.take(self.kv)
         self._siblings.forget(self.history)
         self._leave()
+
+    def _end_answers(self) -> None:
+        for events in list(self._answers):
+            events.close()
+        self.check_idle()
 
     def _leave(self) -> None:
         self.kv.drop()

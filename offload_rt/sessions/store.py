@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from ..config import StoreOptions
 from ..engine.reclaim import Holding
@@ -26,6 +26,14 @@ OpenTier = Callable[[str, int], StorageTier]
 """Opens a tier for the chunks of one namespace (the model, its number format and the layout), L layers each."""
 
 
+class Holder(Protocol):
+    """Who keeps a store open without sessions, such as a queue of turns."""
+
+    def close(self) -> None:
+        """Ends what it does, and releases the store."""
+        ...
+
+
 class SessionStore:
     """The sessions of one model by name, and what they share (`context`): a storage tier and the thread that saves to
     it. Host memory is the tier above (`host`): open sessions stay there while there is room, and so do, in the prefix
@@ -44,7 +52,7 @@ class SessionStore:
         self.host = HostTier(self.context)
         self.closed = False
         self._open: dict[str, Session] = {}
-        self._holders: set[object] = set()
+        self._holders: set[Holder] = set()
         runner.reclaimables.append(self)
 
     @classmethod
@@ -118,11 +126,11 @@ class SessionStore:
         self._open.pop(session.name, None)
         self.close_if_idle()
 
-    def hold(self, holder: object) -> None:
+    def hold(self, holder: Holder) -> None:
         """Keeps the store open without sessions until `release`."""
         self._holders.add(holder)
 
-    def release(self, holder: object) -> None:
+    def release(self, holder: Holder) -> None:
         """Takes a hold back."""
         self._holders.discard(holder)
         self.close_if_idle()
@@ -147,7 +155,10 @@ class SessionStore:
             self.close()
 
     def close(self) -> None:
-        """Closes all sessions, the saver and the store: another process may write then. A second call does nothing."""
+        """Closes all queues and sessions, the saver and the store: another process may write then. A second call does
+        nothing."""
+        for holder in list(self._holders):
+            holder.close()
         if self.closed:
             return
         self.closed = True
