@@ -65,7 +65,7 @@ SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py
 SOAK_requests := tests/test_sharing.py
 SOAK_architectures := tests/test_architectures.py
-SOAK_cuda := tests/test_cuda_path.py tests/test_gpu_room.py
+SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py
 SOAK_kernels := tests/test_triton_compile.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 

@@ -268,6 +268,11 @@ def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.Monk
     """The tokenizer's folder reaches transformers as it is, and a task that draws from a generator of its own begins
     anew."""
     pytest.importorskip("wonderwords", reason="the extra lm_eval[ruler] is not installed")
+    from wonderwords import random_word
+
+    # Of all words RULER makes every pair, millions, and sorts them.
+    few = {kind: words[:300] for kind, words in random_word._DEFAULT_CATEGORIES.items()}
+    monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", few)
     ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"
     about = _task_manager(length=1024, tokenizer="reference").metadata
     assert about["tokenizer"] == locate("reference").place
