@@ -6,8 +6,11 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
+from numbers import Real
+from operator import index
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
 from .units import parse_duration, parse_size
@@ -81,6 +84,37 @@ def check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def check_types(config: object) -> None:
+    """Raises ConfigError where a field of a frozen dataclass that is a number, a text or a truth value by its
+    annotation holds something else. Numbers of other libraries become Python's own; fields that parse text (`Size`) see
+    to themselves."""
+    hints = get_type_hints(type(config), include_extras=True)
+    for each in fields(config):  # type: ignore[arg-type]
+        value, kinds = getattr(config, each.name), _scalars(hints[each.name])
+        if kinds is None or type(value) in kinds:
+            continue
+        if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
+            object.__setattr__(config, each.name, index(value))
+        elif float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
+            object.__setattr__(config, each.name, float(value))
+        else:
+            wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in kinds)
+            raise ConfigError(f"{each.name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
+
+
+_CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
+
+
+def _scalars(hint: Any) -> set[type] | None:
+    """The types of a union of plain ones, those of literals included; None where other ones are among them."""
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    if get_origin(hint) in (Union, UnionType):
+        parts = [_scalars(part) for part in get_args(hint)]
+        return None if None in parts else {kind for part in parts if part for kind in part}
+    return {hint} if hint in _CALLED else None
+
+
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
     """`config`, or the defaults of `cls` where it is None, with the fields `options` on top. Raises ConfigError for a
     key that is no field."""
@@ -101,6 +135,10 @@ def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
     """An instance of the configuration dataclass `cls`; a key it does not have raises ConfigError."""
     check_keys(cls, options)
     return cls(**options)
+
+
+LEAST_TEMPERATURE = 1e-5
+"""Below it logits over it leave float32's range."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +170,22 @@ class SamplingParams:
     early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        check_types(self)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        check(
+            isinstance(stops, Sequence) and all(isinstance(stop, str) for stop in stops),
+            f"stop={self.stop!r:.80} must be a text or a list of texts",
+        )
+        object.__setattr__(self, "stop", tuple(stops))
         check(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
         check(
             0 <= self.temperature < math.inf,
             f"temperature={self.temperature} must be finite and not negative; 0 is greedy",
+        )
+        check(
+            self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
+            f"temperature={self.temperature} is too small to divide by: 0 is greedy, above that at least "
+            f"{LEAST_TEMPERATURE}",
         )
         check(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
@@ -208,6 +257,7 @@ class DraftOptions:
     ngram: int = option(4, help="tokens that are looked up at most", metavar="N", flag="--draft-ngram")
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("draft method", self.method, get_args(DraftName))
         check(self.tokens >= 1, f"draft tokens={self.tokens} must be at least 1")
         check(self.ngram >= 2, f"draft ngram={self.ngram} must be at least 2")
@@ -305,6 +355,7 @@ class EngineConfig:
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
+        check_types(self)
         check_choice("kv_format", self.kv_format, get_args(KVFormatName))
         check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
         for name in ("prefill_slice", "prefill_tokens", "max_batch"):
@@ -385,6 +436,7 @@ class StoreOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "limit", _parsed_size(self.limit, "limit"))
         object.__setattr__(self, "ttl", None if self.ttl is None else parse_duration(self.ttl, "ttl"))
+        check_types(self)
         check_choice("store policy", self.policy, LIVE_POLICIES)
         check_choice("overflow", self.overflow, get_args(Overflow))
         check(0 <= self.free_host < 1, f"free_host={self.free_host} must be a share in [0, 1)")

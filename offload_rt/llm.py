@@ -12,6 +12,7 @@ from .config import EngineConfig, SamplingParams, StoreOptions, configured
 from .core import CHUNK, ModelGeometry
 from .engine.build import build, build_beside
 from .engine.engine import Engine
+from .engine.prompts import each_prompt, one_prompt, token_ids
 from .engine.recording import RunInfo, RunWriter
 from .engine.request import Completion, Request, TokenOutput
 from .engine.runner import Runner
@@ -200,7 +201,7 @@ class LLM:
         all or one per prompt. Raises as `stream`; no completion is returned if one prompt fails.
         """
         self._check_open()
-        encoded = [self.encode(prompt) for prompt in _as_list(prompts)]
+        encoded = [self.encode(prompt) for prompt in each_prompt(prompts)]
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
@@ -236,6 +237,9 @@ class LLM:
         Raises InputError for empty prompts or continuations and lists of different lengths, PoolFullError.
         """
         self._check_open()
+        for name, given in (("prompts", prompts), ("continuations", continuations)):
+            if isinstance(given, (str, bytes)):
+                raise InputError(f"{name} is a text, which would be read letter by letter: give a list of texts")
         if len(prompts) != len(continuations):
             raise InputError(f"{len(prompts)} prompts but {len(continuations)} continuations: give one for each")
         if decode_from is not None and decode_from < 0:
@@ -290,20 +294,13 @@ class LLM:
         return known
 
     def encode(self, prompt: PromptLike, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, or the ids themselves. Raises InputError where there are none."""
-        if isinstance(prompt, str):
+        """Token ids of a text, or the ids themselves (`engine.prompts`). Raises InputError where there are none, and
+        for what is no prompt."""
+        ids = one_prompt(prompt)
+        if isinstance(ids, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.name} has no tokenizer: give token ids, or pass tokenizer=")
-            ids = [int(i) for i in self.tokenizer(prompt, add_special_tokens=special_tokens)["input_ids"]]
-        else:
-            ids = [int(i) for i in prompt]
+            ids = token_ids(self.tokenizer(ids, add_special_tokens=special_tokens)["input_ids"])
         if not ids:
             raise InputError("the prompt is empty: give at least one token")
         return ids
-
-
-def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """One prompt or several: a string or a list of ints is one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

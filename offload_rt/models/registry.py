@@ -121,6 +121,7 @@ def load_model(
                 "the weights of a loaded model stay where they are, and they do not all fit device_memory: pass the "
                 "model's folder or hub id, or raise device_memory"
             )
+        _check_is_model(model)
         loaded, chosen = model, model.device
         _check_loaded(loaded, str(device), str(dtype).removeprefix("torch."))
         loaded.train(False)
@@ -167,10 +168,20 @@ def load_shape(
         chosen = resolve_dtype(dtype, location, config, where) or torch.float32
         skeleton = build_skeleton(location, config, chosen)
     else:
+        _check_is_model(model)
         skeleton, where, chosen = model, model.device, model.dtype
         _check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))
     geometry = adapter_for(skeleton).geometry
     return ModelShape(geometry, _weight_bytes(skeleton), weight_sizes(skeleton), chosen, where)
+
+
+def _check_is_model(model: object) -> None:
+    """Raises ConfigError for anything but a loaded transformers model."""
+    if not (hasattr(model, "config") and hasattr(model, "device")):
+        raise ConfigError(
+            f"model={model!r:.80} is {type(model).__name__}; it must be a shipped name, a folder, a GGUF file, a hub "
+            "id or a loaded transformers model"
+        )
 
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:

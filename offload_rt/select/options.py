@@ -93,6 +93,7 @@ class InfiniGenOptions(PolicyOptions):
     tail: TailBits = option("int4", help="estimate what is not selected from values of so many bits", neutral="off")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         check(self.alpha is None or self.alpha >= 0, f"alpha={self.alpha} must not be negative")
         check(0 < self.partial_ratio <= 1, f"partial_ratio={self.partial_ratio} must be in (0, 1]")
@@ -142,6 +143,7 @@ class BudgetOptions(PolicyOptions):
     dense_layers: tuple[int, ...] = option((0,), help="layers that attend to everything; 'none'", metavar="0,1")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         check(0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
         _check_window(self.sinks, self.recent, self.dense_layers)

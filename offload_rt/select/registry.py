@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from ..config import SkewMethod, check_choice, from_mapping, option_of
+from ..config import SkewMethod, check_choice, check_types, from_mapping, option_of
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class PolicyOptions:
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named values of several options; "default" is taken where none is named."""
+
+    def __post_init__(self) -> None:
+        """Checks the types of plain fields; classes with checks of their own call it first."""
+        check_types(self)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:

@@ -1,0 +1,162 @@
+"""Every public argument is checked where it enters: what is wrong, what it was, what is wanted; and what people have at
+hand (tensors, arrays, a tokenizer's output, numpy's numbers) is taken."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny_models import tiny_model, tiny_prompt
+from transformers import BatchEncoding
+
+from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParams
+from offload_rt.config import EngineConfig, StoreOptions
+from offload_rt.engine.prompts import each_prompt, one_prompt, token_ids
+from offload_rt.select.options import InfiniGenOptions
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5 is float; it must be a whole number"),
+        ({"n": 2.5}, "n=2.5 is float"),
+        ({"seed": "a"}, "seed='a' is str; it must be a whole number or None"),
+        ({"stop": [5]}, r"stop=\[5\] must be a text or a list of texts"),
+        ({"stop": 5}, "stop=5 must be"),
+        ({"top_k": 5.5}, "top_k=5.5 is float"),
+        ({"temperature": "0.5"}, "temperature='0.5' is str; it must be a number"),
+        ({"temperature": True}, "temperature=True is bool"),
+        ({"temperature": 1e-320}, "too small"),
+        ({"ignore_eos": 1}, "ignore_eos=1 is int; it must be True or False"),
+        ({"max_new_tokens": None}, "max_new_tokens=None is NoneType"),
+    ],
+)
+def test_sampling_params_of_a_wrong_type(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (EngineConfig, {"max_batch": "4"}),
+        (EngineConfig, {"cuda_graphs": "yes"}),
+        (EngineConfig, {"policy": 3}),
+        (EngineConfig, {"prefill_slice": 2.0}),
+        (StoreOptions, {"free_host": "0.1"}),
+        (InfiniGenOptions, {"budget": "0.1"}),
+        (InfiniGenOptions, {"sinks": 1.5}),
+    ],
+)
+def test_configuration_of_a_wrong_type(kind: type, fields: dict[str, Any]) -> None:
+    [name] = fields
+    with pytest.raises(ConfigError, match=f"{name}=.*must be"):
+        kind(**fields)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(max_new_tokens=np.int64(7), temperature=np.float32(0.5), top_p=1)
+    assert (params.max_new_tokens, params.temperature, params.top_p) == (7, 0.5, 1)
+    assert type(params.max_new_tokens) is int and type(params.temperature) is float
+    assert type(params.top_p) is int, "an option's text is in names of stored rows: 1 stays 1"
+
+
+IDS = [3, 1, 4, 1]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        IDS,
+        tuple(IDS),
+        torch.tensor(IDS),
+        torch.tensor([IDS]),
+        np.array(IDS),
+        [np.int64(i) for i in IDS],
+        {"input_ids": IDS},
+        BatchEncoding({"input_ids": torch.tensor([IDS]), "attention_mask": torch.ones(1, 4, dtype=torch.bool)}),
+        BatchEncoding({"input_ids": [[0, 0, *IDS]], "attention_mask": [[0, 0, 1, 1, 1, 1]]}),
+    ],
+)
+def test_what_is_one_prompt(prompt: Any) -> None:
+    assert each_prompt(prompt) == [IDS] and one_prompt(prompt) == token_ids(prompt) == IDS
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        ([IDS, "b", torch.tensor([5])], [IDS, "b", [5]]),
+        (torch.tensor([IDS, IDS]), [IDS, IDS]),
+        (np.array([IDS, IDS]), [IDS, IDS]),
+        ({"input_ids": [IDS, [5, 0]], "attention_mask": [[1, 1, 1, 1], [1, 0]]}, [IDS, [5]]),
+        ([], [[]]),
+        (range(3), [[0, 1, 2]]),
+    ],
+)
+def test_what_are_several_prompts(prompts: Any, expected: Any) -> None:
+    assert each_prompt(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (b"text", "bytes: decode it"),
+        (None, "NoneType"),
+        (5, "of type int"),
+        ([1.5, 2], "1.5, of type float"),
+        ([True, False], "True, of type bool"),
+        ({"role": "user", "content": "hi"}, "messages of a chat"),
+        ([{"role": "user", "content": "hi"}], "messages of a chat"),
+        (torch.tensor([0.5]), "0.5, of type float"),
+        (torch.tensor(3), "of type Tensor"),
+        ([IDS, 7], "prompt"),
+    ],
+)
+def test_what_is_no_prompt(prompt: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        each_prompt(prompt)
+
+
+_PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+
+
+@given(st.recursive(_PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3)))
+def test_anything_is_a_prompt_or_an_input_error(value: Any) -> None:
+    """Texts and lists of whole numbers, nothing else: never another exception."""
+    try:
+        found = each_prompt(value)
+    except InputError:
+        return
+    assert all(isinstance(one, str) or all(type(i) is int for i in one) for one in found)
+
+
+@given(
+    st.sampled_from(["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "num_beams"]),
+    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=3) | st.binary(max_size=2)
+    | st.lists(st.integers() | st.text(max_size=2), max_size=2),
+)  # fmt: skip
+def test_any_value_of_a_sampling_param_is_taken_or_refused(name: str, value: Any) -> None:
+    """Any other exception than ours fails this."""
+    with contextlib.suppress(OffloadError):
+        SamplingParams(**{name: value})
+
+
+def test_the_runtime_says_what_it_cannot_read() -> None:
+    llm = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
+    with pytest.raises(InputError, match="letter by letter"):
+        llm.score("abc", "def")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="2 prompts where one"):
+        llm.stream([[1, 2], [3]])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="model=None is NoneType"):
+        LLM(None)  # type: ignore[arg-type]
+    params, prompt = SamplingParams(max_new_tokens=2, temperature=0), tiny_prompt(9)
+    [expected] = llm.generate(prompt, params)
+    for same in (torch.tensor(prompt), np.array(prompt), {"input_ids": [prompt]}):
+        assert llm.generate(same, params)[0].token_ids == expected.token_ids  # type: ignore[arg-type]
