@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import lists, low_bit, low_bit_cpu, segments
+from . import lists, low_bit, low_bit_cpu, low_bit_lists, segments
 from .lists import Scores
 from .low_bit import Layout
 from .pointer_table import PointerTable
@@ -168,28 +168,28 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def low_bit_scores(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
 ) -> torch.Tensor:
     """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` with the low-bit keys of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    found: torch.Tensor = module.low_bit_scores(q, shift, storage, layout, tokens)
+    found: torch.Tensor = module.low_bit_scores(q, mean, storage, layout, tokens)
     return found
 
 
 def tail_attention(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q `[Hkv, G, d]` over the low-bit rows of `tokens` that are not among `skip` `[Hkv, n]`: out, lse."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     if _compiled(q):
         from . import triton_low_bit as module
-    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, shift, storage, layout, tokens, skip)
+    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, mean, storage, layout, tokens, skip)
     return part
 
 
 def select_low_bit(
     q: torch.Tensor,
-    shift: torch.Tensor,
+    mean: torch.Tensor,
     storage: torch.Tensor,
     layout: Layout,
     tokens: range,
@@ -198,16 +198,16 @@ def select_low_bit(
 ) -> torch.Tensor:
     """The tokens that low-bit scores select by threshold and best score: `[Hkv, n]` from the first of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    chosen: torch.Tensor = module.select_tokens(q, shift, storage, layout, tokens, alpha, max_fraction)
+    chosen: torch.Tensor = module.select_tokens(q, mean, storage, layout, tokens, alpha, max_fraction)
     return chosen
 
 
 def top_low_bit(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
 ) -> torch.Tensor:
     """The n of `tokens` with the largest low-bit scores after softmax: `[Hkv, n]` from the first of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    chosen: torch.Tensor = module.top_scored(q, shift, storage, layout, tokens, n)
+    chosen: torch.Tensor = module.top_scored(q, mean, storage, layout, tokens, n)
     return chosen
 
 
@@ -215,3 +215,62 @@ def store_low_bit(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, sta
     """Rounds rows `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
     module.store_rows(storage, layout, rows, start, values=values)
+
+
+def append_low_bit(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    basis: torch.Tensor,
+    mean: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    slots: torch.Tensor,
+) -> None:
+    """Rounds the newest rows k, v `[P, d]` of each list into slot `slots[p]` of its low-bit rows."""
+    module: Any = low_bit_lists
+    if _compiled(k):
+        from . import triton_low_bit_rows as module
+    module.append_rows(k, v, basis, mean, mixing, layout, storages, slots)
+
+
+def score_low_bit(
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    tokens: int,
+) -> Scores:
+    """Scores of queries q `[P, G, d]` with low-bit keys, at tokens [start, stop) of each list."""
+    module: Any = low_bit_lists
+    if _compiled(q):
+        from . import triton_low_bit as module
+    found: Scores = module.scores(q, mean, layout, storages, starts, stops, tokens)
+    return found
+
+
+def join_tail(
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    chosen: torch.Tensor,
+    counts: torch.Tensor,
+    tokens: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """One softmax over exact rows, whose attention is out `[P, G, d]` and lse `[P, G]`, and the low-bit rows of the
+    tokens [start, stop) of each list that are not among the first `counts[p]` of chosen `[P, n]`."""
+    module: Any = low_bit_lists
+    if _compiled(q):
+        from . import triton_low_bit as module
+    whole: torch.Tensor = module.join_tail(
+        q, mean, mixing, layout, storages, starts, stops, chosen, counts, tokens, out, lse
+    )
+    return whole

@@ -176,19 +176,19 @@ def _attend(
     scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
     lse = torch.logsumexp(scores, -1)
-    weights = (scores - _finite(lse).unsqueeze(-1)).exp()
+    weights = (scores - finite(lse).unsqueeze(-1)).exp()
     return torch.bmm(weights, v.to(wide).masked_fill(hidden.unsqueeze(2), 0)), lse
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.merge_lse` of outs `[S, R, d]` and lses `[S, R]`, where parts, and whole rows, may be empty."""
     lse = torch.logsumexp(lses, 0)
-    shares = (lses - _finite(lse)).exp()
+    shares = (lses - finite(lse)).exp()
     outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0)
     return (outs * shares.unsqueeze(-1)).sum(0), lse
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
+def finite(lse: torch.Tensor) -> torch.Tensor:
     """-inf, of a list without tokens, as the lowest finite number: exp(-inf - it) is 0."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 

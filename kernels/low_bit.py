@@ -140,10 +140,10 @@ def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start:
 
 
 def low_bit_scores(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
 ) -> torch.Tensor:
     """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]`, scaled and in the basis of the keys, with the keys of `tokens`;
-    shift `[Hkv, G]` is what a query scores with the mean that was taken from every key.
+    mean `[Hkv, d]` was taken from every key of a head.
 
     The query is rounded to int8 with one scale per head (`selection.quantise_query`): the sum over channels is then an
     exact integer, the same on every device.
@@ -154,12 +154,12 @@ def low_bit_scores(
     for codes, into in zip(packed.split(SCORED_AT_ONCE, 1), sums.split(SCORED_AT_ONCE, 2), strict=True):
         into.copy_(torch.bmm(weights.to(q.dtype), unpack_rows(codes, KEY_BITS).to(q.dtype).transpose(1, 2)))
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
-    return (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1) * scale + shift.unsqueeze(-1)
+    return (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1) * scale + torch.bmm(q, mean.unsqueeze(2))
 
 
 def select_tokens(
     q: torch.Tensor,
-    shift: torch.Tensor,
+    mean: torch.Tensor,
     storage: torch.Tensor,
     layout: Layout,
     tokens: range,
@@ -167,15 +167,15 @@ def select_tokens(
     max_fraction: float,
 ) -> torch.Tensor:
     """`selection.select_tokens` of these scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-    return selection.select_tokens(low_bit_scores(q, shift, storage, layout, tokens), alpha, max_fraction)
+    return selection.select_tokens(low_bit_scores(q, mean, storage, layout, tokens), alpha, max_fraction)
 
 
 def top_scored(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
 ) -> torch.Tensor:
     """The n tokens of each KV head with the largest of these scores, over its queries after softmax: int64
     `[Hkv, n]`, counted from the first of `tokens`."""
-    return selection.top_scored(low_bit_scores(q, shift, storage, layout, tokens), n)
+    return selection.top_scored(low_bit_scores(q, mean, storage, layout, tokens), n)
 
 
 def hidden_tokens(tokens: range, skip: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -191,7 +191,7 @@ def hidden_tokens(tokens: range, skip: torch.Tensor) -> tuple[int, torch.Tensor]
 
 def tail_attention(
     q: torch.Tensor,
-    shift: torch.Tensor,
+    mean: torch.Tensor,
     storage: torch.Tensor,
     layout: Layout,
     tokens: range,
@@ -200,10 +200,10 @@ def tail_attention(
     """Attention over the low-bit rows of `tokens` that are not among `skip` int64 `[Hkv, n]`, which lie in `tokens` or
     are negative.
 
-    q and shift as in `low_bit_scores`. Returns out `[Hkv, G, d]`, mixed as the values are, and lse `[Hkv, G]` (natural
+    q and mean as in `low_bit_scores`. Returns out `[Hkv, G, d]`, mixed as the values are, and lse `[Hkv, G]` (natural
     log), float32 (float64 for float64): 0 and -inf where no token is left.
     """
-    scores = low_bit_scores(q, shift, storage, layout, tokens)
+    scores = low_bit_scores(q, mean, storage, layout, tokens)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
     hidden.scatter_(1, torch.where(skip < 0, len(tokens), skip - tokens.start), True)
     scores = scores.masked_fill_(hidden[:, :-1].unsqueeze(1), -math.inf)

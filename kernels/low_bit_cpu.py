@@ -19,7 +19,7 @@ def suits(q: torch.Tensor) -> bool:
 
 
 def low_bit_scores(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
 ) -> torch.Tensor:
     """`low_bit.low_bit_scores`: integer products of the query's int8 weights with the codes, scaled afterwards."""
     blocks = _blocks_of(tokens)
@@ -27,14 +27,14 @@ def low_bit_scores(
     weights, scale = quantise_query(q)
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is not None:
-        return library.scores(weights, scale.squeeze(-1), shift, storage, tokens).scores[:, : q.shape[1]]
-    scores = _scores(weights, scale, shift, storage, layout, blocks)
+        return library.scores(weights, scale.squeeze(-1), _shift(q, mean), storage, tokens).scores[:, : q.shape[1]]
+    scores = _scores(weights, scale, _shift(q, mean), storage, layout, blocks)
     return scores[:, :, tokens.start - first : tokens.stop - first]
 
 
 def select_tokens(
     q: torch.Tensor,
-    shift: torch.Tensor,
+    mean: torch.Tensor,
     storage: torch.Tensor,
     layout: Layout,
     tokens: range,
@@ -44,9 +44,9 @@ def select_tokens(
     """`low_bit.select_tokens`: with the library, thresholds and ranks come from the pass that scores."""
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is None:
-        return selection.select_tokens(low_bit_scores(q, shift, storage, layout, tokens), alpha, max_fraction)
+        return selection.select_tokens(low_bit_scores(q, mean, storage, layout, tokens), alpha, max_fraction)
     weights, scale = quantise_query(q)
-    found = library.scores(weights, scale.squeeze(-1), shift, storage, tokens)
+    found = library.scores(weights, scale.squeeze(-1), _shift(q, mean), storage, tokens)
     values, passing, within = library.rank(found, alpha)
     n = token_count(within, q.shape[0] * q.shape[1], len(tokens), max_fraction)
     passed = passing.nonzero().squeeze(1)
@@ -54,14 +54,14 @@ def select_tokens(
 
 
 def top_scored(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
 ) -> torch.Tensor:
     """`low_bit.top_scored`: with the library, every token counts as within its threshold."""
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is None:
-        return low_bit.top_scored(q, shift, storage, layout, tokens, n)
+        return low_bit.top_scored(q, mean, storage, layout, tokens, n)
     weights, scale = quantise_query(q)
-    found = library.scores(weights, scale.squeeze(-1), shift, storage, tokens)
+    found = library.scores(weights, scale.squeeze(-1), _shift(q, mean), storage, tokens)
     return top_tokens(library.rank(found, math.inf)[0], n)
 
 
@@ -75,7 +75,7 @@ def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start:
 
 
 def tail_attention(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`low_bit.tail_attention`, with weights of values rounded to bfloat16 (in C where the processor multiplies it,
     else they are float32)."""
@@ -84,12 +84,17 @@ def tail_attention(
     weights, scale = quantise_query(q)
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is not None:
-        return library.attend(weights, scale.squeeze(-1), shift, storage, hidden, blocks)
-    scores = _scores(weights, scale, shift, storage, layout, blocks)
+        return library.attend(weights, scale.squeeze(-1), _shift(q, mean), storage, hidden, blocks)
+    scores = _scores(weights, scale, _shift(q, mean), storage, layout, blocks)
     scores.masked_fill_(hidden.view(torch.bool).unsqueeze(1), -math.inf)
     lse = torch.logsumexp(scores, -1)
     scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     return _mix(scores, storage, layout, blocks), lse
+
+
+def _shift(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """What queries `[Hkv, G, d]` score with the mean `[Hkv, d]` that was taken from every key: `[Hkv, G]`."""
+    return torch.bmm(q, mean.unsqueeze(2)).squeeze(2)
 
 
 def _blocks_of(tokens: range) -> range:
@@ -104,8 +109,8 @@ def _scores(
     layout: Layout,
     blocks: range,
 ) -> torch.Tensor:
-    """`[Hkv, G, blocks * 64]` from the query's int8 weights `[Hkv, G, d]` and their scale `[Hkv, G, 1]`: one integer
-    product for each half of the channels, head by head in the cache."""
+    """`[Hkv, G, blocks * 64]` from the query's int8 weights `[Hkv, G, d]`, their scale `[Hkv, G, 1]` and shift
+    `[Hkv, G]`: one integer product for each half of the channels, head by head in the cache."""
     heads, group, _ = weights.shape
     width, count = layout.key_bytes, len(blocks)
     packed, steps = (part[:, blocks.start : blocks.stop] for part in layout.keys(storage))
@@ -129,13 +134,13 @@ def _shifted(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(weights: torch.Tensor, storage: torch.Tensor, layout: Layout, blocks: range) -> torch.Tensor:
-    """The values of `blocks` weighted by `[Hkv, G, blocks * 64]`: `[Hkv, G, d]`. Codes are whole numbers, exact in
-    bfloat16; the weights, steps in them, are rounded to it."""
+    """The values of `blocks` weighted by `[Hkv, G, blocks * 64]`: `[Hkv, G, d]`. Levels in steps are exact in bfloat16,
+    around 0, so that sums are no larger than what they are of; the weights, steps in them, are rounded to it."""
     packed, steps = (part[:, blocks.start : blocks.stop] for part in layout.values(storage))
     rounded = weights.mul_(decode_steps(steps).flatten(1).unsqueeze(1)).bfloat16()
-    middle = rounded.sum(-1, keepdim=True, dtype=torch.float32) * (((1 << layout.value_bits) - 1) / 2)
+    middle = ((1 << layout.value_bits) - 1) / 2
     sums = [
-        own @ unpack_rows(codes, layout.value_bits).bfloat16()
+        own @ unpack_rows(codes, layout.value_bits).bfloat16().sub_(middle)
         for own, codes in zip(rounded, packed.flatten(1, 2), strict=True)
     ]
-    return torch.stack(sums).float() - middle
+    return torch.stack(sums).float()

@@ -1,9 +1,11 @@
-"""Attention over low-bit rows in Triton: scores, softmax and values in one pass.
+"""Low-bit rows of a batch in Triton: a query is scored with all keys, and attention over everything that was not
+selected is joined with that over exact rows.
 
-Bytes: each packed row and its two steps are read once for all G query heads of its group, d * (4 + bits) / 8 + 2 bytes,
-and one byte that says whether it counts. Scores are whole numbers before their scale; the softmax weights, steps in
-them, are rounded to bfloat16 before the second product (not under the interpreter). Blocks are cut into pieces so that
-a batch of one fills the device, and the pieces are merged. Definition: `low_bit.tail_attention`.
+Bytes a token and KV head: scores read d / 2 + 1 and write 4 * G; the tail reads each packed row and its two steps once
+for all G query heads of its group, d * (4 + bits) / 8 + 2, and one byte that says whether it counts. Scores are whole
+numbers before their scale; the softmax weights, steps in them, are rounded to bfloat16 before the second product (not
+under the interpreter). The tail's scores are its own: it attends with the true query where what was selected was
+selected with a guess of it. Definitions: `low_bit_lists`; of one sequence `low_bit.tail_attention`.
 """
 
 from __future__ import annotations
@@ -12,20 +14,131 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit import BLOCK, KEY_BITS, SMALLEST, Layout, hidden_tokens
-from .selection import quantise_query
+from .h2d_copy import to_device
+from .lists import Scores
+from .low_bit import BLOCK, KEY_BITS, Layout
+from .pointer_table import PointerTable, entry
 from .triton_attention import merge_parts
+from .triton_low_bit_rows import alignment, decoded_steps, list_blocks, padded_sizes
+from .triton_scores import _finish, _gathered, _outputs, _padded, _rint
 
 PIECE_BLOCKS = 8
-"""Blocks of a program: 512 tokens."""
+"""Blocks of a program that attends: 512 tokens."""
 
-_BLOCK, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(SMALLEST)
+_SCORED = 4 * BLOCK
+"""Tokens of a program that scores."""
+
+_LOOKED_UP = 512
+"""Tokens of a program that looks up which of them were selected."""
+
+_PARTS = 16
+"""Parts that the join reads at once."""
+
+_BLOCK, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(((1 << KEY_BITS) - 1) / 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- scores
 
 
 @triton.jit
-def _steps(codes: tl.tensor) -> tl.tensor:
-    """float32 steps of their codes (`low_bit.decode_steps`)."""
-    return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
+def _weights(
+    q: tl.tensor, mean: tl.tensor, p: tl.tensor, heads: tl.tensor,
+    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The queries of list p rounded as `selection.quantise_query` does: int8 of the lower and the upper half of the
+    channels `[GROUP, K]`, their middle, their scale, and what they score with the mean `[GROUP]`."""
+    head, byte = tl.arange(0, GROUP), tl.arange(0, K)
+    known = (head < G)[:, None] & (byte < KEYS)[None, :]
+    at = q + (p * G + head)[:, None] * d + byte[None, :]
+    low, high = tl.load(at, mask=known, other=0.0), tl.load(at + KEYS, mask=known, other=0.0)
+    centre = mean + p % heads * d + byte
+    shift = tl.sum(low * tl.load(centre, mask=byte < KEYS, other=0.0)[None, :], 1)
+    shift += tl.sum(high * tl.load(centre + KEYS, mask=byte < KEYS, other=0.0)[None, :], 1)
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.div_rn(tl.maximum(largest, 1.1754943508222875e-38 * 127), 127.0)
+    every = scale[:, None] + tl.zeros_like(low)
+    low, high = _rint(tl.div_rn(low, every)).to(tl.int8), _rint(tl.div_rn(high, every)).to(tl.int8)
+    total = tl.sum(low.to(tl.int32), 1) + tl.sum(high.to(tl.int32), 1)
+    return low, high, total.to(tl.float32) * _MIDDLE, scale, shift
+
+
+@triton.jit
+def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor) -> tl.tensor:
+    """Whole numbers float32 `[GROUP, n]`: weights times the codes of packed keys `[K, n]`."""
+    sums = tl.dot(low, (keys & 15).to(tl.int8), out_dtype=tl.int32)
+    sums += tl.dot(high, (keys >> 4).to(tl.int8), out_dtype=tl.int32)
+    return sums.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def _score(
+    q: tl.tensor, mean: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor,
+    maxima: tl.tensor, sums: tl.tensor, heads: tl.tensor, tokens: tl.tensor, blocks: tl.tensor,
+    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, ALIGN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i): tokens [i * TOKENS, ...) of list p. Programs outside the range read no keys."""
+    p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, stop = tl.load(starts + p), tl.load(stops + p)
+    token, byte = piece * TOKENS + tl.arange(0, TOKENS), tl.arange(0, K)
+    acc = tl.zeros((GROUP, TOKENS), tl.float32)
+    if (piece * TOKENS < stop) & (piece * TOKENS + TOKENS > start):
+        low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
+        there = token < (stop + _BLOCK - 1) // _BLOCK * _BLOCK
+        own = list_blocks(table, p, heads, ALIGN) + (token // _BLOCK).to(tl.int64) * (_BLOCK * (KEYS + VALUES + 2))
+        own += token % _BLOCK
+        keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
+        step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
+        acc = (_products(low, high, keys) - centre[:, None]) * step[None, :] * scale[:, None] + shift[:, None]
+    _finish(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)
+
+
+def scores(
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    tokens: int,
+) -> Scores:
+    """`low_bit_lists.scores` in one launch; float32 queries and scores."""
+    lists, group, d = q.shape
+    assert storages.lists == lists and q.is_contiguous() and mean.shape == (storages.heads, d)
+    assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
+    blocks, sizes = triton.cdiv(tokens, _SCORED), padded_sizes(layout)
+    out, maxima, sums = _outputs(q, tokens, blocks)
+    _score[(lists, blocks)](
+        q, mean, storages.table, starts, stops, out, maxima, sums, storages.heads, tokens, blocks,
+        d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"], G=group, GROUP=_padded(group), TOKENS=_SCORED,
+        ALIGN=alignment(storages),
+    )  # fmt: skip
+    return _gathered(out, maxima, sums)
+
+
+# ------------------------------------------------------------------------------------------------------------- tail
+
+
+@triton.jit(do_not_specialize=["n", "tokens", "halvings"])
+def _hide(
+    chosen: tl.tensor, counts: tl.tensor, starts: tl.tensor, stops: tl.tensor, hidden: tl.tensor, n: tl.tensor,
+    tokens: tl.tensor, halvings: tl.tensor, TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i): whether each of the tokens [i * TOKENS, ...) does not count: it is outside [start, stop), or
+    among the first `counts[p]` of chosen `[P, n]`, which rise. The first of these that is there is found by halving."""
+    p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
+    place, own = tl.arange(0, TOKENS), chosen + p * n
+    first, count = tl.load(counts + p) * 0, tl.load(counts + p)
+    last = count
+    for _ in range(halvings):
+        middle = (first + last) // 2
+        before = tl.load(own + middle, mask=first < last, other=begin) < begin
+        first, last = tl.where(before, middle + 1, first), tl.where(before, last, middle)
+    listed = tl.load(own + first + place, mask=first + place < count, other=begin + TOKENS) - begin
+    found = tl.histogram(listed.to(tl.int32), TOKENS, mask=listed < TOKENS)
+    token = begin + place
+    outside = (token < tl.load(starts + p)) | (token >= tl.load(stops + p))
+    tl.store(hidden + p * tokens + token, ((found > 0) | outside).to(tl.uint8), mask=token < tokens)
 
 
 @triton.jit
@@ -55,80 +168,159 @@ def _store_field(
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "lists"])
 def _attend(
-    weights: tl.tensor, middle: tl.tensor, scale: tl.tensor, shift: tl.tensor, storage: tl.tensor, hidden: tl.tensor,
-    outs: tl.tensor, lses: tl.tensor, head_stride: tl.tensor, blocks: tl.tensor, lists: tl.tensor,
+    table: tl.tensor, q: tl.tensor, mean: tl.tensor, starts: tl.tensor, stops: tl.tensor, hidden: tl.tensor,
+    outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor, lists: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, s): blocks [s * PIECE, ...) of KV head p. Writes part s: out `[G, d]` (0 where no token counts) and
-    lse. KEYS and VALUES are the bytes of a packed key and value, K and V these numbers padded."""
+    """Program (p, s): blocks [s * PIECE, ...) of list p, as far as they hold any of its tokens, softmax on the fly.
+    Writes part s: lse, and out `[G, d]` (nothing where it has no blocks, 0 where no token counts). KEYS and VALUES are
+    the bytes of a packed key and value, K and V these numbers padded."""
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)
+    end = tl.minimum((tl.load(stops + p) + _BLOCK - 1) // _BLOCK, (piece + 1) * PIECE)
     head, token, byte, column = tl.arange(0, GROUP), tl.arange(0, _BLOCK), tl.arange(0, K), tl.arange(0, V)
-    row, real = p * G + head, head < G
-    at = weights + row[:, None] * d + byte[None, :]
-    known = real[:, None] & (byte < KEYS)[None, :]
-    low, high = tl.load(at, mask=known, other=0), tl.load(at + KEYS, mask=known, other=0)
-    centre = tl.load(middle + row, mask=real, other=0.0)
-    factor, offset = tl.load(scale + row, mask=real, other=0.0), tl.load(shift + row, mask=real, other=0.0)
+    first, real = (piece * lists + p) * G, head < G
     peak = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), tl.float32)
-    acc0, acc1 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
-    acc2, acc3 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
-    for block in range(piece * PIECE, tl.minimum(blocks, (piece + 1) * PIECE)):
-        own = storage + p * head_stride + block * (_BLOCK * (KEYS + VALUES + 2))
-        keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
-        sums = tl.dot(low, (keys & 15).to(tl.int8), out_dtype=tl.int32)
-        sums += tl.dot(high, (keys >> 4).to(tl.int8), out_dtype=tl.int32)
-        steps = own + _BLOCK * (KEYS + VALUES) + token
-        scores = (sums.to(tl.float32) - centre[:, None]) * _steps(tl.load(steps))[None, :] * factor[:, None]
-        counts = tl.load(hidden + p * blocks * _BLOCK + block * _BLOCK + token) == 0
-        scores = tl.where(counts[None, :], scores + offset[:, None], float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        shares, kept = tl.exp(scores - safe[:, None]), tl.exp(peak - safe)
-        total = total * kept + tl.sum(shares, 1)
-        share = shares * _steps(tl.load(steps + _BLOCK))[None, :]
-        if not WIDEN:
-            share = share.to(tl.bfloat16)
-        start = own + _BLOCK * KEYS
-        raw = tl.load(start + token[:, None] * VALUES + column[None, :], mask=(column < VALUES)[None, :], other=0)
-        acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN)
-        acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN)
+    if begin < end:
+        low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
+        acc0, acc1 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
+        acc2, acc3 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
+        storage = list_blocks(table, p, heads, ALIGN)
+        for block in range(begin, end):
+            own = storage + block * (_BLOCK * (KEYS + VALUES + 2))
+            keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
+            steps = own + _BLOCK * (KEYS + VALUES) + token
+            scores = (
+                (_products(low, high, keys) - centre[:, None]) * decoded_steps(tl.load(steps))[None, :] * scale[:, None]
+            )
+            counts = tl.load(hidden + p * tokens + block * _BLOCK + token) == 0
+            scores = tl.where(counts[None, :], scores + shift[:, None], float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            shares, kept = tl.exp(scores - safe[:, None]), tl.exp(peak - safe)
+            total = total * kept + tl.sum(shares, 1)
+            share = shares * decoded_steps(tl.load(steps + _BLOCK))[None, :]
+            if not WIDEN:
+                share = share.to(tl.bfloat16)
+            start = own + _BLOCK * KEYS
+            raw = tl.load(start + token[:, None] * VALUES + column[None, :], mask=(column < VALUES)[None, :], other=0)
+            acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN)
+            acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN)
+            if BITS == 2:
+                acc2 = _mixed(acc2, kept, share, raw, 2, BITS, WIDEN)
+                acc3 = _mixed(acc3, kept, share, raw, 3, BITS, WIDEN)
+            peak = higher
+        some = tl.maximum(total, 1e-30)
+        _store_field(outs, first, acc0, some, d, VALUES, V, 0, G, GROUP)
+        _store_field(outs, first, acc1, some, d, VALUES, V, 1, G, GROUP)
         if BITS == 2:
-            acc2 = _mixed(acc2, kept, share, raw, 2, BITS, WIDEN)
-            acc3 = _mixed(acc3, kept, share, raw, 3, BITS, WIDEN)
-        peak = higher
-    some = tl.maximum(total, 1e-30)
-    first = (piece * lists + p) * G
-    tl.store(lses + first + head, tl.where(total > 0.0, peak + tl.log(some), float("-inf")), mask=real)
-    _store_field(outs, first, acc0, some, d, VALUES, V, 0, G, GROUP)
-    _store_field(outs, first, acc1, some, d, VALUES, V, 1, G, GROUP)
-    if BITS == 2:
-        _store_field(outs, first, acc2, some, d, VALUES, V, 2, G, GROUP)
-        _store_field(outs, first, acc3, some, d, VALUES, V, 3, G, GROUP)
+            _store_field(outs, first, acc2, some, d, VALUES, V, 2, G, GROUP)
+            _store_field(outs, first, acc3, some, d, VALUES, V, 3, G, GROUP)
+    lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
+    tl.store(lses + first + head, lse, mask=real)
+
+
+@triton.jit(do_not_specialize=["parts", "rows"])
+def _join(
+    outs: tl.tensor, lses: tl.tensor, mixing: tl.tensor, exact: tl.tensor, exact_lses: tl.tensor, out: tl.tensor,
+    parts: tl.tensor, rows: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program r: row r of all parts of the tail, turned back by mixing `[d, d]`, and of the exact rows."""
+    r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
+    every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
+    own = tl.load(exact_lses + r)
+    peak = tl.maximum(tl.max(every, 0), own)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    whole = tl.maximum(tl.sum(tl.exp(every - safe), 0) + tl.exp(own - safe), 1e-30)
+    acc = tl.zeros((D,), tl.float32)
+    for first in range(0, parts, PARTS):
+        at = (first + part) * rows + r
+        of_part = tl.load(lses + at, mask=first + part < parts, other=float("-inf"))
+        there = (of_part > float("-inf"))[:, None] & (column < d)[None, :]
+        piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
+        acc += tl.sum(piece * tl.exp(of_part - safe)[:, None], 0)
+    for first in range(0, d, COLUMNS):
+        channel = first + tl.arange(0, COLUMNS)
+        tile = tl.load(mixing + channel[:, None] * d + column[None, :],
+                       mask=(channel < d)[:, None] & (column < d)[None, :], other=0.0)  # fmt: skip
+        joined = tl.load(exact + r * d + channel, mask=channel < d, other=0.0) * tl.exp(own - safe)
+        tl.store(out + r * d + channel, (joined + tl.sum(tile * acc[None, :], 1)) / whole, mask=channel < d)
+
+
+def join_tail(
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    chosen: torch.Tensor,
+    counts: torch.Tensor,
+    tokens: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """`low_bit_lists.join_tail` in three launches; all float32."""
+    lists, group, d = q.shape
+    assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
+    assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
+    outs, lses = _parts(q, mean, layout, storages, starts, stops, chosen, counts, tokens)
+    whole = torch.empty_like(out)
+    _join[(lists * group,)](
+        outs, lses, mixing, out, lse, whole, len(outs), lists * group,
+        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, ALL=triton.next_power_of_2(len(outs)),
+        COLUMNS=min(16, triton.next_power_of_2(d)),
+    )  # fmt: skip
+    return whole
 
 
 def tail_attention(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`low_bit.tail_attention` of float32 queries: one launch over pieces of blocks, then a merge."""
+    """`low_bit.tail_attention` of float32 queries, as of a batch of one."""
     heads, group, d = q.shape
-    assert q.dtype == torch.float32 and storage.stride(2) == 1 and storage.stride(1) == layout.block_bytes
-    first, hidden = hidden_tokens(tokens, skip)
-    blocks = hidden.shape[1] // BLOCK
-    pieces = triton.cdiv(blocks, PIECE_BLOCKS)
-    weights, scale = quantise_query(q)
-    middle = weights.sum(-1, dtype=torch.float32) * (((1 << KEY_BITS) - 1) / 2)
-    outs = torch.empty(pieces, heads * group, d, dtype=torch.float32, device=q.device)
-    lses = torch.empty(pieces, heads * group, dtype=torch.float32, device=q.device)
-    _attend[(heads, pieces)](
-        weights, middle, scale.contiguous(), shift.contiguous(), storage[:, first:], hidden, outs, lses,
-        storage.stride(0), blocks, heads,
-        d=d, KEYS=layout.key_bytes, K=max(32, triton.next_power_of_2(layout.key_bytes)), VALUES=layout.value_bytes,
-        V=max(16, triton.next_power_of_2(layout.value_bytes)), BITS=layout.value_bits, G=group,
-        GROUP=max(16, triton.next_power_of_2(group)), PIECE=PIECE_BLOCKS, WIDEN=not q.is_cuda,
-    )  # fmt: skip
+    counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
+    bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
+    storages = PointerTable((storage,), to_device(torch.tensor([entry(storage)]), q.device))
+    chosen = skip.sort(1).values
+    outs, lses = _parts(q, mean, layout, storages, bounds[0], bounds[1], chosen, bounds[2], tokens.stop)
     out, lse = merge_parts(outs, lses)
     return out.view(heads, group, d), lse.view(heads, group)
+
+
+def _parts(
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    chosen: torch.Tensor,
+    counts: torch.Tensor,
+    tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The low-bit rows of the tokens that count, in pieces: outs `[pieces, P * G, d]` and lses `[pieces, P * G]`, in
+    two launches. Of chosen only what lies within [start, stop), and is meant, matters."""
+    lists, group, d = q.shape
+    assert storages.lists == lists and q.is_contiguous() and q.dtype == mean.dtype == torch.float32
+    assert starts.shape == stops.shape == counts.shape == (lists,) and chosen.is_contiguous()
+    blocks = triton.cdiv(tokens, BLOCK)
+    pieces, every = triton.cdiv(blocks, PIECE_BLOCKS), blocks * BLOCK
+    hidden = torch.empty(lists, every, dtype=torch.uint8, device=q.device)
+    _hide[(lists, triton.cdiv(every, _LOOKED_UP))](
+        chosen, counts, starts, stops, hidden, chosen.shape[1], every, chosen.shape[1].bit_length(), TOKENS=_LOOKED_UP
+    )
+    outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
+    lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
+    _attend[(lists, pieces)](
+        storages.table, q, mean, starts, stops, hidden, outs, lses, storages.heads, every, lists,
+        d=d, **padded_sizes(layout), BITS=layout.value_bits, G=group, GROUP=_padded(group), PIECE=PIECE_BLOCKS,
+        ALIGN=alignment(storages), WIDEN=not q.is_cuda,
+    )  # fmt: skip
+    return outs, lses

@@ -88,7 +88,9 @@ def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"dense_layers": (0,)}, {"scorer": "partial", "source": "attention_input"}], ids=["dense", "partial"]
+    "options",
+    [{"dense_layers": (0,)}, {"scorer": "partial", "source": "attention_input"}, {"tail": "int4"}],
+    ids=["dense", "partial", "tail"],
 )
 def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two buckets: the first step of each is eager, the second is captured. In between a sequence ends and another

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.low_bit import stored_rows
+from support.low_bit import ragged_lists, stored_rows
 
 from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native
 from offload_rt.kernels.low_bit import (
@@ -21,6 +21,7 @@ from offload_rt.kernels.low_bit import (
     unpack_rows,
 )
 from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.reference import merge_lse
 from offload_rt.kernels.selection import quantise_query
 
 
@@ -51,7 +52,7 @@ def test_rows_come_back_within_half_a_step(bits: int) -> None:
 
 
 def plain_tail(
-    q: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Everything dequantised in float64, one softmax; the query rounded as it is there."""
     weights, scale = quantise_query(q)
@@ -59,7 +60,8 @@ def plain_tail(
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
         for parts, bits in ((layout.keys(storage), KEY_BITS), (layout.values(storage), layout.value_bits))
     )
-    scores = torch.einsum("hgd,hnd->hgn", weights.double() * scale, keys) + shift.double().unsqueeze(-1)
+    shift = torch.einsum("hgd,hd->hg", q.double(), mean.double()).unsqueeze(-1)
+    scores = torch.einsum("hgd,hnd->hgn", weights.double() * scale, keys) + shift
     hidden = torch.ones(keys.shape[:2], dtype=torch.bool)
     hidden[:, tokens.start : tokens.stop] = False
     for head, row in enumerate(skip.tolist()):
@@ -72,11 +74,11 @@ def plain_tail(
 @pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(130, 131)])
 def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, tokens: range) -> None:
     layout = Layout(32, value_bits)
-    storage, q, shift = stored_rows(layout, 2, 180), torch.randn(2, 3, 32) / 6, torch.randn(2, 3)
+    storage, q, mean = stored_rows(layout, 2, 180), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
-    out, lse = tail_attention(q, shift, storage, layout, tokens, skip)
-    expected, expected_lse = plain_tail(q, shift, storage, layout, tokens, skip)
+    out, lse = tail_attention(q, mean, storage, layout, tokens, skip)
+    expected, expected_lse = plain_tail(q, mean, storage, layout, tokens, skip)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
 
@@ -84,7 +86,7 @@ def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, token
 def test_without_a_token_the_tail_is_nothing() -> None:
     layout = Layout(16, 2)
     storage, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
-    out, lse = tail_attention(q, torch.zeros(2, 2), storage, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
+    out, lse = tail_attention(q, torch.zeros(2, 16), storage, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -97,10 +99,26 @@ def test_lists_are_the_sequences_by_themselves() -> None:
     found = low_bit_lists.scores(q, mean, layout, table, starts, stops, 190)
     for b, stop in enumerate((90, 180)):
         own = slice(2 * b, 2 * b + 2)
-        shift = torch.einsum("hgd,hd->hg", q[own], mean)
-        scores = low_bit_scores(q[own], shift, storages[b], layout, range(2, stop))
+        scores = low_bit_scores(q[own], mean, storages[b], layout, range(2, stop))
         torch.testing.assert_close(found.scores[own, :, 2:stop], scores, rtol=0, atol=1e-5)
         assert found.scores[own, :, stop:].isneginf().all() and found.scores[own, :, :2].isneginf().all()
+
+
+@pytest.mark.parametrize("value_bits", [2, 4])
+def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> None:
+    """With the exact rows by one softmax; tokens behind a count do not matter."""
+    q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
+        Layout(16, value_bits), 3, torch.device("cpu")
+    )
+    joined = low_bit_lists.join_tail(q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse)
+    for b, storage in enumerate(table.tensors):
+        own, span = slice(2 * b, 2 * b + 2), range(int(starts[2 * b]), int(stops[2 * b]))
+        skip = chosen[own, : int(counts[2 * b])]
+        want = out[own].double()
+        if skip.shape[1] < len(span):
+            tail, tail_lse = plain_tail(q[own], mean, storage, layout, span, skip)
+            want, _ = merge_lse([want, tail @ mixed.double().T], [lse[own].double(), tail_lse])
+        torch.testing.assert_close(joined[own].double(), want, rtol=0, atol=2e-5)
 
 
 def test_a_batch_appends_as_each_sequence_does() -> None:
@@ -109,14 +127,17 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
     before = [storage.clone() for storage in storages]
     table = PointerTable.of(storages)
     slots = torch.tensor([63, 63, 5, 5])
-    basis, mean, k = torch.randn(2, 16, 16), torch.randn(2, 16), torch.randn(4, 16)
-    low_bit_lists.append_keys(k, basis, mean, layout, table, slots)
+    basis, mean, k, v = torch.randn(2, 16, 16), torch.randn(2, 16), torch.randn(4, 16), torch.randn(4, 16)
+    mixed = mixing(16).float()
+    low_bit_lists.append_rows(k, v, basis, mean, mixed, layout, table, slots)
     for b, (own, old) in enumerate(zip(storages, before, strict=True)):
         for head in range(2):
             p = 2 * b + head
             block, row = divmod(int(slots[p]), BLOCK)
             keys = quantise_rows((k[p] @ basis[head] - mean[head]).unsqueeze(0), KEY_BITS)
-            for part, data in zip(layout.keys(old), keys, strict=True):
+            values = quantise_rows((v[p] @ mixed).unsqueeze(0), layout.value_bits)
+            parts = zip((*layout.keys(old), *layout.values(old)), (*keys, *values), strict=True)
+            for part, data in parts:
                 part[head, block, row] = data[0]
         assert own.equal(old), "only the new rows have changed"
 
@@ -134,14 +155,14 @@ def test_a_processor_computes_what_is_defined(
     elif native.low_bit(d, value_bits, group) is None:
         pytest.skip("no C compiler")
     layout = Layout(d, value_bits)
-    storage, q, shift = stored_rows(layout, 2, 320), torch.randn(2, group, d) / 4, torch.randn(2, group)
+    storage, q, mean = stored_rows(layout, 2, 320), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
-    expected = low_bit_scores(q, shift, storage, layout, tokens)
-    found = low_bit_cpu.low_bit_scores(q, shift, storage, layout, tokens)
+    expected = low_bit_scores(q, mean, storage, layout, tokens)
+    found = low_bit_cpu.low_bit_scores(q, mean, storage, layout, tokens)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    out, lse = low_bit_cpu.tail_attention(q, shift, storage, layout, tokens, skip)
-    expected, expected_lse = tail_attention(q, shift, storage, layout, tokens, skip)
+    out, lse = low_bit_cpu.tail_attention(q, mean, storage, layout, tokens, skip)
+    expected, expected_lse = tail_attention(q, mean, storage, layout, tokens, skip)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
     largest = dequantise_rows(*(part.flatten(1, 2) for part in layout.values(storage)), value_bits, torch.float32)
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-8 * float(largest.abs().max()))
@@ -154,7 +175,7 @@ def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPat
     layout = Layout(32, 2)
     storage, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
-    out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 2), storage, layout, range(3, 120), skip)
+    out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 32), storage, layout, range(3, 120), skip)
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -167,14 +188,14 @@ def test_a_processor_selects_and_stores_what_is_defined(
     if not compiled:
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     layout = Layout(64, 2)
-    storage, q, shift = stored_rows(layout, 2, 320), torch.randn(2, group, 64) / 4, torch.randn(2, group)
+    storage, q, mean = stored_rows(layout, 2, 320), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     chosen = [
-        module.select_tokens(q, shift, storage, layout, tokens, alpha, max_fraction).sort(1).values
+        module.select_tokens(q, mean, storage, layout, tokens, alpha, max_fraction).sort(1).values
         for module in (low_bit, low_bit_cpu)
     ]
     assert chosen[0].equal(chosen[1])
     n = len(tokens) // 3
-    best = [module.top_scored(q, shift, storage, layout, tokens, n).sort(1).values for module in (low_bit, low_bit_cpu)]
+    best = [module.top_scored(q, mean, storage, layout, tokens, n).sort(1).values for module in (low_bit, low_bit_cpu)]
     assert best[0].equal(best[1])
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3] = 0

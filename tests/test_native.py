@@ -30,8 +30,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def scores() -> tuple[torch.Tensor, torch.Tensor]:
     """Of the same rows, as a processor computes them and as they are defined."""
-    storage, q, shift = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 1)
-    given = (q, shift, storage, LAYOUT, range(3, 90))
+    storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
+    given = (q, mean, storage, LAYOUT, range(3, 90))
     return low_bit_cpu.low_bit_scores(*given), low_bit.low_bit_scores(*given)
 
 

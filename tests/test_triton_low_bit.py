@@ -1,35 +1,48 @@
-"""The tail in Triton against its definition in float64."""
+"""Low-bit rows in Triton against their definitions: the newest row's entry, scores, the tail of one sequence and of a
+batch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.low_bit import stored_rows
+from support.low_bit import ragged_lists, stored_rows
 
-from offload_rt.kernels.low_bit import Layout, dequantise_rows, tail_attention
+from offload_rt.kernels import low_bit_lists
+from offload_rt.kernels.low_bit import BLOCK, KEY_BITS, Layout, dequantise_rows, mixing, tail_attention, unpack_rows
+from offload_rt.kernels.pointer_table import PointerTable
+
+SHAPES = [(64, 3, 4), (80, 1, 2), (12, 2, 4)]
+"""d, G, bits of a value."""
 
 
-@pytest.mark.parametrize("value_bits", [2, 4])
-@pytest.mark.parametrize(("d", "group"), [(64, 7), (64, 3), (80, 1), (128, 20), (12, 2)])
+def largest_value(layout: Layout, storage: torch.Tensor) -> float:
+    """What an output can be at most."""
+    packed, steps = (part.flatten(1, 2) for part in layout.values(storage))
+    return float(dequantise_rows(packed, steps, layout.value_bits, torch.float32).abs().max())
+
+
+def rounding(device: torch.device) -> float:
+    """Of a value's weight: on CUDA to bfloat16, eight bits; the interpreter multiplies in float32."""
+    return 2**-8 if device.type == "cuda" else 4e-6
+
+
+@pytest.mark.parametrize(("d", "group", "value_bits"), [(64, 7, 2), (12, 2, 4)])
 @pytest.mark.parametrize("tokens", [range(5, 600), range(64, 65), range(3, 128)])
 def test_the_tail_is_what_is_defined(
     kernel_device: torch.device, tokens: range, d: int, group: int, value_bits: int
 ) -> None:
-    """On CUDA weights are rounded to bfloat16, eight bits; the interpreter multiplies in float32."""
     from offload_rt.kernels.triton_low_bit import tail_attention as compiled
 
     torch.manual_seed(d + group)
     layout = Layout(d, value_bits)
     storage = stored_rows(layout, 2, 600).to(kernel_device)
     q = torch.randn(2, group, d, device=kernel_device) * d**-0.5
-    shift = torch.randn(2, group, device=kernel_device)
+    mean = torch.randn(2, d, device=kernel_device)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1).to(kernel_device)
-    out, lse = compiled(q, shift, storage, layout, tokens, skip)
-    want, want_lse = tail_attention(q, shift, storage, layout, tokens, skip)
-    largest = dequantise_rows(*(part.flatten(1, 2) for part in layout.values(storage)), value_bits, torch.float32)
-    rounding = 2**-8 if kernel_device.type == "cuda" else 4e-6
-    torch.testing.assert_close(out, want, rtol=0, atol=rounding * float(largest.abs().max()))
+    out, lse = compiled(q, mean, storage, layout, tokens, skip)
+    want, want_lse = tail_attention(q, mean, storage, layout, tokens, skip)
+    torch.testing.assert_close(out, want, rtol=0, atol=rounding(kernel_device) * largest_value(layout, storage))
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-5)
 
 
@@ -39,5 +52,66 @@ def test_where_no_token_is_left_there_is_nothing(kernel_device: torch.device) ->
     layout = Layout(64, 2)
     storage = stored_rows(layout, 2, 700).to(kernel_device)
     q, skip = torch.randn(2, 2, 64, device=kernel_device), torch.arange(3, 640, device=kernel_device).repeat(2, 1)
-    out, lse = compiled(q, torch.zeros(2, 2, device=kernel_device), storage, layout, range(3, 640), skip)
+    out, lse = compiled(q, torch.zeros(2, 64, device=kernel_device), storage, layout, range(3, 640), skip)
     assert out.eq(0).all() and lse.isneginf().all()
+
+
+@pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
+def test_a_batch_is_joined_with_its_exact_rows(
+    kernel_device: torch.device, d: int, group: int, value_bits: int
+) -> None:
+    """Ragged lists: one without candidates, one all of whose candidates were selected; what lies behind a count is any
+    token."""
+    from offload_rt.kernels.triton_low_bit import join_tail
+
+    torch.manual_seed(d)
+    given = ragged_lists(Layout(d, value_bits), group, kernel_device)
+    storages = given[4]
+    got, want = join_tail(*given), low_bit_lists.join_tail(*given)
+    largest = max(largest_value(given[3], own) for own in storages.tensors)
+    torch.testing.assert_close(got, want, rtol=0, atol=rounding(kernel_device) * largest * d**0.5)
+    exact = given[-2]
+    assert got[2:6].eq(exact[2:6]).all() and not got[:2].isclose(exact[:2], atol=0.1).all()
+
+
+@pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
+def test_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, value_bits: int) -> None:
+    from offload_rt.kernels.triton_low_bit import scores
+
+    torch.manual_seed(d)
+    q, mean, _, layout, storages, starts, stops, *_ = ragged_lists(Layout(d, value_bits), group, kernel_device)
+    got = scores(q, mean, layout, storages, starts, stops, 700)
+    want = low_bit_lists.scores(q, mean, layout, storages, starts, stops, 700)
+    torch.testing.assert_close(got.scores, want.scores, rtol=1e-6, atol=1e-5)
+    assert torch.equal(got.maximum, got.scores.amax(-1)) and got.maximum[2:4].isneginf().all()
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2)])
+def test_the_newest_rows_enter(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:
+    """As the definition rounds them, but for a number next to the border of two codes; nothing else changes."""
+    from offload_rt.kernels.triton_low_bit_rows import append_rows
+
+    torch.manual_seed(d)
+    layout = Layout(d, value_bits)
+    storages = [stored_rows(layout, 2, tokens).to(kernel_device) for tokens in (63, 190)]
+    twins = [storage.clone() for storage in storages]
+    slots = torch.tensor([63, 63, 70, 70], device=kernel_device)
+    k, v = torch.randn(2, 4, d, device=kernel_device).to(dtype)
+    v[1] = 0
+    basis, mean = torch.randn(2, d, d, device=kernel_device), torch.randn(2, d, device=kernel_device)
+    given = (k, v, basis, mean, mixing(d).float().to(kernel_device), layout)
+    append_rows(*given, PointerTable.of(storages), slots)
+    low_bit_lists.append_rows(*given, PointerTable.of(twins), slots)
+    different = 0
+    for own, want, slot in zip(storages, twins, (63, 70), strict=True):
+        for parts, bits in ((layout.keys, KEY_BITS), (layout.values, value_bits)):
+            (packed, steps), (right, right_steps) = parts(own), parts(want)
+            assert steps.equal(right_steps)
+            codes, right_codes = (unpack_rows(x[:, slot // BLOCK, slot % BLOCK], bits).int() for x in (packed, right))
+            assert (codes - right_codes).abs().max() <= 1
+            different += int((codes != right_codes).sum())
+            packed[:, slot // BLOCK, slot % BLOCK] = right[:, slot // BLOCK, slot % BLOCK]
+        assert own.equal(want), "other rows have changed"
+    assert different <= 2

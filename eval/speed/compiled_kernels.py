@@ -254,13 +254,23 @@ def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:
 
 
 def _tail(bits: int, d: int) -> None:
-    from ...kernels import triton_low_bit
+    """The newest rows, scores, and what was not selected joined with exact rows."""
+    from ...kernels import triton_low_bit, triton_low_bit_rows
 
-    layout = Layout(d, bits)
-    storage = torch.zeros(KV_HEADS, TOKENS // 64, layout.block_bytes, dtype=torch.uint8)
-    skip = torch.zeros(KV_HEADS, 8, dtype=torch.int64)
-    q = torch.ones(KV_HEADS, GROUP, d)
-    triton_low_bit.tail_attention(q, torch.zeros(KV_HEADS, GROUP), storage, layout, range(TOKENS), skip)
+    layout, lists = Layout(d, bits), BATCH * KV_HEADS
+    own = [torch.zeros(KV_HEADS, TOKENS // 64, layout.block_bytes, dtype=torch.uint8) for _ in range(BATCH)]
+    storages, q, mean, mixing = (
+        PointerTable.of(own),
+        torch.ones(lists, GROUP, d),
+        torch.zeros(KV_HEADS, d),
+        torch.eye(d),
+    )
+    k, basis = torch.empty(lists, d, dtype=torch.bfloat16), torch.empty(KV_HEADS, d, d)
+    slots = torch.zeros(lists, dtype=torch.int64)
+    triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, storages, slots)
+    triton_low_bit.scores(q, mean, layout, storages, _lists(), _lists(), TOKENS)
+    chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty(lists, GROUP, d), torch.empty(lists, GROUP))
+    triton_low_bit.join_tail(q, mean, mixing, layout, storages, _lists(), _lists(), chosen, _lists(), TOKENS, *exact)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -283,5 +293,6 @@ CASES: dict[str, Callable[[], None]] = {
     "runs, fp32, d 256": lambda: _runs(torch.float32, 256, 4),
     "tail, int4": lambda: _tail(4, D),
     "tail, int2, d 64": lambda: _tail(2, 64),
+    "tail, int2": lambda: _tail(2, D),
 }
 """What is launched, by name."""

@@ -1,9 +1,9 @@
 """Selection of a whole batch at once: each layer is one chain of launches whatever the number of sequences, and nothing
 is asked of the device.
 
-    append     newest rows -> resident rows, newest rows -> pool, newest keys -> scoring keys
+    append     newest rows -> resident rows, newest rows -> pool, newest keys -> scoring keys (rows -> low-bit rows)
     fetch      scores of all sequences -> tokens and counts -> rows (prefetch stream)
-    attend     resident and fetched rows -> out
+    attend     resident and fetched rows -> out; with a tail, low-bit rows of what was not selected -> out
 
 What the launches read of a step, lengths, slots and tables of addresses, lies in `StepInputs`: tensors of fixed
 addresses that are written before the step. Shapes depend on the number of sequences B and on the bucket of the longest
@@ -117,7 +117,7 @@ class BatchedStrategy:
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
         inputs.rows.append(layer, k, v, inputs.places, self._newest)
         if self._batch.selects(layer):
-            inputs.keys.append(layer, k, inputs.slots_by_head)
+            inputs.keys.append(layer, k, v, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
         """Selects with q `[H, B, d]` and starts one gather; how many rows these are stays on the device."""
@@ -125,7 +125,7 @@ class BatchedStrategy:
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
         arriving = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
         self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], arriving.tally))
-        return BatchedFetch(batch, inputs, layer, counts, arriving)
+        return BatchedFetch(batch, inputs, layer, counts, arriving, tokens)
 
     def fetch_all(self, layer: int) -> BatchedFetch | None:
         """Starts one gather of all candidates, padded to the capacity; None without `dense`."""
@@ -180,16 +180,18 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class BatchedFetch:
-    """The `LayerFetch` of a whole batch: rows on their way, of which `counts` `[P]` of each list are meant."""
+    """The `LayerFetch` of a whole batch: rows on their way, of which `counts` `[P]` of each list are meant, and which
+    tokens `[P, n]` they are of where a layer selected them."""
 
     batch: DecodeBatch
     inputs: StepInputs
     layer: int
     counts: torch.Tensor
     arriving: Arriving
+    selected: torch.Tensor | None = None
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Returns `[B, H * d]` from q `[H, B, d]`, by one launch over resident and fetched rows."""
+        """Returns `[B, H * d]` from q `[H, B, d]`, over resident and fetched rows, and what is known of the others."""
         batch, layer, inputs = self.batch, self.layer, self.inputs
         k, v = self.arriving.wait()
         grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
@@ -200,6 +202,9 @@ class BatchedFetch:
                 keys = sequence.keys(layer, batch.visible(layer)[b].all)
                 attended = lse.view(len(batch.sequences), -1)[b]
                 sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
+        if self.selected is not None:
+            chosen = self.selected, self.counts
+            out, lse = inputs.keys.join_tail(layer, q, inputs.candidates, chosen, (out, lse))
         if (sinks := batch.adapter.sinks(layer)) is not None:
             out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(len(batch.sequences), 1))
         return out.to(q.dtype).view(len(batch.sequences), -1)

@@ -175,7 +175,7 @@ class InfiniGen:
         self.options = replace(options, alpha=self.alpha)
         self.geometry = geometry
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
-        asks = keys_on_host or not (options.budget is options.max_missed_mass is None) or options.tail != "off"
+        asks = keys_on_host or not (options.budget is options.max_missed_mass is None)
         self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
         """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
         self.query_source: QuerySource = options.source

@@ -1,5 +1,5 @@
-"""Selection for all sequences of a batch at once, by the kernels of the decode step: nothing is asked of the device,
-and whatever the batch, a layer is one chain of launches. A batch may be one sequence.
+"""Selection, and the tail, for all sequences of a batch at once, by the kernels of the decode step: nothing is asked of
+the device, and whatever the batch, a layer is one chain of launches. A batch may be one sequence.
 
 What is selected is `kernels.selection.select_tokens` of each sequence by itself, rising.
 """
@@ -16,6 +16,7 @@ from ..kernels import dispatch
 from ..kernels.lists import selection_limit
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .bases import Basis
+from .low_bit_rows import LowBitRows
 from .scoring import ScoringKeys
 
 
@@ -86,10 +87,10 @@ class KeyLists:
         """int64 `[layers, B, FIELDS]`."""
         return self._tables
 
-    def append(self, layer: int, k: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keys k `[P, d]` enter the slots int64 `[P]`."""
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keys k `[P, d]`, and values v `[P, d]` where they are kept too, enter the slots int64 `[P]`."""
         at = self._at[layer]
-        self._keys[0].enter(layer, k, self._basis[at], self._storages[at], slots)
+        self._keys[0].enter(layer, k, v, self._basis[at], self._storages[at], slots)
 
     def select(self, layer: int, q: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
         """With the (speculated) queries q `[H, B, d]`: tokens int64 `[P, cap]`, rising, and counts int32 `[P]`; tokens
@@ -100,6 +101,24 @@ class KeyLists:
         return dispatch.select_tokens(
             found, spans.starts, spans.stops, storage.heads, self._rule.alpha, spans.limits, spans.cap
         )
+
+    def join_tail(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        spans: Spans,
+        chosen: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention `[P, G, d]` of the true queries q `[H, B, d]` over exact rows, of which out `[P, G, d]` and lse
+        `[P, G]` are given, and over low-bit rows of the candidates that were not chosen (tokens and counts, as `select`
+        returns them), where there are any."""
+        rows, at = self._keys[0], self._at[layer]
+        if not isinstance(rows, LowBitRows):
+            return exact[0]
+        storage = self._storages[at]
+        skewed = self._basis[at].skew_queries(q, storage.heads)
+        return rows.join_tail(layer, skewed, storage, spans.starts, spans.stops, spans.tokens, chosen, exact)
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:

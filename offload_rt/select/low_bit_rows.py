@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import ModelGeometry
-from ..kernels import dispatch, low_bit_lists
+from ..kernels import dispatch
 from ..kernels.lists import Scores
 from ..kernels.low_bit import BLOCK, Layout, mixing
 from ..kernels.pointer_table import PointerTable
@@ -65,9 +65,8 @@ class RowBasis:
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q `[H, d]` as `[Hkv, G, d]` in the keys' basis and scaled, and what each scores with the mean `[Hkv, G]`."""
-        turned = self.basis.skew_query(q)
-        return turned, torch.bmm(turned, self.mean.unsqueeze(2)).squeeze(2)
+        """q `[H, d]` as `[Hkv, G, d]` in the keys' basis and scaled, and the mean of the keys."""
+        return self.basis.skew_query(q), self.mean
 
 
 class LowBitRows:
@@ -145,9 +144,18 @@ class LowBitRows:
         self._blocks.open(layer, self._bases[layer].mean.shape[0], 0, self._layout.block_bytes)
         return self._blocks.reserve(layer, slots)
 
-    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
-        """Rounds the newest keys k `[P, d]` of a batch into slot `slots[p]` of their storages."""
-        low_bit_lists.append_keys(k, basis.key, self._bases[layer].mean, self._layout, storages, slots)
+    def enter(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        basis: Basis,
+        storages: PointerTable,
+        slots: torch.Tensor,
+    ) -> None:
+        """Rounds the newest rows k, v `[P, d]` of a batch into slot `slots[p]` of their storages."""
+        own = self._bases[layer]
+        dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, storages, slots)
 
     def found(
         self,
@@ -159,7 +167,25 @@ class LowBitRows:
         tokens: int,
     ) -> Scores:
         """Scores of queries q `[P, G, d]` of a batch with its low-bit keys."""
-        return low_bit_lists.scores(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
+        return dispatch.score_low_bit(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
+
+    def join_tail(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        storages: PointerTable,
+        starts: torch.Tensor,
+        stops: torch.Tensor,
+        tokens: int,
+        chosen: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """`attend` for a batch, with the true queries q `[P, G, d]` in the basis, in one softmax with the exact rows
+        (out and lse): `[P, G, d]`. What was chosen, and how many of each list are meant, is left out."""
+        own = self._bases[layer]
+        return dispatch.join_tail(
+            q, own.mean, own.mixing, self._layout, storages, starts, stops, *chosen, tokens, *exact
+        )
 
     def fork(self) -> LowBitRows:
         """Copies on the first write of either side."""

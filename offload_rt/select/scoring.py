@@ -111,9 +111,17 @@ class ScoringKeys(Protocol):
         sequence's alone until the next `fork`, and stays where it is until it has to grow."""
         ...
 
-    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
+    def enter(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        basis: Basis,
+        storages: PointerTable,
+        slots: torch.Tensor,
+    ) -> None:
         """`write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
-        slot `slots[p]` (int64) of its storage."""
+        slot `slots[p]` (int64) of its storage, and its value v `[P, d]` where values are kept too."""
         ...
 
     def found(
@@ -197,7 +205,15 @@ class PartialKeys:
         """The columns `[Hkv, r, capacity]`, with room for `slots` slots, which count as written from now on."""
         return self._keys.reserve(layer, slots)
 
-    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
+    def enter(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        basis: Basis,
+        storages: PointerTable,
+        slots: torch.Tensor,
+    ) -> None:
         """Skews the newest keys k `[P, d]` of a batch into column `slots[p]` of their storages."""
         dispatch.append_partial(k, basis.key, storages, slots)
 
@@ -328,7 +344,15 @@ class QuantisedKeys:
         """The codes `[Hkv, capacity / f, w]`, with room for `slots` slots, which count as written from now on."""
         return self._packed.reserve(layer, slots)
 
-    def enter(self, layer: int, k: torch.Tensor, basis: Basis, storages: PointerTable, slots: torch.Tensor) -> None:
+    def enter(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        basis: Basis,
+        storages: PointerTable,
+        slots: torch.Tensor,
+    ) -> None:
         """Skews, rounds and packs the newest keys k `[P, d]` of a batch into slot `slots[p]` of their storages."""
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)

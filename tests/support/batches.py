@@ -20,7 +20,7 @@ from .tiny_models import tiny_model, tiny_prompt
 OPTIONS: dict[str, Any] = {
     "preset": "rows", "sinks": 2, "recent": 8, "dense_layers": (), "alpha": 2.0, "max_fraction": 0.3,
 }  # fmt: skip
-"""Without a tail: that is what a batch selects by kernels."""
+"""Without a tail, which the tests ask for where they want one."""
 
 
 def make(counted: bool = True, **options: Any) -> Runner:

@@ -183,6 +183,10 @@ SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
 
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4, "dense_layers": (0,)}
+"""Sequence by sequence, for the budget."""
+
+LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
+"""The default, the tail in batches, where contexts are short."""
 
 _CELLS = [
     *(Cell(name, name, options=options) for name, options in POLICIES.items()),
@@ -191,6 +195,15 @@ _CELLS = [
     Cell("paper", "infinigen", options=PAPER),
     *(Cell(f"{name}, batch", name, ragged, options) for name, options in POLICIES.items()),
     Cell("tail, batch", "infinigen", ragged, TAIL),
+    Cell("default, batch", "infinigen", ragged, LOW_BITS),
+    Cell("default, int2", "infinigen", ragged, LOW_BITS | {"tail": "int2", "source": "attention_input"}),
+    Cell("default, rounded", "infinigen", ragged, LOW_BITS | {"dense_layers": (0,)}, {"kv_format": "int4"}),
+    Cell("default, working set", "infinigen", ragged, LOW_BITS, {"working_set": 9}),
+    Cell("default, eviction", "infinigen", evicted, LOW_BITS, {"eviction": "counter"}),
+    Cell("default, shared", "infinigen", shared, LOW_BITS),
+    Cell("default, forks", "infinigen", forked, LOW_BITS),
+    Cell("default, sessions", "infinigen", session, LOW_BITS),
+    Cell("default, graphs", "infinigen", replayed, LOW_BITS, {"cuda_graphs": True, "prefix_sharing": False}),
     Cell("paper, batch", "infinigen", ragged, PAPER),
     Cell(
         "int4 scorer, batch",

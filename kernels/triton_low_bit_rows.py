@@ -1,0 +1,140 @@
+"""The newest rows of a batch among its low-bit rows, in Triton: multiplied with their basis, rounded and packed; and
+where the rows of a list lie.
+
+Bytes a KV head: 4 * d^2 of the basis and of the mixing of values each, which all sequences share, d numbers of the key
+and of the value, and d * (4 + bits) / 8 + 2 written. Definition: `low_bit_lists.append_rows`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .low_bit import BLOCK, KEY_BITS, SMALLEST, Layout
+from .pointer_table import ALIGNED, FIELDS, PointerTable
+
+_BLOCK, _SMALLEST, _FIELDS = tl.constexpr(BLOCK), tl.constexpr(SMALLEST), tl.constexpr(FIELDS)
+
+
+@triton.jit
+def decoded_steps(codes: tl.tensor) -> tl.tensor:
+    """float32 steps of their codes (`low_bit.decode_steps`)."""
+    return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def list_blocks(table: tl.tensor, p: tl.tensor, heads: tl.tensor, ALIGN: tl.constexpr) -> tl.tensor:
+    """Where the blocks of list p begin; they lie without gaps."""
+    own = table + p // heads * _FIELDS
+    begin = tl.load(own).to(tl.pointer_type(tl.uint8)) + p % heads * tl.load(own + 1)
+    return tl.multiple_of(begin, ALIGN)
+
+
+@triton.jit
+def _channels(
+    x: tl.tensor, basis: tl.tensor, first: tl.tensor,
+    d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Channels [first, first + WIDTH) of x `[d]` times basis `[d, d]`, float32 `[W]`."""
+    column, acc = tl.arange(0, W), tl.zeros((W,), tl.float32)
+    for begin in range(0, d, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        number = tl.load(x + row, mask=row < d, other=0.0).to(tl.float32)
+        tile = tl.load(basis + row[:, None] * d + first + column[None, :],
+                       mask=(row < d)[:, None] & (column < WIDTH)[None, :], other=0.0)  # fmt: skip
+        acc += tl.sum(number[:, None] * tile, 0)
+    return acc
+
+
+@triton.jit
+def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Codes of `low_bit.quantise_rows`."""
+    code = tl.floor(tl.div_rn(x, step + tl.zeros_like(x))) + (1 << (BITS - 1))
+    return tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
+
+
+@triton.jit
+def _store_row(
+    x: tl.tensor, basis: tl.tensor, mean: tl.tensor, at: tl.tensor, step_at: tl.tensor, apart: tl.tensor,
+    CENTRED: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Row x `[d]` times basis, less mean where it is CENTRED, rounded: its WIDTH packed bytes, `apart` from each other,
+    and the code of its step."""
+    column = tl.arange(0, W)
+    known = column < WIDTH
+    c0 = _channels(x, basis, 0, d, WIDTH, W, ROWS)
+    c1 = _channels(x, basis, WIDTH, d, WIDTH, W, ROWS)
+    if CENTRED:
+        c0 -= tl.load(mean + column, mask=known, other=0.0)
+        c1 -= tl.load(mean + WIDTH + column, mask=known, other=0.0)
+    largest = tl.maximum(tl.max(tl.abs(c0), 0), tl.max(tl.abs(c1), 0))
+    if BITS == 2:
+        c2 = _channels(x, basis, 2 * WIDTH, d, WIDTH, W, ROWS)
+        c3 = _channels(x, basis, 3 * WIDTH, d, WIDTH, W, ROWS)
+        largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(c2), 0), tl.max(tl.abs(c3), 0)))
+    upper = (largest * (1.0 / (1 << (BITS - 1)))).to(tl.int32, bitcast=True) + ((1 << 20) - 1)
+    code = tl.minimum(tl.maximum((upper >> 20) - _SMALLEST, 0), 255)
+    step = decoded_steps(code)
+    packed = _code(c0, step, BITS) | (_code(c1, step, BITS) << BITS)
+    if BITS == 2:
+        packed |= (_code(c2, step, BITS) << 4) | (_code(c3, step, BITS) << 6)
+    tl.store(at + column * apart, packed.to(tl.uint8), mask=known)
+    tl.store(step_at, code.to(tl.uint8))
+
+
+@triton.jit
+def _append(
+    k: tl.tensor, v: tl.tensor, basis: tl.tensor, mean: tl.tensor, mixing: tl.tensor, table: tl.tensor,
+    slots: tl.tensor, heads: tl.tensor,
+    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, 0) stores the key of list p in KEY bits, (p, 1) its value in VALUE bits."""
+    p = tl.program_id(0).to(tl.int64)
+    slot, head = tl.load(slots + p), p % heads
+    row = slot % _BLOCK
+    own = list_blocks(table, p, heads, ALIGN) + slot // _BLOCK * (_BLOCK * (KEYS + VALUES + 2))
+    steps = own + _BLOCK * (KEYS + VALUES) + row
+    if tl.program_id(1) == 0:
+        _store_row(k + p * d, basis + head * d * d, mean + head * d, own + row, steps, _BLOCK,
+                   True, d, KEYS, K, KEY, ROWS)  # fmt: skip
+    else:
+        _store_row(v + p * d, mixing, mean, own + _BLOCK * KEYS + row * VALUES, steps + _BLOCK, 1,
+                   False, d, VALUES, V, VALUE, ROWS)  # fmt: skip
+
+
+def append_rows(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    basis: torch.Tensor,
+    mean: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: Layout,
+    storages: PointerTable,
+    slots: torch.Tensor,
+) -> None:
+    """`low_bit_lists.append_rows` in one launch; a float32 basis. Sums over d are in another order than torch's, so
+    that a number within rounding of the border of two codes may take either."""
+    lists, d = k.shape
+    assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)
+    assert basis.dtype == mean.dtype == mixing.dtype == torch.float32 and storages.lists == lists
+    assert basis.is_contiguous() and mean.is_contiguous() and mixing.is_contiguous()
+    _append[(lists, 2)](
+        k, v, basis, mean, mixing, storages.table, slots, storages.heads,
+        d=d, **padded_sizes(layout), KEY=KEY_BITS, VALUE=layout.value_bits,
+        ROWS=min(32, triton.next_power_of_2(d)), ALIGN=alignment(storages),
+    )  # fmt: skip
+
+
+def padded_sizes(layout: Layout) -> dict[str, int]:
+    """Bytes of a packed key and value, and padded to what a product takes."""
+    keys, values = layout.key_bytes, layout.value_bytes
+    padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}
+    return {"KEYS": keys, "VALUES": values} | padded
+
+
+def alignment(storages: PointerTable) -> int:
+    """Bytes of which every list's beginning is a multiple."""
+    return ALIGNED if storages.aligned else 1
