@@ -20,7 +20,7 @@ from .low_bit import BLOCK, KEY_BITS, Layout
 from .pointer_table import PointerTable, entry
 from .triton_attention import merge_parts
 from .triton_low_bit_rows import alignment, decoded_steps, list_blocks, padded_sizes
-from .triton_scores import _finish, _gathered, _outputs, _padded, _rint
+from .triton_scores import _finish, _gathered, _outputs, _rint
 
 PIECE_BLOCKS = 8
 """Blocks of a program that attends: 512 tokens."""
@@ -324,3 +324,8 @@ def _parts(
         ALIGN=alignment(storages), WIDEN=not q.is_cuda,
     )  # fmt: skip
     return outs, lses
+
+
+def _padded(group: int) -> int:
+    """A product has at least 16 rows."""
+    return max(16, int(triton.next_power_of_2(group)))

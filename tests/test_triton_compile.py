@@ -14,7 +14,7 @@ import pytest
 SHARED = 99 * 1024
 """Bytes of shared memory that one program may have on a consumer card (compute capability 8.6 and 8.9)."""
 
-AT_RISK = ["gather, bf16", "partial keys", "int8 keys", "attend, bf16", "runs, bf16"]
+AT_RISK = ["gather, bf16", "partial keys", "int8 keys", "attend, bf16", "runs, bf16", "tail, int4"]
 """Cases of `make test`; `make soak PART=kernels` has all, for every architecture."""
 
 ALL = "OFFLOAD_RT_SOAK" in os.environ
@@ -65,5 +65,7 @@ WIDE = {
     "triton_attention._attend": 0,
     "triton_segments._attend": 0,
     "triton_select._histogram": 0,
+    "triton_low_bit._score": 1,
+    "triton_low_bit._attend": 8,
 }
-"""Loads of one or two bytes that a kernel may have."""
+"""Loads of one or two bytes that a kernel may have: of a low-bit row its steps and whether it counts."""
