@@ -4,6 +4,7 @@ waits for the device where it must and nowhere else."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_cells import CELLS, SCHEDULES, Cell, single
+from support.cuda_cells import CELLS, LOW_BITS, SCHEDULES, Cell, single
 from support.cuda_simulator import Late, Lazy, simulated
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -56,6 +57,11 @@ EVICTION = {
 ALLOWED: dict[str, set[tuple[str, str]]] = {
     "full, batch": set(),
     "infinigen, batch": set(),
+    "default, batch": set(),
+    "default, working set": set(),
+    "default, shared": set(),
+    "default, forks": set(),
+    "default, graphs": set(),
     "quest, batch": set(),
     "streaming, batch": set(),
     "tail, batch": set(),
@@ -76,10 +82,12 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
         ("copy device to host", "offload_rt/forward/trace.py"),
     },
     "eviction": EVICTION,
+    "default, eviction": EVICTION,
 }
 """For each cell the waits of a decode step that it has, all of them."""
 
-SLOW = () if ALL else ("infinigen, batch", "shared", "forks", "graphs", "eviction", "working set", "paper, batch")
+_SLOW = ("infinigen, batch", "shared", "forks", "graphs", "eviction", "working set", "paper, batch")
+SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("default")))
 
 
 @pytest.fixture
@@ -99,16 +107,36 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
         yield found
 
 
-@pytest.mark.parametrize("name", [name for name in ALLOWED if name not in SLOW] + ["infinigen"])
+@pytest.mark.parametrize("name", [name for name in ALLOWED if name not in SLOW] + ["default"])
 def test_a_decode_step_waits_for_nothing_else(name: str, tmp_path: Path, waits: set[tuple[str, str]]) -> None:
     BY_NAME[name].run("cuda", tmp_path)
     assert waits == ALLOWED.get(name, set())
 
 
+def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:
+    """A step of the default; nothing runs before the end."""
+    counts: list[Counter[str]] = []
+    with simulated(Lazy()) as sim:
+        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+        runner = LLM(model, policy_options=LOW_BITS, device="cuda", host_memory="4MiB", missed_mass_every=0).runner
+        batch = [runner.new_sequence(tiny_prompt(n + 2), n + 2) for n in (30, 41, 52)]
+        for sequence in batch:
+            runner.prefill(sequence, len(sequence.tokens) - 2)
+        for size in (1, 3):
+            before = Counter(sim.launched)
+            runner.decode(batch[:size])
+            counts.append(sim.launched - before)
+        for sequence in batch:
+            runner.free(sequence)
+    one, three = ({name: n for name, n in each.items() if name.startswith("triton")} for each in counts)
+    assert one == three and one["triton _join"] == one["triton _append"] == one["triton _score"] == 2
+    assert counts[0].total() <= counts[1].total() <= 2 * 87 + 16
+
+
 def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
     """Kernels, copies and graphs are all on the model's."""
-    cell = replace(BY_NAME["graphs"], scene=single)
-    expected = on_cpu(BY_NAME["infinigen"], tmp_path)
+    cell = replace(BY_NAME["default, graphs"], scene=single)
+    expected = on_cpu(replace(BY_NAME["default, batch"], name="default, single", scene=single), tmp_path)
     with simulated(Late(), devices=2) as sim:
         assert cell.run("cuda:1", tmp_path) == expected
         assert sim.device == 0 and all(queue.device == 1 for queue in sim.engine.queues[2:])

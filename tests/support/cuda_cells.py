@@ -247,7 +247,6 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "full": ("lazy", "late compute", "seed 0"),
     "full, batch": ("late prefetch", "seed 1"),
     "infinigen": ("late prefetch and write-back",),
-    "infinigen, batch": ("late compute",),
     "quest": ("late prefetch", "eager"),
     "quest, batch": ("late prefetch",),
     "h2o": ("lazy",),
@@ -255,6 +254,9 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "streaming": ("seed 1",),
     "oracle": ("lazy",),
     "default": ("seed 0",),
+    "default, batch": ("late compute",),
+    "default, eviction": ("late write-back",),
+    "default, graphs": ("seed 0",),
     "tail": ("late compute",),
     "paper": ("seed 1",),
     "short window": ("late write-back",),
@@ -264,7 +266,6 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "missed mass, paper": ("late write-back",),
     "working set, quest": ("late compute",),
     "eviction, full": ("lazy", "seed 1"),
-    "eviction": ("late write-back",),
     "rounded, full": ("late prefetch",),
     "shared, full": ("lazy", "late prefetch"),
     "shared": ("late compute",),
@@ -275,7 +276,6 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "sessions, full": ("late write-back", "seed 0"),
     "sessions, tail": ("late prefetch",),
     "streamed, full": ("late prefetch",),
-    "graphs": ("seed 0",),
 }
 
 CELLS = [replace(cell, daily=_DAILY.get(cell.name, ())) for cell in _CELLS]
