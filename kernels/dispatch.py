@@ -264,13 +264,13 @@ def join_tail(
     tokens: int,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> torch.Tensor:
-    """One softmax over exact rows, whose attention is out `[P, G, d]` and lse `[P, G]`, and the low-bit rows of the
-    tokens [start, stop) of each list that are not among the first `counts[p]` of chosen `[P, n]`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over exact rows and low-bit ones: out `[P, G, d]` and lse `[P, G]`, from those of the exact rows, and
+    the tokens [start, stop) of each list that are not among the first `counts[p]` of chosen `[P, n]`."""
     module: Any = low_bit_lists
     if _compiled(q):
         from . import triton_low_bit as module
-    whole: torch.Tensor = module.join_tail(
+    whole: tuple[torch.Tensor, torch.Tensor] = module.join_tail(
         q, mean, mixing, layout, storages, starts, stops, chosen, counts, tokens, out, lse
     )
     return whole

@@ -72,10 +72,10 @@ def join_tail(
     tokens: int,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> torch.Tensor:
-    """One softmax over exact rows and low-bit rows: `[P, G, d]` from out `[P, G, d]` and lse `[P, G]` of the exact
-    ones and the low-bit rows of the tokens [start, stop) of each list that are not the first `counts[p]` (int32) of
-    chosen int64 `[P, n]`, which rise. q, mean and tokens as in `scores`; values were multiplied with mixing."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over exact rows and low-bit rows: out `[P, G, d]` and lse `[P, G]`, from those of the exact ones and
+    the low-bit rows of the tokens [start, stop) of each list that are not the first `counts[p]` (int32) of chosen int64
+    `[P, n]`, which rise. q, mean and tokens as in `scores`; values were multiplied with mixing."""
     found = scores(q, mean, layout, storages, starts, stops, tokens).scores
     found = found.masked_fill(_listed(chosen, counts, tokens).unsqueeze(1), -math.inf)
     tail_lse = torch.logsumexp(found, -1)
@@ -88,7 +88,8 @@ def join_tail(
         known = min(tokens, values.shape[1])
         there[:] = torch.bmm(weight[:, :, :known], values[:, :known]) @ mixing.T
     outs, lses = torch.stack((out, tail)).flatten(1, 2), torch.stack((lse, tail_lse)).flatten(1)
-    return merge_parts(outs, lses)[0].view_as(out)
+    whole, total = merge_parts(outs, lses)
+    return whole.view_as(out), total.view_as(lse)
 
 
 def _listed(chosen: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:

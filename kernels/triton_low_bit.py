@@ -227,16 +227,18 @@ def _attend(
 @triton.jit(do_not_specialize=["parts", "rows"])
 def _join(
     outs: tl.tensor, lses: tl.tensor, mixing: tl.tensor, exact: tl.tensor, exact_lses: tl.tensor, out: tl.tensor,
-    parts: tl.tensor, rows: tl.tensor,
+    lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program r: row r of all parts of the tail, turned back by mixing `[d, d]`, and of the exact rows."""
+    """Program r: row r of all parts of the tail, turned back by mixing `[d, d]`, and of the exact rows: out and
+    lse."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
     own = tl.load(exact_lses + r)
     peak = tl.maximum(tl.max(every, 0), own)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     whole = tl.maximum(tl.sum(tl.exp(every - safe), 0) + tl.exp(own - safe), 1e-30)
+    tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
@@ -265,19 +267,19 @@ def join_tail(
     tokens: int,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`low_bit_lists.join_tail` in three launches; all float32."""
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
     outs, lses = _parts(q, mean, layout, storages, starts, stops, chosen, counts, tokens)
-    whole = torch.empty_like(out)
+    whole, total = torch.empty_like(out), torch.empty_like(lse)
     _join[(lists * group,)](
-        outs, lses, mixing, out, lse, whole, len(outs), lists * group,
+        outs, lses, mixing, out, lse, whole, total, len(outs), lists * group,
         d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, ALL=triton.next_power_of_2(len(outs)),
         COLUMNS=min(16, triton.next_power_of_2(d)),
     )  # fmt: skip
-    return whole
+    return whole, total
 
 
 def tail_attention(

@@ -110,15 +110,18 @@ def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> No
     q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
         Layout(16, value_bits), 3, torch.device("cpu")
     )
-    joined = low_bit_lists.join_tail(q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse)
+    joined, total = low_bit_lists.join_tail(
+        q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse
+    )
     for b, storage in enumerate(table.tensors):
         own, span = slice(2 * b, 2 * b + 2), range(int(starts[2 * b]), int(stops[2 * b]))
         skip = chosen[own, : int(counts[2 * b])]
-        want = out[own].double()
+        want, want_lse = out[own].double(), lse[own].double()
         if skip.shape[1] < len(span):
             tail, tail_lse = plain_tail(q[own], mean, storage, layout, span, skip)
-            want, _ = merge_lse([want, tail @ mixed.double().T], [lse[own].double(), tail_lse])
+            want, want_lse = merge_lse([want, tail @ mixed.double().T], [want_lse, tail_lse])
         torch.testing.assert_close(joined[own].double(), want, rtol=0, atol=2e-5)
+        torch.testing.assert_close(total[own].double(), want_lse, rtol=0, atol=2e-5)
 
 
 def test_a_batch_appends_as_each_sequence_does() -> None:

@@ -67,7 +67,8 @@ def test_a_batch_is_joined_with_its_exact_rows(
     torch.manual_seed(d)
     given = ragged_lists(Layout(d, value_bits), group, kernel_device)
     storages = given[4]
-    got, want = join_tail(*given), low_bit_lists.join_tail(*given)
+    (got, got_lse), (want, want_lse) = join_tail(*given), low_bit_lists.join_tail(*given)
+    torch.testing.assert_close(got_lse, want_lse, rtol=1e-6, atol=1e-5)
     largest = max(largest_value(given[3], own) for own in storages.tensors)
     torch.testing.assert_close(got, want, rtol=0, atol=rounding(kernel_device) * largest * d**0.5)
     exact = given[-2]

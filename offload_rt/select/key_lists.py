@@ -109,13 +109,13 @@ class KeyLists:
         spans: Spans,
         chosen: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Attention `[P, G, d]` of the true queries q `[H, B, d]` over exact rows, of which out `[P, G, d]` and lse
-        `[P, G]` are given, and over low-bit rows of the candidates that were not chosen (tokens and counts, as `select`
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention, out `[P, G, d]` and lse `[P, G]`, of the true queries q `[H, B, d]` over exact rows, of which
+        both are given, and over low-bit rows of the candidates that were not chosen (tokens and counts, as `select`
         returns them), where there are any."""
         rows, at = self._keys[0], self._at[layer]
         if not isinstance(rows, LowBitRows):
-            return exact[0]
+            return exact
         storage = self._storages[at]
         skewed = self._basis[at].skew_queries(q, storage.heads)
         return rows.join_tail(layer, skewed, storage, spans.starts, spans.stops, spans.tokens, chosen, exact)

@@ -179,9 +179,10 @@ class LowBitRows:
         tokens: int,
         chosen: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """`attend` for a batch, with the true queries q `[P, G, d]` in the basis, in one softmax with the exact rows
-        (out and lse): `[P, G, d]`. What was chosen, and how many of each list are meant, is left out."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attend` for a batch, with the true queries q `[P, G, d]` in the basis, in one softmax with the exact rows:
+        out `[P, G, d]` and lse `[P, G]`, given and returned. What was chosen, and how many of each list are meant, is
+        left out."""
         own = self._bases[layer]
         return dispatch.join_tail(
             q, own.mean, own.mixing, self._layout, storages, starts, stops, *chosen, tokens, *exact
