@@ -167,7 +167,8 @@ def test_a_processor_computes_what_is_defined(
     out, lse = low_bit_cpu.tail_attention(q, mean, storage, layout, tokens, skip)
     expected, expected_lse = tail_attention(q, mean, storage, layout, tokens, skip)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
-    largest = dequantise_rows(*(part.flatten(1, 2) for part in layout.values(storage)), value_bits, torch.float32)
+    packed, steps = (part.flatten(1, 2)[:, :320] for part in layout.values(storage))
+    largest = dequantise_rows(packed, steps, value_bits, torch.float32)
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-8 * float(largest.abs().max()))
 
 
