@@ -50,7 +50,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
             for state, (_, k), place in zip(alone, streams, places, strict=True):
                 state.on_keys(layer, k[layer, :, place : place + 1], place)
             newest = torch.cat([k[layer, :, place] for (_, k), place in zip(streams, places, strict=True)])
-            lists.append(layer, newest, torch.tensor(places).repeat_interleave(shape.kv_heads))
+            lists.append(layer, newest, newest, torch.tensor(places).repeat_interleave(shape.kv_heads))
             queries = torch.stack([q[layer, :, place] for (q, _), place in zip(streams, places, strict=True)], 1)
             found, counts = lists.select(layer, queries, spans)
             for b, (state, seen) in enumerate(zip(alone, visible, strict=True)):
