@@ -33,6 +33,7 @@ from offload_rt.config import LIVE_POLICIES
 from offload_rt.errors import StoreError
 from offload_rt.pool.prefix_tree import chunk_key
 from offload_rt.storage.chunk_file import ChunkHeader, ChunkName
+from offload_rt.storage.chunk_store import Document
 from offload_rt.storage.disk_store import DiskStore
 
 
@@ -252,7 +253,7 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
     store.unpin([chunk_key(store.root, "exact", tokens_of(1))])
     assert save(store, 7)
     assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
-    assert store.get("session") == b"x" * 50
+    assert store.get("session") == Document(b"x" * 50)
     with pytest.raises(StoreError, match="full"):
         store.put("huge", bytes(5 * FILE_BYTES))
 
@@ -264,7 +265,9 @@ def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
     store.pin(keys)
     assert save(store, 0) and save(store, 1) and not save(store, 2)
     store.put("history", bytes(100))
-    assert [load(store, n) is not None for n in (0, 1)] == [False, True] and store.get("history") == bytes(100)
+    assert [load(store, n) is not None for n in (0, 1)] == [False, True] and store.get("history") == Document(
+        bytes(100)
+    )
     store.check_integrity()
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.disk_chunks import FILE_BYTES, load, open_store, save, tokens_of
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, InputError, PoolFullError, SamplingParams
+from offload_rt import LLM, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
 from offload_rt.sessions.session import Session
 from offload_rt.storage.disk_store import DiskStore
@@ -81,6 +82,91 @@ def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_computed(
     long = SamplingParams(max_new_tokens=40, temperature=0)
     if options:
         assert len(llm.generate([tiny_prompt(254, seed=1)], long)[0].token_ids) == 40
+
+
+# ---------------------------------------------------------------------------------------------------- what was reused
+
+
+def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
+    stats = llm.generate([prompt], SHORT)[0].stats
+    return stats.reused_tokens, stats.diverged_at
+
+
+def test_statistics_say_what_was_reused_and_where_a_prompt_parts_from_the_stored_ones() -> None:
+    llm, book = make_llm(), tiny_prompt(200, seed=1)
+    assert reuse(llm, book) == (0, 0)
+    assert reuse(llm, book) == (192, 192), "what does not fill a chunk is not there"
+    assert reuse(llm, book[:150]) == (128, None), "all of it is there; a part of a chunk is computed again"
+    assert reuse(llm, [*book[:100], *tiny_prompt(90, seed=2)]) == (64, 100)
+    assert reuse(llm, tiny_prompt(90, seed=3)) == (0, 0)
+    assert reuse(make_llm(prefix_sharing=False), book) == (0, None)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "one chunk", "everything"])
+def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> None:
+    session = make_llm().session("s", tmp_path)
+    answer(session, tiny_prompt(200, seed=1))
+    keys = session.history.keys
+    session.close()
+    for key in {"nothing": [], "one chunk": keys[1:2], "everything": keys}[lost]:
+        next(tmp_path.rglob(f"{key}.kv")).unlink()
+    with make_llm().session("s", tmp_path) as session:
+        answer(session, tiny_prompt(30, seed=2))
+        stats, here = session.last_stats, {"nothing": 207, "one chunk": 64, "everything": 0}[lost]
+        assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (here, here)
+        tiers = session.host.stats
+        assert (tiers.disk_tokens, tiers.computed_tokens) == (here, 207 - here)
+
+
+def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt finds all chunks, and one of them is damaged in a late layer: only what the second attempt got
+    was reused. A turn that is given up before its rows have arrived reused nothing."""
+    session = make_llm().session("s", tmp_path)
+    answer(session, tiny_prompt(200, seed=1))
+    session.close()
+    session = make_llm().session("s", tmp_path)
+    real, broken = DiskStore.read_layer, session.history.chunk_keys[2]
+    monkeypatch.setattr(DiskStore, "read_layer", lambda s, c, n, i: real(s, c, n, i) and (n < 2 or c.key != broken))
+    answer(session, tiny_prompt(30, seed=2))
+    stats = session.last_stats
+    assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (128, 128)
+    assert session.host.stats.disk_tokens + session.host.stats.host_tokens == 128 and session.host.stats.turns == 1
+    session.close()
+
+
+def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
+    """Whatever a process that died left there: files of every kind count, and those beyond the cap leave."""
+    store = open_store(tmp_path)
+    for number in range(6):
+        save(store, number)
+    store.put("one", bytes(500))
+    store.put("one", bytes(600))
+    there = store.bytes_used
+    store.close()
+    next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))
+    again = open_store(tmp_path)
+    assert again.bytes_used == there == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
+    again.close()
+    limited = open_store(tmp_path, 3 * FILE_BYTES)
+    assert limited.bytes_used <= 3 * FILE_BYTES and limited.get("one") is not None
+    limited.check_integrity()
+    limited.close()
+
+
+def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path, 3 * FILE_BYTES)
+    assert save(store, 1) and save(store, 2)
+    assert store.begin(store.root, "exact", tokens_of(9), 4 * FILE_BYTES) is None
+    with pytest.raises(StoreError, match="is full"):
+        store.put("huge", bytes(4 * FILE_BYTES))
+    assert load(store, 1) and load(store, 2)
+    with monkeypatch.context() as patch:  # what cannot be removed makes no room
+        patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))
+        assert not save(store, 3) or store.bytes_used <= 3 * FILE_BYTES
+        assert not save(store, 4)
+    assert save(store, 5)
+    store.check_integrity()
+    store.close()
 
 
 # ------------------------------------------------------------------------------------------- ends, and how they look

@@ -92,7 +92,8 @@ def _sections(stats: Stats) -> list[Rows]:
     """The table's sections."""
     tokens = stats.decoded_tokens
     per_token = f" ({format_size(stats.link_bytes_to_device / tokens)} per decoded token)" if tokens else ""
-    reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
+    parts = f", new from token {stats.diverged_at:,} on" if stats.diverged_at is not None else ""
+    reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens else ""
     return [
         [
             ("model", stats.model),

@@ -44,6 +44,14 @@ class Room:
             return AppendOnly(self._pool)
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
+    def diverges(self, tokens: Seq[int]) -> int | None:
+        """Returns the first of a prompt's `tokens` at which it parts from all that the prefix tree has; None where it
+        has them all, or nobody looks there."""
+        if not self.shares or self._policy.wants_queries:
+            return None
+        known = self._pool.known_tokens(tokens, EXACT)
+        return known if known < len(tokens) else None
+
     def block_table(self, known: Seq[int], capacity: int, stop: int) -> BlockTable:
         """Room for `capacity` tokens, of which `stop` are there or come with the next prefill, behind what the prefix
         tree has of `known`. Raises PoolFullError."""

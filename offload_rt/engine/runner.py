@@ -106,8 +106,11 @@ class Runner:
         whole sequence can ever fit is `check_fits`' to say.
         """
         check_token_ids(tokens, self.model)
+        diverged_at = self.room.diverges(tokens[:reuse])
         blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens))
-        return self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
+        sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
+        sequence.trace.diverged_at = diverged_at
+        return sequence
 
     def check_fits(self, tokens: int) -> None:
         """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError

@@ -29,7 +29,10 @@ class Stats:
 
     link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device. Rows that several sequences
         share cross once a step and are counted for the first of them: the sum over the batch is what crossed.
-    reused_tokens: prompt tokens whose KV another sequence had computed.
+    reused_tokens: prompt tokens whose KV was there: another sequence had computed it, or it came, whole, from a
+        session's store. Prompts share full chunks of 64 tokens.
+    diverged_at: the first prompt token at which the prompt parts from all that was there (it may lie behind
+        `reused_tokens`, within a chunk); None where all of it was there, or nothing was looked for.
     link_bytes_weights: weights that crossed for this sequence's prefill and steps, not in `link_bytes_to_device`; for a
         batch they cross once and are counted for its first sequence.
     kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
@@ -59,6 +62,7 @@ class Stats:
     dtype: str
     prompt_tokens: int
     reused_tokens: int
+    diverged_at: int | None
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
@@ -195,6 +199,7 @@ class Accounting:
             dtype=str(adapter.dtype).removeprefix("torch."),
             prompt_tokens=trace.prompt_tokens,
             reused_tokens=trace.reused_tokens,
+            diverged_at=trace.diverged_at,
             new_tokens=len(sequence.tokens) - trace.prompt_tokens,
             prefill_seconds=trace.prefill_seconds,
             decode_seconds=trace.decode_seconds,

@@ -46,6 +46,7 @@ class Trace:
     attended, fetched: `[steps][layers]` fractions of each decode step, and of each pass that verified drafts.
     drafted, accepted: tokens that were drafted, and of these the ones that verification left; draft_steps: decode steps
         that drafted, which gave no token by themselves.
+    diverged_at: the first token of the prompt of which no KV was known; None where nobody looked for it.
     missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
     savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that did not cross the link, token rows
         that the working set had, the sum over steps of their share of the context, and rows that were looked for; None
@@ -62,6 +63,7 @@ class Trace:
     weight_bytes: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    diverged_at: int | None = None
     attended: list[list[float]] = field(default_factory=list)
     fetched: list[list[float]] = field(default_factory=list)
     missed: list[tuple[int, list[float]]] = field(default_factory=list)

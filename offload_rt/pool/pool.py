@@ -266,6 +266,10 @@ class HostPool(StoredRows):
         self._chunks.incref(chunks)
         return BlockTable(chunks, len(chunks) * CHUNK, self._windows.take(chunks, floor), floor)
 
+    def known_tokens(self, tokens: Sequence[int], *lineages: str) -> int:
+        """Returns how many of the first `tokens` are published, token by token (`PrefixTree.known_tokens`)."""
+        return self._tree.known_tokens(tokens, *lineages)
+
     def publish(self, blocks: BlockTable, tokens: Sequence[int], lineage: str) -> list[int]:
         """Enters the full chunks below `blocks.length` in the prefix tree; `tokens` are the sequence's, from its start.
         Chunks published before keep their lineage. Where another sequence published the same tokens of the same

@@ -36,6 +36,11 @@ def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
+def _same_tokens(chunk: bytes, other: bytes) -> int:
+    """How many tokens of 8 bytes both begin with; `chunk` is not the shorter one."""
+    return next((i for i in range(0, len(other), 8) if chunk[i : i + 8] != other[i : i + 8]), len(other)) // 8
+
+
 @dataclass(eq=False)
 class _Node:
     """One chunk in the tree. `used`: when it was last matched, published or let go; `idle`: only the tree holds it;
@@ -103,6 +108,18 @@ class PrefixTree:
             self.idle -= node.idle
             node.idle = False
         return [node.chunk for node in path]
+
+    def known_tokens(self, tokens: Sequence[int], *lineages: str) -> int:
+        """Returns how many of the first `tokens` some path has, token by token: from there on the prompt parts from all
+        that is here, or nothing more is here. What `match` finds of them is whole chunks. Nothing is taken."""
+        parent, known = None, 0
+        for data in pack_tokens(tokens, len(tokens)):
+            node = next((n for lineage in lineages if (n := self._find(parent, lineage, data)) is not None), None)
+            if node is None:
+                children = self._tops if parent is None else parent.children
+                return known + max((_same_tokens(child.tokens, data) for child in children.values()), default=0)
+            parent, known = node, known + CHUNK
+        return known
 
     def insert(
         self, tokens: Sequence[int], chunks: Sequence[int], lineage: str, alone: Callable[[int], bool]

@@ -14,6 +14,7 @@ from ..engine.request import FinishReason, SampledRequest, StartAgainError, Toke
 from ..engine.runner import Runner
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
+from ..forward.trace import Trace
 from ..storage.loader import DamagedChunkError
 from ..storage.saver import Saving
 from .chat_template import TurnTokens
@@ -80,6 +81,7 @@ class Turn(SampledRequest):
         if self._trace is not None:
             self._trace.reused_tokens += sequence.trace.reused_tokens
             sequence.trace = self._trace
+        sequence.trace.diverged_at = sequence.position
         self._seconds = sequence.trace.prefill_seconds
         self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(len(taken) // CHUNK * CHUNK)))
         self._prefill = runner.begin_prefill(
@@ -181,12 +183,18 @@ class Turn(SampledRequest):
             return
         self._trace, self.sequence = self.sequence.trace, None
         damaged = self.kv.loader is not None and self.kv.loader.damaged
+        self._count_arrived(self._trace)
         untouched = self._prefill is not None and self._prefill.layer == 0 and not damaged
         self._give_up_prefill()
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
         self._set_back()
+
+    def _count_arrived(self, trace: Trace) -> None:
+        """Takes back what was counted as reused and has not arrived."""
+        if self.kv.loader is not None:
+            trace.reused_tokens -= self._known[0]
 
     def _set_back(self) -> None:
         """Makes the session what it was before the turn; it may leave host memory."""
@@ -204,6 +212,7 @@ class Turn(SampledRequest):
         kv, history = self.kv, self.kv.history
         sequence, self.sequence = self.sequence, None
         if sequence is not None:
+            self._count_arrived(sequence.trace)
             self._final = runner.stats(sequence)
         taken_in = sequence is not None and self._prefill is None
         if taken_in:

@@ -111,7 +111,7 @@ class StoreFolder:
             victims = self._index.victims(size, pinned=pinned)
             for path in victims or ():
                 self.discard(path)
-            return victims is not None
+            return victims is not None and not any(path in self._index for path in victims)
 
     def make_disk_room(self, size: int) -> bool:
         """Removes chunks, the next to leave first, until a full disk has `size` bytes more. Returns False, and removes
@@ -176,9 +176,8 @@ class StoreFolder:
         """Removes a file that is damaged or not wanted any more; readers leave that to the writer."""
         if self.read_only:
             return
-        with self.mutex:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        with self.mutex, contextlib.suppress(OSError):  # what cannot be removed still counts
+            path.unlink(missing_ok=True)
             self._index.forget(path)
 
     # --------------------------------------------------------------------------------------------------- lock and scan
