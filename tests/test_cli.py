@@ -144,13 +144,22 @@ def test_stats_and_plot_of_infinigen(generate: Cli, tmp_path: Path) -> None:
     assert str(plot_file) in run.err.replace("\n", "")
 
 
-def test_default_prompt_is_the_longest_the_model_takes(cli: Cli, pages: Path, tmp_path: Path) -> None:
+def test_a_text_is_taken_whole_or_shortened_as_was_said(cli: Cli, pages: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
     stats = tmp_path / "stats.json"
-    run = cli(
-        "generate", model, "--prompt-file", str(pages), "--policy", "full", "--max-new-tokens", "5", "--ignore-eos",
-        "--stats-json", str(stats),
-    )  # fmt: skip
+    given = (
+        "generate",
+        model,
+        "--prompt-file",
+        str(pages),
+        "--policy",
+        "full",
+        "--max-new-tokens",
+        "5",
+        "--ignore-eos",
+    )
+    cli(*given).fails_with(str(pages), "room for 75", "--truncate tail")
+    run = cli(*given, "--truncate", "middle", "--stats-json", str(stats))
     assert run.code == 0, run.err
     assert json.loads(stats.read_text())["prompt_tokens"] == 75
     assert "note:" not in run.err

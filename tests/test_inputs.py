@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 
 from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParams
 from offload_rt.config import EngineConfig, StoreOptions
-from offload_rt.engine.prompts import each_prompt, one_prompt, token_ids
+from offload_rt.engine.prompts import each_prompt, one_prompt, shortened, token_ids
 from offload_rt.select.options import InfiniGenOptions
 
 
@@ -160,3 +160,21 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
     [expected] = llm.generate(prompt, params)
     for same in (torch.tensor(prompt), np.array(prompt), {"input_ids": [prompt]}):
         assert llm.generate(same, params)[0].token_ids == expected.token_ids  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 9), st.sampled_from(["head", "tail", "middle"]))
+def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, truncate: str) -> None:
+    """What stays is the end, the beginning, or some of both; a text that fits stays whole, whatever was said."""
+    kept = shortened(ids, room, truncate, "it")
+    if len(ids) <= room:
+        assert kept == ids == shortened(ids, room, None, "it")
+        return
+    half = room // 2
+    assert (
+        kept
+        == {"head": ids[-room:], "tail": ids[:room], "middle": ids[:half] + ids[len(ids) - (room - half) :]}[truncate]
+    )
+    with pytest.raises(InputError, match=f"it has {len(ids)} tokens, and there is room for {room}"):
+        shortened(ids, room, None, "it")
+    with pytest.raises(ConfigError, match="truncate='end'"):
+        shortened(ids, room, "end", "it")

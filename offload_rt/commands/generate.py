@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import SamplingParams
+from ..engine.prompts import TRUNCATE, shortened
 from ..errors import ConfigError, InputError
 from ..texts import check_writable, read_text
 from ..units import format_size
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    prompt = _prompt_ids(llm, text, args.prompt_tokens, params.max_new_tokens)
+    prompt = _prompt_ids(llm, text, args, params.max_new_tokens)
     finished = _write_stream(llm, prompt, params, args.record, console)
     _report(llm, args.stats_json, args.plot, console)
     if args.record is not None:
@@ -58,7 +59,12 @@ def add(commands: Any) -> None:
         "--prompt-tokens",
         type=int,
         metavar="N",
-        help="continue the book from its Nth token (default: the longest prompt the model takes)",
+        help="continue the book from its Nth token (default: from its end)",
+    )
+    parser.add_argument(
+        "--truncate",
+        metavar="|".join(TRUNCATE),
+        help="what of a text that is longer than the model takes is left out (default: refuse it)",
     )
     add_engine_flags(parser)
     sampling = parser.add_argument_group("sampling")
@@ -85,9 +91,10 @@ def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]
     return {"max_context": max(1, args.prompt_tokens) + params.max_new_tokens}
 
 
-def _prompt_ids(llm: LLM, text: str, wanted: int | None, max_new_tokens: int) -> list[int]:
-    """The first `wanted` tokens of the text; None: as many as leave room for the new ones in the model's positions."""
-    ids = llm.encode(text)
+def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_new_tokens: int) -> list[int]:
+    """The first `--prompt-tokens` of the text; else all, shortened by `--truncate` to what leaves room for the new ones
+    in the model's positions. Raises InputError where that was not asked for."""
+    ids, wanted = llm.encode(text), args.prompt_tokens
     room = llm.geometry.max_positions - max_new_tokens
     if wanted is None:
         if room < 1:
@@ -95,7 +102,7 @@ def _prompt_ids(llm: LLM, text: str, wanted: int | None, max_new_tokens: int) ->
                 f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: {llm.name} has "
                 f"{llm.geometry.max_positions} positions"
             )
-        return ids[:room]
+        return shortened(ids, room, args.truncate, args.prompt_file)
     if not 1 <= wanted <= len(ids):
         raise InputError(f"--prompt-tokens {wanted} must be between 1 and {len(ids)}, the tokens of the prompt file")
     return ids[:wanted]

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
+from ..config import check_choice
 from ..errors import InputError
 
 Prompt = str | Sequence[int]
 """A text, or its token ids; tensors `[T]`, arrays `[T]` and a tokenizer's output are taken as token ids too."""
+
+TRUNCATE = ("head", "tail", "middle")
+"""Which part of a text that is too long may be left out."""
 
 WANTED = "give a text, or its token ids (a list, tensor or array of whole numbers, or what a tokenizer returned)"
 
@@ -46,6 +50,22 @@ def token_ids(ids: object) -> list[int]:
     if isinstance(found, str):
         raise InputError(f"a text where token ids are wanted: {found!r:.80}")
     return found
+
+
+def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) -> list[int]:
+    """At most `room` of a text's token ids: all of them, or with its "head", "tail" or "middle" left out (then half of
+    what stays is the beginning, half the end). Raises InputError, with the numbers, where the text, called `what`, is
+    too long and nothing was said (None), or nothing of it would stay."""
+    if len(ids) <= room:
+        return list(ids)
+    if truncate is None or room < 1:
+        raise InputError(
+            f"{what} has {len(ids):,} tokens, and there is room for {max(0, room):,} beside what is to be written: "
+            "--truncate tail leaves its end out, head its beginning, middle what lies between"
+        )
+    check_choice("truncate", truncate, TRUNCATE)
+    first = {"head": 0, "tail": room, "middle": room // 2}[truncate]
+    return [*ids[:first], *ids[len(ids) - (room - first) :]]
 
 
 def _encoding(prompts: Any) -> bool:

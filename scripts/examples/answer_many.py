@@ -18,14 +18,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
+from offload_rt.engine.prompts import shortened
 from offload_rt.quiet import quiet_transformers
 from offload_rt.texts import read_prompts, read_text
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
 
 
-def document_tokens(llm: LLM, text: str, room: int, wanted: int | None) -> list[int]:
-    """The first `wanted` tokens of the document; None: as many as leave `room` positions for question and answer.
+def document_tokens(llm: LLM, text: str, room: int, wanted: int | None, truncate: str | None = None) -> list[int]:
+    """The first `wanted` tokens of the document; None: all, shortened by `truncate` to what leaves `room` positions for
+    question and answer.
 
     Raises InputError where the document does not have or the model does not hold that many.
     """
@@ -34,7 +36,7 @@ def document_tokens(llm: LLM, text: str, room: int, wanted: int | None) -> list[
     if wanted is None:
         if most < 1:
             raise InputError(f"question and answer need {room} positions and {llm.name} has {room + most}")
-        return ids[:most]
+        return shortened(ids, most, truncate, "the document")
     if not 1 <= wanted <= min(len(ids), most):
         raise InputError(
             f"--document-tokens {wanted} must be between 1 and {min(len(ids), most)}: the document has {len(ids)} "
@@ -85,11 +87,12 @@ def answer_file(
     *,
     batch: int,
     document_limit: int | None = None,
+    truncate: str | None = None,
 ) -> None:
     """Appends to `out` a JSON line for every question that has none yet."""
     encoded = [llm.encode(TEMPLATE.format(question=question), special_tokens=False) for question in questions]
     room = max(map(len, encoded)) + params.max_new_tokens
-    ids = document_tokens(llm, document, room, document_limit)
+    ids = document_tokens(llm, document, room, document_limit, truncate)
     start = answered(out, questions)
     with out.open("a", encoding="utf-8") as file:
         for found in answers(llm, ids, encoded[start:], params, batch):
@@ -106,6 +109,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--questions", required=True, metavar="FILE", help="a question a line; '-' is stdin")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="answers as JSON lines; continued")
     parser.add_argument("--document-tokens", type=int, metavar="N", help="only the document's first N tokens")
+    parser.add_argument("--truncate", metavar="head|tail|middle", help="what of a longer document is left out")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="longest answer (default: 32)")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="questions answered together (default: 32)")
     parser.add_argument("--model", default="reference", help="'reference', a local folder or a hub id")
@@ -132,7 +136,8 @@ def main() -> None:
             swap=args.swap,
             progress=sys.stderr.isatty(),
         )
-        answer_file(llm, document, questions, args.out, params, batch=args.batch, document_limit=args.document_tokens)
+        limits = {"document_limit": args.document_tokens, "truncate": args.truncate}
+        answer_file(llm, document, questions, args.out, params, batch=args.batch, **limits)
     except OffloadError as error:
         sys.exit(f"answer_many: {error}")
     except OSError as error:
