@@ -23,6 +23,7 @@ Overflow = Literal["truncate", "error"]
 EvictionName = Literal["fifo", "lru", "counter"]
 DraftName = Literal["sparse", "lookup", "both"]
 Protected = Literal["window", "none"]
+Verify = Literal["auto", "always", "off"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 Size = Annotated[int, "bytes"]
@@ -302,6 +303,10 @@ class EngineConfig:
     prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
     prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
     max_batch: sequences decoded together by `LLM.generate`, `score` and `turns`.
+    verify: "auto" compares the model with transformers' own forward, layer by layer over a few random tokens, the first
+        time it is loaded by this version (about a second; remembered in the cache folder), "always" each time; a model
+        that differs is refused with the first layer that does. "off" trusts the architectures that are declared, and
+        refuses all others.
     progress: show progress bars on stderr for long work.
     """
 
@@ -339,6 +344,7 @@ class EngineConfig:
     )
     prefill_tokens: int = option(512, help="prompt tokens prefilled per step while others decode", metavar="N")
     max_batch: int = option(32, help="sequences decoded together", metavar="N")
+    verify: Verify = option("auto", help="compare the model with transformers' own when it is loaded", group="device")
     progress: bool = option(False, help="progress bars on stderr")
 
     def __post_init__(self) -> None:
@@ -356,6 +362,7 @@ class EngineConfig:
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
         check_types(self)
+        check_choice("verify", self.verify, get_args(Verify))
         check_choice("kv_format", self.kv_format, get_args(KVFormatName))
         check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
         for name in ("prefill_slice", "prefill_tokens", "max_batch"):

@@ -6,7 +6,6 @@ the user's prompt: what a run gives must not depend on what ran before it.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..config import SkewMethod
 from ..core import KVPart
 from ..errors import ArtifactError, InputError, ModelError
 from ..models.adapter import ModelAdapter
+from ..models.cache_folder import cache_folder
 from ..models.exact_layer import guessed_input, keys_and_values, residual_after_attention, slices_of
 from ..models.registry import LoadedModel
 from .artifact import VERSION, SkewArtifact
@@ -241,13 +241,8 @@ def cached_artifact(
 
 
 def cache_path(loaded: LoadedModel, method: SkewMethod, tokens: int = TOKENS, positions: int | None = None) -> Path:
-    """Where `cached_artifact` keeps an artifact: below `$OFFLOAD_RT_CACHE`, else `$XDG_CACHE_HOME/offload-rt`, else
-    `~/.cache/offload-rt`. Everything the result depends on is in the name: model and dtype (by the fingerprint),
-    method, text, tokens, positions, format version."""
-    if own := os.environ.get("OFFLOAD_RT_CACHE"):
-        root = Path(own)
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
+    """Where `cached_artifact` keeps an artifact: below `cache_folder()`. Everything the result depends on is in the
+    name: model and dtype (by the fingerprint), method, text, tokens, positions, format version."""
     text = "text" if loaded.tokenizer is not None else "random"
     limit = reach(loaded.adapter, positions)
-    return root / "skew" / f"{loaded.fingerprint}-{method}-{text}{tokens}-{limit}-v{VERSION}.safetensors"
+    return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{tokens}-{limit}-v{VERSION}.safetensors"

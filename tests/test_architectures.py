@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.architectures import RUNS, VOCAB, WINDOW, architecture, build
+from support.architectures import REFUSED, RUNS, VOCAB, WINDOW, architecture, build
 from support.tiny_models import greedy_reference
 from torch import nn
 
@@ -19,9 +22,13 @@ from offload_rt.core import KVPart
 from offload_rt.errors import ModelError
 from offload_rt.forward.attention import attend, give_to_sinks
 from offload_rt.kernels import causal
+from offload_rt.models import proof, registry
 from offload_rt.models.adapter import ModelAdapter
+from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.exact_layer import residual_after_attention
-from offload_rt.models.registry import adapter_for
+from offload_rt.models.proof import prove
+from offload_rt.models.registry import adapter_for, load_model, load_shape
+from offload_rt.models.rotary import Halves
 
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": ()}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,7 +93,7 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
         assert completion.stats.attended_fraction == 1.0
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smollm3", "cohere2", "glm4", "gpt_neox", "olmo3"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
 def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
     """In every layer, with its own rotation or none."""
     adapter = adapter_for(architecture(name))
@@ -110,34 +117,31 @@ def test_half_precision_rounds_like_transformers(name: str) -> None:
     torch.testing.assert_close(v, cached.values[0, ::group], rtol=0, atol=0)
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 512,
-}
-
-
 class TestRefusals:
     def test_a_tail_without_a_cap(self) -> None:
         with pytest.raises(ModelError, match="tail='off'") as refused:
             LLM(architecture("gemma2"), policy="infinigen", host_memory="8MiB")
         assert refused.value.reason == "softcap"
 
-    @pytest.mark.parametrize(
-        ("config", "options", "reason"),
-        [
-            ("Falcon", {"alibi": True}, "alibi"),
-            ("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}, "bidirectional"),
-            ("Llama", {"num_key_value_heads": 3}, "heads"),
-            ("Phi3", {"rope_parameters": LONGROPE}, "rope_length"),
-        ],
-    )
-    def test_what_cannot_run_has_a_reason(self, config: str, options: dict[str, Any], reason: str) -> None:
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_what_cannot_run_has_a_reason(self, name: str) -> None:
+        kind, reason, _ = REFUSED[name]
         with pytest.raises(ModelError) as refused:
-            adapter_for(build(config, **options))
+            load_model(build(kind.config, **kind.options))
         assert refused.value.reason == reason
+
+    def test_before_the_weights_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        build("Bloom").save_pretrained(tmp_path)
+        monkeypatch.setattr(registry, "read_weights", lambda *_: pytest.fail("read"))
+        for read in (load_model, load_shape):
+            with pytest.raises(ModelError, match=r"^BloomForCausalLM is not supported: .*ALiBi") as refused:
+                read(tmp_path)
+            assert refused.value.reason == "alibi"
+
+    @pytest.mark.parametrize("name", ["Nemotron", "Olmoe", "Helium"])
+    def test_what_nobody_declared_may_run(self, name: str, tmp_path: Path) -> None:
+        build(name, head_dim=8).save_pretrained(tmp_path)
+        assert load_model(tmp_path, device="cpu").adapter.geometry.layers == 3
 
 
 class TestCapsAndSinks:
@@ -208,7 +212,7 @@ class TestCapsAndSinks:
             model = architecture(name)
             for layer in model.model.layers if name == "gpt_oss" else ():
                 layer.mlp = nn.Identity()  # experts are more than the simulated device can do
-            llm = LLM(model.to(device), policy="infinigen", policy_options=options, host_memory="8MiB")
+            llm = LLM(model.to(device), policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
             params = SamplingParams(max_new_tokens=3, temperature=0)
             found.append([c.token_ids for c in llm.generate([prompt_of(50), prompt_of(40, seed=1)], params)])
         assert found[0] == found[1]
@@ -225,3 +229,108 @@ class TestCapsAndSinks:
             llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB")
             scores.append(llm.score([prompt], token, decode_from=100)[0].logprobs[0])
         assert scores[1] == pytest.approx(scores[0], abs=0.1)
+
+
+def rewire(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapter:
+    """The model's adapter with a fault."""
+    adapter = adapter_for(model)
+    assert isinstance(adapter, DecoderAdapter)
+    change(adapter)
+    return adapter
+
+
+def geometry_with(adapter: DecoderAdapter, **changes: Any) -> None:
+    adapter._geometry = replace(adapter.geometry, **changes)
+
+
+def swap_norms(adapter: DecoderAdapter) -> None:
+    layer = adapter._layers[1]
+    layer._before_attention, layer._before_mlp = layer._before_mlp, layer._before_attention
+
+
+def unnormed(rows: torch.Tensor) -> torch.Tensor:
+    return rows.transpose(0, 1)
+
+
+FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
+    "the rotation of the other kind of layer": (
+        "gemma3",
+        lambda a: setattr(a._rotary, "_kinds", tuple(reversed(RUNS["gemma3"].options["layer_types"][:2])) * 2),
+        "layer 0",
+    ),
+    "positions in a layer that has none": ("smollm3", lambda a: setattr(a._rotary, "_kinds", ("",) * 3), "layer 1"),
+    "neighbours rotated as halves": ("glm4", lambda a: setattr(a._rotary, "_order", Halves), "layer 0"),
+    "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_multiplier", 1.0), "layer 2"),
+    "no embedding multiplier": ("granite", lambda a: setattr(a, "_multiplier", 1.0), "the embedding"),
+    "another scale of scores": ("granite", lambda a: geometry_with(a, scales=(8**-0.5,) * 3), "layer 0"),
+    "no cap of logits": ("gemma3", lambda a: setattr(a, "_logit_cap", None), "the head"),
+    "no scale of logits": ("cohere", lambda a: setattr(a, "_logit_factor", 1.0), "the head"),
+    "no cap of scores": ("gemma2", lambda a: geometry_with(a, softcap=None), "softcap=1.5 in layer 0"),
+    "norms swapped": ("llama3", swap_norms, "layer 1"),
+    "no norm behind the attention": (
+        "olmo2",
+        lambda a: setattr(a._layers[1], "_after_attention", nn.Identity()),
+        "layer 1",
+    ),
+    "no norm of queries": ("qwen3", lambda a: setattr(a._projections[0], "_query_norm", unnormed), "layer 0"),
+    "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
+    "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
+    "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),
+    "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
+}  # fmt: skip
+"""Model, what goes wrong in its adapter, and what the refusal names."""
+
+
+class TestProof:
+    @pytest.mark.parametrize("name", RUNS)
+    def test_every_architecture_proves_itself(self, name: str) -> None:
+        model = architecture(name)
+        prove(model, adapter_for(model))
+        assert model.config._attn_implementation == "eager"
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_fault_is_caught(self, fault: str, dtype: torch.dtype) -> None:
+        name, change, named = FAULTS[fault]
+        model = architecture(name, dtype=dtype)
+        with pytest.raises(ModelError, match=named) as refused:
+            prove(model, rewire(model, change))
+        assert refused.value.reason == ("attention_argument" if " in layer" in named else "proof")
+
+    def test_a_fault_of_the_numbers_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What attention is given says enough for caps, windows and sinks; the numbers say it too."""
+        monkeypatch.setattr(proof._Proof, "_compare_arguments", lambda *_: None)
+        for fault in ("no cap of scores", "no window", "a window too short", "no sinks"):
+            name, change, _ = FAULTS[fault]
+            model = architecture(name)
+            with pytest.raises(ModelError, match="layer 0"):
+                prove(model, rewire(model, change))
+
+    def test_a_class_that_nobody_declared(self) -> None:
+        """One that computes what its modules say runs, one that does more is refused."""
+        model = architecture("llama3")
+        model.__class__ = type("Mine", (type(model),), {})
+        assert load_model(model).name == "Mine"
+        with pytest.raises(ModelError, match="Mine is not supported") as refused:
+            load_model(model, verify="off")
+        assert refused.value.reason == "proof"
+
+        def forward(self: Any, *args: Any, **named: Any) -> Any:
+            out = super(type(model), self).forward(*args, **named)
+            out.logits = out.logits / 4
+            return out
+
+        model.__class__ = type("Quartered", (type(model),), {"forward": forward})
+        model.lm_head.weight[0] += 1  # another fingerprint
+        with pytest.raises(ModelError, match=r"Quartered .* the head") as refused:
+            load_model(model)
+        assert refused.value.reason == "proof"
+
+    def test_it_is_done_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        done: list[str] = []
+        monkeypatch.setattr(proof, "prove", lambda *_: done.append("auto"))
+        monkeypatch.setattr(registry, "prove", lambda *_: done.append("always"))
+        model = architecture("qwen3", vocab_size=43)
+        for verify in ("auto", "auto", "always", "off", "auto"):
+            load_model(model, verify=verify)  # type: ignore[arg-type]
+        assert done == ["auto", "always"]

@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 import test_layering
 
+from offload_rt.models import registry
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -50,3 +52,10 @@ def test_the_picture_has_every_room_and_no_import_points_up(
     house.main()
     assert (tmp_path / "house.svg").read_text(encoding="utf-8").count("<rect") == 1 + len(lines)
     assert len(capsys.readouterr().out.splitlines()) == len(lines)
+
+
+def test_the_architectures_are_those_of_the_tests() -> None:
+    architectures = script("architectures")
+    text = architectures.PAGE.read_text(encoding="utf-8")
+    assert architectures.page(text) == text, "run python docs/architectures.py"
+    assert all(f"`{name}`" in text for name in registry.architectures())

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import MemoryLimitError, ModelError
-from offload_rt.models import checkpoint
-from offload_rt.models.checkpoint import read_config
+from offload_rt.models import checkpoint, registry
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.location import Location, locate
 from offload_rt.models.registry import load_model, load_shape
@@ -91,9 +90,13 @@ def test_a_missing_package_is_named_in_one_line(written: tuple[Path, Any], monke
     assert "\n" not in str(caught.value)
 
 
-def test_an_architecture_that_cannot_run_is_said_from_the_header(written: tuple[Path, Any]) -> None:
-    with pytest.raises(ModelError, match=r"^Qwen2ForCausalLM is not supported; supported are LlamaForCausalLM$"):
-        read_config(locate(written[0]), ("LlamaForCausalLM",))
+def test_an_architecture_that_cannot_run_is_said_from_the_header(
+    written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_adapters", {"LlamaForCausalLM": "none"})
+    monkeypatch.setattr(registry, "read_weights", lambda *_: pytest.fail("read"))
+    with pytest.raises(ModelError, match=r"^Qwen2ForCausalLM is not supported: .* supported are LlamaForCausalLM$"):
+        load_model(written[0], device="cpu", verify="off")
 
 
 def test_a_device_without_room_is_a_memory_limit(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,14 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     """
     plan = plan_device_memory(model, config)
     on_host = () if plan is None else plan.streamed
-    loaded = load_model(model, tokenizer=tokenizer, device=config.device, dtype=config.dtype, on_host=on_host)
+    loaded = load_model(
+        model,
+        tokenizer=tokenizer,
+        device=config.device,
+        dtype=config.dtype,
+        on_host=on_host,
+        verify=config.verify,
+    )
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
     streamed, weights = _stream_weights(loaded, plan)

@@ -28,7 +28,8 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", 
 def read_config(location: Location, supported: Collection[str]) -> PreTrainedConfig:
     """The configuration of a checkpoint; of a GGUF file, from its header.
 
-    Raises ModelError where it cannot be had, is damaged, or is of an architecture not among `supported`.
+    Raises ModelError where it cannot be had, is damaged, or is of an architecture that is neither among `supported` nor
+    one of transformers' causal language models.
     """
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -44,7 +45,7 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
     with _one_error(f"cannot read the configuration of {location}"):
         raw = dict(PreTrainedConfig.get_config_dict(place)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
-    if architecture not in supported:
+    if architecture not in supported and architecture not in CLASSES.values():
         raise ModelError(unsupported(architecture, supported))
     refuse_quantised(raw.get("quantization_config"))
     with _one_error(f"the configuration of {location} is not valid"):
@@ -64,10 +65,16 @@ def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrai
         raise ModelError(f"{location} needs the package gguf to be read: pip install 'offload-rt[gguf]'")
     with _one_error(f"cannot read the configuration of {location}"), _quiet():
         config: PreTrainedConfig = AutoConfig.from_pretrained(location.place, gguf_file=location.gguf)
-    architecture = CLASSES.get(config.model_type) or f"model type {config.model_type!r}"
-    if architecture not in supported:
-        raise ModelError(unsupported(architecture, supported))
+    if config.model_type not in CLASSES:
+        raise ModelError(unsupported(f"model type {config.model_type!r}", supported))
     return config
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """The name of the class that transformers makes of a configuration."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    return _registered_class(config) or str(CLASSES.get(config.model_type))
 
 
 def _registered_class(config: PreTrainedConfig) -> str | None:
@@ -80,9 +87,9 @@ def _registered_class(config: PreTrainedConfig) -> str | None:
     return str(found.__name__)
 
 
-def unsupported(architecture: str, supported: Collection[str]) -> str:
+def unsupported(architecture: str, supported: Collection[str], why: str = "") -> str:
     """The message that refuses `architecture`."""
-    return f"{architecture} is not supported; supported are {', '.join(supported)}"
+    return f"{architecture} is not supported{why and f': {why}'}; supported are {', '.join(supported)}"
 
 
 def refuse_quantised(quantisation: Any) -> None:

@@ -33,8 +33,10 @@ class Norms:
 
 
 _PLACEMENTS = (
-    # Llama and most others
+    # Llama and most others; Apertus; VaultGemma
     Norms("input_layernorm", None, "post_attention_layernorm", None),
+    Norms("attention_layernorm", None, "feedforward_layernorm", None),
+    Norms("input_layernorm", None, "pre_feedforward_layernorm", None),
     # Gemma 2 and 3
     Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     # GLM-4

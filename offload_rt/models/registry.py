@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..config import Verify
 from ..core import ModelGeometry
 from ..errors import ConfigError, ModelError
 from .adapter import ModelAdapter
 from .checkpoint import (
+    architecture_of,
     build_skeleton,
     read_config,
     read_tokenizer,
@@ -26,11 +28,12 @@ from .checkpoint import (
 )
 from .column_order import order_by_columns
 from .fingerprint import fingerprint
-from .location import locate
+from .location import Location, locate
+from .proof import prove, prove_once
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3",
@@ -76,16 +79,31 @@ class LoadedModel:
 
 
 def adapter_for(model: Any) -> ModelAdapter:
-    """The adapter of a loaded transformers model (its class decides; a subclass may compute something else).
+    """The adapter of a loaded transformers model: its class decides. A class that nobody declared is recognised from
+    its modules, and what is made of it must be proved (`proof`) before it runs.
 
-    Raises ModelError for an unsupported architecture or one of its options.
+    Raises ModelError for an architecture that is not recognised or one of its options.
     """
     architecture = type(model).__name__
     if architecture not in _adapters:
-        raise ModelError(unsupported(architecture, architectures()))
+        return _recognised(model)
     module, _, name = _adapters[architecture].partition(":")
     adapter: ModelAdapter = getattr(importlib.import_module(module), name)(model)
     return adapter
+
+
+def _recognised(model: Any) -> ModelAdapter:
+    """The decoders' adapter for a model of a class that nobody declared. Raises ModelError where it is another kind of
+    model, in whatever way that shows."""
+    from .decoder import DecoderAdapter
+
+    name = type(model).__name__
+    try:
+        return DecoderAdapter(model)
+    except ModelError as error:
+        raise ModelError(unsupported(name, architectures(), str(error)), reason=error.reason) from error
+    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+        raise ModelError(unsupported(name, architectures()), reason="modules") from error
 
 
 def load_model(
@@ -95,6 +113,7 @@ def load_model(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     on_host: Collection[int] = (),
+    verify: Verify = "auto",
 ) -> LoadedModel:
     """Loads "reference" (ships in the package), a local folder, a GGUF file ("model.gguf", a folder that holds one,
     "owner/name/file.gguf" on the hub; dequantised) or a hub id, or takes a loaded transformers model.
@@ -102,14 +121,16 @@ def load_model(
     A loaded model is put into eval mode and stays where it is, in its dtype. `tokenizer` is a tokenizer or a name or
     folder to read one from; None takes the checkpoint's own, if it has one. The parameters of the decoder layers
     `on_host` stay in host memory (the whole model goes through it, then): they cannot run before they are brought over.
-    Raises ModelError (unsupported, missing, incomplete or damaged), ConfigError (device or dtype; a loaded model with
-    layers `on_host`), MemoryLimitError.
+    `verify`: as in `EngineConfig`; weights that stay in host memory are proved there.
+    Raises ModelError (unsupported, not proved, missing, incomplete or damaged), ConfigError (device or dtype; a loaded
+    model with layers `on_host`), MemoryLimitError.
     """
     own_tokenizer: PreTrainedTokenizerBase | None = None
     if isinstance(model, (str, os.PathLike)):
         location, name = locate(model), os.fspath(model)
         config = read_config(location, architectures())
         chosen = resolve_device(device)
+        _refuse_early(location, config, verify)
         own_tokenizer = read_tokenizer(location) if tokenizer is None else None
         landing = torch.device("cpu") if on_host else chosen
         loaded = read_weights(location, config, landing, resolve_dtype(dtype, location, config, chosen))
@@ -124,14 +145,20 @@ def load_model(
         _check_is_model(model)
         loaded, chosen = model, model.device
         _check_loaded(loaded, str(device), str(dtype).removeprefix("torch."))
+        _refuse_unproved(type(loaded).__name__, verify)
         loaded.train(False)
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
     used = read_tokenizer(locate(tokenizer)) if isinstance(tokenizer, str) else tokenizer or own_tokenizer
-    identity = fingerprint(loaded)
+    identity, adapter = fingerprint(loaded), adapter_for(loaded)
+    if verify == "always":
+        prove(loaded, adapter)
+    elif verify == "auto":
+        prove_once(loaded, adapter, identity)
     if on_host:
         place_weights(loaded, chosen, on_host)
+        adapter = adapter_for(loaded)
     return LoadedModel(
-        adapter=adapter_for(loaded),
+        adapter=adapter,
         tokenizer=used,
         fingerprint=identity,
         name=name,
@@ -139,6 +166,21 @@ def load_model(
         weight_bytes=_weight_bytes(loaded),
         layers=tuple(decoder_layers(loaded)),
     )
+
+
+def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify) -> None:
+    """Raises ModelError where a checkpoint of a class that nobody declared cannot run, before its weights are read."""
+    name = architecture_of(config)
+    if name not in _adapters:
+        _refuse_unproved(name, verify)
+        adapter_for(build_skeleton(location, config, torch.float32))
+
+
+def _refuse_unproved(architecture: str, verify: Verify) -> None:
+    """Raises ModelError where nobody declared `architecture` and it shall not be proved either."""
+    if verify == "off" and architecture not in _adapters:
+        why = "nobody declared it, and with verify='off' it would not be proved"
+        raise ModelError(unsupported(architecture, architectures(), why), reason="proof")
 
 
 @dataclass(frozen=True)
@@ -186,8 +228,6 @@ def _check_is_model(model: object) -> None:
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
     """Raises ModelError where a loaded model cannot run as it is, or is not where it was asked to be."""
-    if type(model).__name__ not in _adapters:
-        raise ModelError(unsupported(type(model).__name__, architectures()))
     refuse_quantised(getattr(model.config, "quantization_config", None))
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError("the model has PEFT adapters; merge them into the weights and save the model first")

@@ -152,6 +152,59 @@ RUNS: dict[str, Architecture] = {
 """Short name -> what runs."""
 
 
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 512,
+}
+
+REFUSED: dict[str, tuple[Architecture, str, str]] = {
+    "bloom": (Architecture("Bloom"), "alibi", "positions are a bias on attention scores (ALiBi), which no kernel adds"),
+    "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "the same: Falcon with `alibi`"),
+    "deepseek_v3": (
+        Architecture("DeepseekV3", _LATENT),
+        "latent_attention",
+        "multi-head latent attention: what is cached is not keys and values of heads",
+    ),
+    "phi3_long": (
+        Architecture("Phi3", {"rope_parameters": LONGROPE}),
+        "rope_length",
+        "RoPE `longrope` or `dynamic`: frequencies change with the length, cached keys go stale",
+    ),
+    "gemma3_bidirectional": (
+        Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),
+        "bidirectional",
+        "attends to later tokens",
+    ),
+    "llama4": (
+        Architecture("Llama4Text", {"head_dim": 8, "num_local_experts": 2}),
+        "positions",
+        "chunked layers, complex RoPE",
+    ),
+    "mamba": (Architecture("Mamba"), "modules", "no attention"),
+    "ministral3": (
+        Architecture("Ministral3", {"head_dim": 8}),
+        "proof",
+        "scales queries by their position: nothing declares it, the proof finds it",
+    ),
+}
+"""Short name -> what is refused, its `ModelError.reason`, and why."""
+
+
 def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
     """The tiny random model `name` of `RUNS`, in eval mode, without gradients, on the CPU."""
     kind = RUNS[name]

@@ -1,0 +1,246 @@
+"""A model proves itself when it is loaded: random tokens go through transformers' own forward and through the adapter,
+layer by layer, and what comes out must be the same within the rounding of the dtype.
+
+Each layer of the adapter is given what the model's own layer was given, so the first layer that differs is known by
+name, and rounding does not add up. The last tokens run one by one, as they are decoded. Attention is the model's
+"eager" one, whose arguments are noted: what a model passes to its attention and this package does not know is refused,
+whether it shows in the numbers or not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core import KVPart
+from ..errors import ModelError
+from .adapter import ModelAdapter
+from .cache_folder import cache_folder
+from .exact_layer import residual_after_attention
+from .weights import decoder_layers
+
+_FORMAT = 1
+_DECODED = 8
+"""Tokens that run one by one, at the end."""
+_LONGEST = 512
+"""Windows up to this length are passed; of longer ones only the argument is compared."""
+_SHARE = 0.75
+"""Of a mixture's tokens so many must agree: where two experts are as good, rounding chooses."""
+
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Of what a layer adds to a token's residual stream. (float64: norms compute in float32 even there.)"""
+
+_HARMLESS = (
+    "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
+    "cache_position", "position_embeddings", "logits_to_keep", "return_dict", "output_attentions",
+    "output_hidden_states", "output_router_logits",
+)  # fmt: skip
+"""Arguments of attention that are understood: compared here, or by the numbers, or of no consequence."""
+
+_notes: ContextVar[list[dict[str, Any]] | None] = ContextVar("_notes", default=None)
+_log = logging.getLogger(__name__)
+
+
+def prove_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
+    """`prove`, if the cache folder does not say that this model has been proved with this adapter, by these versions
+    of this package and of transformers. Raises ModelError as `prove`."""
+    kind = type(adapter)
+    versions = f"{version('offload-rt')}-{version('transformers')}-v{_FORMAT}"
+    dtype = str(adapter.dtype).removeprefix("torch.")
+    mark = cache_folder() / "proofs" / f"{fingerprint}-{dtype}-{kind.__module__}.{kind.__qualname__}-{versions}"
+    if mark.exists():
+        return
+    prove(model, adapter)
+    _keep(mark)
+
+
+def _keep(mark: Path) -> None:
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        _log.warning("that the model is proved is not noted, the next start proves it again: %s", error)
+
+
+@torch.no_grad()
+def prove(model: Any, adapter: ModelAdapter) -> None:
+    """Raises ModelError, reason "proof", where `adapter` and transformers' own forward of `model` differ, with the
+    first layer that does; reason "attention_argument" where the model gives its attention what no kernel here takes."""
+    geometry = adapter.geometry
+    passed = [window for window in geometry.windows if window is not None and window <= _LONGEST]
+    length = min(max(passed, default=16) + 2 * _DECODED, geometry.max_positions)
+    _Proof(model, adapter, length, 0).run()
+    if length < geometry.max_positions:  # what changes with the position shows at the end of them
+        _Proof(model, adapter, _DECODED, geometry.max_positions - _DECODED).run()
+
+
+@dataclass
+class _Observed:
+    """What transformers computed: hidden states `[T, D]` between layers, the first of them the embedding; logits
+    `[n, V]` of the last n tokens; and the arguments of each attention."""
+
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Proof:
+    """One comparison, over `length` tokens from position `start` on."""
+
+    def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
+        self._model, self._adapter, self._name = model, adapter, type(model).__name__
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(adapter.geometry.vocab, (length,), generator=generator)
+        self._tokens = tokens.to(adapter.device)
+        self._positions = torch.arange(start, start + length, device=adapter.device)
+        self._one_by_one = range(max(1, length - _DECODED), length)
+
+    def run(self) -> None:
+        """Raises ModelError as `prove`."""
+        seen = self._observe()
+        self._compare_arguments(seen.arguments)
+        embedded = self._adapter.embed(self._tokens, self._positions)
+        self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[0])
+        for layer in range(self._adapter.geometry.layers):
+            given, expected = seen.hidden[layer : layer + 2]
+            self._compare(f"layer {layer}", given, self._layer(layer, given), expected)
+        logits = self._adapter.logits(seen.hidden[-1][-len(seen.logits) :])
+        self._compare("the head", torch.zeros_like(logits), logits, seen.logits.to(logits.dtype))
+
+    def _observe(self) -> _Observed:
+        """Runs transformers' own forward."""
+        seen = _Observed()
+        layers = decoder_layers(self._model)
+        known = inspect.signature(self._model.forward).parameters
+        options: dict[str, Any] = {"position_ids": self._positions[None], "use_cache": False}
+        options |= {"logits_to_keep": _DECODED} if "logits_to_keep" in known else {}
+        with ExitStack() as stack:
+            stack.enter_context(_noted(self._model.config, seen.arguments))
+            for number, layer in enumerate(layers):
+                entered = layer.register_forward_pre_hook(
+                    lambda _, args, named, first=number == 0: (
+                        seen.hidden.append(_input(args, named)) if first else None
+                    ),
+                    with_kwargs=True,
+                )
+                left = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
+                stack.callback(entered.remove)
+                stack.callback(left.remove)
+            out = self._model(self._tokens[None], **{name: value for name, value in options.items() if name in known})
+        seen.logits = out.logits[0, -_DECODED:]
+        return seen
+
+    def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the adapter makes of a layer's input `[T, D]`: all but the last tokens at once, these one by one."""
+        adapter, outs, parts = self._adapter, [], []
+        first = self._one_by_one.start
+        for s in (slice(0, first), *(slice(token, token + 1) for token in self._one_by_one)):
+            q, *rows = adapter.qkv(layer, adapter.attention_input(layer, hidden[s]), self._positions[s])
+            parts.append(rows)
+            kv = KVPart(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
+            outs.append(adapter.mlp(layer, residual_after_attention(adapter, layer, hidden[s], q, kv, s.stop)))
+        return torch.cat(outs)
+
+    def _compare(self, what: str, given: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Raises ModelError where `actual` and `expected` `[T, D]` differ by more than rounding, of what was added to
+        `given`."""
+        wide = torch.promote_types(actual.dtype, torch.float32)
+        actual, expected, given = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, given))
+        dtype = self._adapter.dtype
+        added, size = (x.norm(dim=-1) for x in (expected - given, expected))
+        allowed = _TOLERANCES[dtype] * added + 4 * torch.finfo(dtype).eps * size
+        off = (actual - expected).norm(dim=-1) / allowed.clamp_min(torch.finfo(wide).tiny)
+        share = _SHARE if self._adapter.geometry.experts else 1.0
+        split = len(off) - min(len(self._one_by_one), len(off))
+        for part, where in ((off[:split], "prefill"), (off[split:], "decode")):
+            if len(part) and not float(part.quantile(share)) <= 1:
+                difference = float((actual - expected).norm() / (expected - given).norm().clamp_min(1e-30))
+                raise ModelError(
+                    f"{self._name} does not compute what this version thinks it does: {what} differs from "
+                    f"transformers' own by {difference:.2g} of its size in {where}; it cannot run here",
+                    reason="proof",
+                )
+
+    def _compare_arguments(self, arguments: list[dict[str, Any]]) -> None:
+        """Raises ModelError where an attention was given what it would not be given here. (A model that calls its
+        attention in a way of its own has given nothing.)"""
+        geometry = self._adapter.geometry
+        if len(arguments) != geometry.layers:
+            return
+        for layer, given in enumerate(arguments):
+            strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _says_something(value))
+            window, cap, sinks = given.get("sliding_window"), given.get("softcap"), given.get("s_aux")
+            own = self._adapter.sinks(layer)
+            if window is not None and window != geometry.windows[layer]:
+                strange.append(f"sliding_window={window}")
+            if (cap or None) != geometry.softcap:
+                strange.append(f"softcap={cap}")
+            if not _same(sinks, own):
+                strange.append("s_aux")
+            if strange:
+                raise ModelError(
+                    f"the attention of {self._name} is given {', '.join(strange)} in layer {layer}, which this version "
+                    "does not take into account; it cannot run here",
+                    reason="attention_argument",
+                )
+
+
+def _same(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
+    if given is None or own is None:
+        return given is own
+    return torch.equal(given.to(own), own)
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, (int, float)) and value == 0)
+
+
+def _input(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
+    return _tensor(args[0] if args else named["hidden_states"])
+
+
+def _tensor(out: Any) -> torch.Tensor:
+    """Hidden states `[T, D]` of one sequence, a copy, from what a layer takes or gives."""
+    found: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0].detach().clone()
+    return found
+
+
+@contextmanager
+def _noted(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
+    """The model of `config` runs its eager attention, whose arguments go to `arguments`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, eager_mask)
+    before, token = config._attn_implementation, _notes.set(arguments)
+    config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _notes.reset(token)
+
+
+_NAME = "offload_rt_noted"
+
+
+def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
+    """The eager attention of the model's own file, or torch's where it has none; notes its arguments."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    notes = _notes.get()
+    if notes is not None:
+        notes.append(arguments)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    return eager(module, *tensors, **arguments)
