@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto import AutoModelForCausalLM
 
 from support.tiny_models import fill
@@ -214,7 +215,8 @@ def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: 
 def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """A tiny random model of the configuration class `config_name`."""
     config = getattr(transformers, f"{config_name}Config")(**(_COMMON | options))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    model.tie_weights()
     fill(model, 0)
     return model.requires_grad_(False).eval()
