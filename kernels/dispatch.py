@@ -32,12 +32,32 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
     module.gather_rows(rows, ids, counts, out)
 
 
-def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) -> None:
-    """Writes rows source `[M, w]` to the places ids `[M]` of `rows` `[R, w]`, in memory as `gather_rows` takes it."""
+def gather_tokens(
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: torch.Tensor | None,
+    bases: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Copies K and V of the first `counts[p]` (None: all) of tokens `[P, n]`, found by the rows `bases` `[B, C]` of
+    their chunks and `planes` `[2, Hkv]` of layer and head, from `rows` `[R, w]` to out `[2, P, n, w]`; memory as
+    `gather_rows` takes it."""
     module: Any = lists
-    if _compiled(ids):
+    if _compiled(tokens):
         from . import triton_gather as module
-    module.scatter_rows(rows, ids, source)
+    module.gather_tokens(rows, tokens, counts, bases, planes, out)
+
+
+def write_rows(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
+) -> None:
+    """Writes the newest stored rows k, v `[P, w]` to `rows` `[R, w]`, where `newest` `[B]` and `planes` `[2, Hkv]` say;
+    memory as `gather_rows` takes it."""
+    module: Any = lists
+    if _compiled(newest):
+        from . import triton_gather as module
+    module.write_rows(rows, k, v, newest, planes)
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core import CHUNK
 from .pointer_table import PointerTable
 from .selection import floor_share, group_scores, pack, quantise, skew, top_tokens_reference, unpack
 from .selection import quantised_scores as packed_scores
@@ -20,11 +21,22 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """scores `[P, G, N]`, -inf outside each list's tokens; maximum and lse `[P, G]` over each head's tokens."""
+    """scores `[P, G, N]`, -inf outside each list's tokens. Of S blocks that these lie in: maxima `[P, G, S]`, each
+    head's largest score, and sums `[P, G, S]` of exp(score - largest); -inf and 0 of a block without tokens."""
 
     scores: torch.Tensor
-    maximum: torch.Tensor
-    lse: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+
+    @property
+    def maximum(self) -> torch.Tensor:
+        """`[P, G]`, over each head's tokens."""
+        return self.maxima.amax(-1)
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """`[P, G]`, of each head's tokens."""
+        return torch.logsumexp(self.maxima + self.sums.log(), -1)
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
@@ -39,9 +51,35 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
         out[p, wanted] = rows.index_select(0, ids[p, wanted].to(rows.device)).to(out.device)
 
 
-def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) -> None:
-    """Rows source `[M, w]` take the places ids int64 `[M]`, no place twice, of `rows` `[R, w]`."""
-    rows[ids.to(rows.device)] = source.to(rows.device)
+def gather_tokens(
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: torch.Tensor | None,
+    bases: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """K and V of the first `counts[p]` (None: all) of tokens int64 `[P, n]`, from `rows` `[R, w]` into out
+    `[2, P, n, w]`; what lies behind them stays as it was. Token t of sequence b lies `t % CHUNK` rows behind
+    `bases[b, t // CHUNK]` (int64 `[B, C]`), and the rows of K and V of a KV head `planes[0, h]` and `planes[1, h]`
+    (int64 `[2, Hkv]`) behind that."""
+    batch, listed = len(bases), tokens.shape[1]
+    at = tokens.view(batch, -1)
+    ids = (bases.gather(1, at // CHUNK) + at % CHUNK).view(batch, -1, listed)
+    ids = (ids + planes.unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
+    counts = torch.full((len(tokens),), listed) if counts is None else counts
+    for into, of in zip(out, ids, strict=True):
+        gather_rows(rows, of, counts, into)
+
+
+def write_rows(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
+) -> None:
+    """The stored rows k, v `[P, w]` of each sequence's newest token go to `rows` `[R, w]`, `planes[0, h]` and
+    `planes[1, h]` (int64 `[2, Hkv]`) behind `newest[b]` (int64 `[B]`)."""
+    ids = (newest.unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
+    for of, source in zip(ids, (k, v), strict=True):
+        rows[of] = source.to(rows.device)
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
@@ -92,7 +130,8 @@ def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> S
     token = torch.arange(scores.shape[2], device=scores.device)
     outside = (token < starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
-    return Scores(scores, scores.amax(-1), torch.logsumexp(scores, -1))
+    maxima = scores.amax(-1, keepdim=True)
+    return Scores(scores, maxima, (scores - _finite(maxima)).exp().sum(-1, keepdim=True))
 
 
 def select_tokens(
@@ -113,16 +152,17 @@ def select_tokens(
     lists, group, _ = found.scores.shape
     tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)
     counts = torch.zeros(lists, dtype=torch.int32, device=found.scores.device)
+    maximum, lses = found.maximum, found.lse
     for b, limit in enumerate(limits.tolist()):
         own = slice(b * kv_heads, (b + 1) * kv_heads)
         start, stop = int(starts[own.start]), int(stops[own.start])
         if start >= stop or limit == 0:
             continue
         scores = found.scores[own, :, start:stop]
-        passing = scores >= found.maximum[own].unsqueeze(-1) - alpha
+        passing = scores >= maximum[own].unsqueeze(-1) - alpha
         n = min(max(1, min(-(-int(passing.sum()) // (kv_heads * group)), limit)), cap)
         passed = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
-        lse = found.lse[own].masked_fill(found.lse[own].isneginf(), 0).unsqueeze(-1)
+        lse = lses[own].masked_fill(lses[own].isneginf(), 0).unsqueeze(-1)
         values = group_scores(scores, None if group == 1 else lse)
         chosen = passed[top_tokens_reference(values[:, passed], n)] + start
         tokens[own, :n] = chosen.sort(1).values

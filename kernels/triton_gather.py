@@ -1,9 +1,10 @@
-"""Rows by row ids that never leave the device, in Triton: gathered from pinned host memory, which the device reads in
-place, and written back there.
+"""Rows that are found by tables and ids which never leave the device, in Triton: gathered from pinned host memory,
+which the device reads in place, and written back there.
 
-Bytes: each counted row crosses the link once and is written to device memory once; 8 bytes of id a row are read. Rows
-move as integer words, so any format of any width is one kernel (quantised rows have odd widths). Definitions:
-`lists.gather_rows`, `lists.scatter_rows`.
+Bytes: each counted row crosses the link once and is written to device memory once; 8 bytes of token or id a row are
+read. Rows move as integer words, so any format of any width is one kernel (quantised rows have odd widths). A gather is
+a few programs that take one block of rows after another: as many as fill the link, which leave the other
+multiprocessors to what computes meanwhile. Definitions: `lists.gather_rows`, `lists.gather_tokens`, `lists.write_rows`.
 """
 
 from __future__ import annotations
@@ -12,71 +13,132 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK_ROWS = 8
-"""Rows of a program: with 256-byte rows 2 KiB are asked for before the first use; many programs keep the link busy."""
+from ..core import CHUNK
+
+PROGRAMS = 32
+"""Programs of a gather. With blocks of 8 KiB they ask for 256 KiB at once; a link of 50 GB/s that answers in 2 us holds
+100. `offload-rt eval gpu --part kernels` times others."""
+
+_BLOCK_BYTES = 1 << 12
+"""Of K, and of V, that a program asks for before the first use."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+_CHUNK = tl.constexpr(CHUNK)
 
 
-@triton.jit(do_not_specialize=["listed"])
+@triton.jit(do_not_specialize=["lists", "listed"])
 def _gather(
-    rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, listed: tl.tensor,
+    rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, lists: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (i, p): rows [i * BLOCK, ...) of list p. WORDS, words of a row, is constant so that the alignment of a
-    row's address is known to the compiler and loads are 16 bytes wide where the row allows it."""
-    p = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(ids + p * listed + at, mask=at < tl.load(counts + p), other=-1)
-    wanted = row >= 0
-    columns = tl.arange(0, COLS)
-    mask = wanted[:, None] & (columns < WORDS)[None, :]
-    words = tl.load(rows + row[:, None] * WORDS + columns[None, :], mask=mask, other=0)
-    tl.store(out + (p * listed + at)[:, None] * WORDS + columns[None, :], words, mask=mask)
+    """Program i: blocks i, i + n, ... of BLOCK rows, n being the number of programs. WORDS, words of a row, is constant
+    so that the alignment of a row's address is known to the compiler and loads are 16 bytes wide where the row allows
+    it."""
+    columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
+    for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
+        p, at = (item // blocks).to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(ids + p * listed + at, mask=at < tl.load(counts + p), other=-1)
+        mask = (row >= 0)[:, None] & (columns < WORDS)[None, :]
+        words = tl.load(rows + row[:, None] * WORDS + columns[None, :], mask=mask, other=0)
+        tl.store(out + (p * listed + at)[:, None] * WORDS + columns[None, :], words, mask=mask)
 
 
-@triton.jit(do_not_specialize=["number"])
-def _scatter(
-    rows: tl.tensor, ids: tl.tensor, source: tl.tensor, number: tl.tensor,
-    WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["lists", "listed", "heads", "chunks"])
+def _gather_tokens(
+    rows: tl.tensor, tokens: tl.tensor, counts: tl.tensor, bases: tl.tensor, planes: tl.tensor, out: tl.tensor,
+    lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, chunks: tl.tensor,
+    WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program i: rows [i * BLOCK, ...) of the source."""
-    at, columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLS)
-    row = tl.load(ids + at, mask=at < number, other=0)
-    mask = (at < number)[:, None] & (columns < WORDS)[None, :]
-    words = tl.load(source + at[:, None] * WORDS + columns[None, :], mask=mask, other=0)
-    tl.store(rows + row[:, None] * WORDS + columns[None, :], words, mask=mask)
+    """As `_gather`, of K and V of BLOCK tokens at a time. Without COUNTED all tokens are meant."""
+    columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
+    for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
+        p, first = (item // blocks).to(tl.int64), item % blocks * BLOCK
+        count = listed
+        if COUNTED:
+            count = tl.load(counts + p)
+        if first < count:
+            at = first + tl.arange(0, BLOCK)
+            token = tl.load(tokens + p * listed + at, mask=at < count, other=0)
+            row = tl.load(bases + p // heads * chunks + token // _CHUNK, mask=at < count, other=0) + token % _CHUNK
+            mask = (at < count)[:, None] & (columns < WORDS)[None, :]
+            k = rows + (row + tl.load(planes + p % heads))[:, None] * WORDS + columns[None, :]
+            v = rows + (row + tl.load(planes + heads + p % heads))[:, None] * WORDS + columns[None, :]
+            of_k, of_v = tl.load(k, mask=mask, other=0), tl.load(v, mask=mask, other=0)
+            into = (p * listed + at)[:, None] * WORDS + columns[None, :]
+            tl.store(out + into, of_k, mask=mask)
+            tl.store(out + lists.to(tl.int64) * listed * WORDS + into, of_v, mask=mask)
 
 
-def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """`lists.gather_rows` in one launch. `rows` `[R, w]`, contiguous, lies in device memory or in host memory that
-    CUDA has page-locked; all else on the device."""
+@triton.jit(do_not_specialize=["heads"])
+def _write(
+    rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
+    WORDS: tl.constexpr, COLS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program p: the rows of K and V of list p."""
+    p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
+    row, mask = tl.load(newest + p // heads), column < WORDS
+    of_k, of_v = (tl.load(k + p * WORDS + column, mask=mask), tl.load(v + p * WORDS + column, mask=mask))
+    tl.store(rows + (row + tl.load(planes + p % heads)) * WORDS + column, of_k, mask=mask)
+    tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, of_v, mask=mask)
+
+
+def gather_rows(
+    rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, programs: int = PROGRAMS
+) -> None:
+    """`lists.gather_rows` in one launch of at most so many programs. `rows` `[R, w]`, contiguous, lies in device memory
+    or in host memory that CUDA has page-locked; all else on the device."""
     lists, listed = ids.shape
     assert rows.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
     assert out.shape == (lists, listed, rows.shape[1]) and out.dtype == rows.dtype and counts.shape == (lists,)
     if ids.numel() == 0:
         return
-    kind, words = _words(rows)
-    grid = (triton.cdiv(listed, _BLOCK_ROWS), lists)
-    _gather[grid](
-        rows.view(kind), ids, counts, out.view(kind), listed,
-        WORDS=words, COLS=triton.next_power_of_2(words), BLOCK=_BLOCK_ROWS,
+    kind, shape = _words(rows)
+    _gather[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
+        rows.view(kind), ids, counts, out.view(kind), lists, listed, **shape
+    )
+
+
+def gather_tokens(
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: torch.Tensor | None,
+    bases: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    programs: int = PROGRAMS,
+) -> None:
+    """`lists.gather_tokens` in one launch of at most so many programs; memory as `gather_rows` takes it."""
+    (lists, listed), (batch, chunks), heads = tokens.shape, bases.shape, planes.shape[1]
+    assert rows.is_contiguous() and tokens.is_contiguous() and bases.is_contiguous() and planes.is_contiguous()
+    assert out.shape == (2, lists, listed, rows.shape[1]) and out.is_contiguous() and out.dtype == rows.dtype
+    assert lists == batch * heads and planes.shape == (2, heads) and (counts is None or counts.shape == (lists,))
+    if tokens.numel() == 0:
+        return
+    kind, shape = _words(rows)
+    _gather_tokens[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
+        rows.view(kind), tokens, tokens if counts is None else counts, bases, planes, out.view(kind),
+        lists, listed, heads, chunks, **shape, COUNTED=counts is not None,
     )  # fmt: skip
 
 
-def scatter_rows(rows: torch.Tensor, ids: torch.Tensor, source: torch.Tensor) -> None:
-    """`lists.scatter_rows` in one launch; memory as `gather_rows` takes it."""
-    assert rows.is_contiguous() and ids.is_contiguous() and source.is_contiguous() and source.dtype == rows.dtype
-    assert source.shape == (len(ids), rows.shape[1])
-    kind, words = _words(rows)
-    _scatter[(triton.cdiv(len(ids), _BLOCK_ROWS),)](
-        rows.view(kind), ids, source.view(kind), len(ids),
-        WORDS=words, COLS=triton.next_power_of_2(words), BLOCK=_BLOCK_ROWS,
-    )  # fmt: skip
+def write_rows(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
+) -> None:
+    """`lists.write_rows` in one launch; memory as `gather_rows` takes it."""
+    (lists, width), heads = k.shape, planes.shape[1]
+    assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
+    assert k.shape == v.shape and rows.shape[1] == width and newest.shape == (lists // heads,)
+    assert planes.is_contiguous() and planes.shape == (2, heads)
+    kind, shape = _words(rows)
+    _write[(lists,)](
+        rows.view(kind), k.view(kind), v.view(kind), newest, planes, heads, WORDS=shape["WORDS"], COLS=shape["COLS"]
+    )
 
 
-def _words(rows: torch.Tensor) -> tuple[torch.dtype, int]:
-    """The largest words that rows consist of, and how many make one."""
+def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:
+    """The largest words that rows consist of, how many make one, that padded to a power of two, and rows of a block."""
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)
-    return _WORDS[size], row_bytes // size
+    block = max(1, _BLOCK_BYTES // triton.next_power_of_2(row_bytes))
+    words = row_bytes // size
+    return _WORDS[size], {"WORDS": words, "COLS": triton.next_power_of_2(words), "BLOCK": block}

@@ -155,7 +155,7 @@ def partial_scores(
         KEYS=triton_dtype(keys.dtype), BYTES=wide, ALIGN=max(1, wide // keys.dtype.itemsize),
         R=r, G=group, GROUP=triton.next_power_of_2(group), BLOCK=_WIDE,
     )  # fmt: skip
-    return _gathered(out, maxima, sums)
+    return Scores(out, maxima, sums)
 
 
 def quantised_scores(
@@ -182,16 +182,10 @@ def quantised_scores(
         ALIGN=ALIGNED if packed.aligned else 1, d=d, W=width, D=max(32, triton.next_power_of_2(width)),
         G=group, GROUP=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, BITS=bits,
     )  # fmt: skip
-    return _gathered(out, maxima, sums)
+    return Scores(out, maxima, sums)
 
 
 def _outputs(q: torch.Tensor, tokens: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lists, group, _ = q.shape
     out = torch.empty(lists, group, tokens, dtype=torch.float32, device=q.device)
     return out, out.new_empty(lists, group, blocks), out.new_empty(lists, group, blocks)
-
-
-def _gathered(scores: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor) -> Scores:
-    """The blocks' maxima and sums as one maximum and log-sum-exp `[P, G]`."""
-    lse = torch.logsumexp(maxima + sums.log(), -1)
-    return Scores(scores, maxima.amax(-1), lse)

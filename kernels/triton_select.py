@@ -1,9 +1,10 @@
 """Threshold, candidate filter and per-head top-n in Triton: token indices under a static cap, no host in between.
 
-Seven launches over `[P, N]`: one marks what passes and turns values into integers of the same order (int32 `[P, N]`, 4
-bytes a token, which stay in the L2 cache), four histograms of 256 bins fix the n-th largest value digit
-by digit, one counts, one writes. Nothing depends on the order in which programs run: only integers are added
-atomically. Definition: `lists.select_tokens`; given the same scores the result is the same, ties included.
+Seven launches over `[P, N]`: one makes of the blocks' maxima and sums each head's, marks what passes and turns values
+into integers of the same order (int32 `[P, N]`, 4 bytes a token, which stay in the L2 cache), four histograms of 256
+bins fix the n-th largest value digit by digit, one counts, one writes. Nothing depends on the order in which programs
+run: only integers are added atomically. Definition: `lists.select_tokens`; given the same scores the result is the
+same, ties included.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _BLOCK = 1024
 _ABSENT = tl.constexpr(-(1 << 31))
 """Below the order of every float: a token that passed no head."""
 
-_DIGITS = 4
+_DIGITS = tl.constexpr(4)
 
 
 @triton.jit
@@ -36,14 +37,27 @@ def _digit(order: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
     return ((order ^ -2147483648) >> (24 - 8 * DIGIT)) & 255
 
 
-@triton.jit(do_not_specialize=["kv_heads"])
+@triton.jit
+def _largest(
+    maxima: tl.tensor, line: tl.tensor, head: tl.tensor, parts: tl.tensor, G: tl.constexpr, PARTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The blocks' maxima `[GROUP, PARTS]` of heads `line`, and the largest of each head."""
+    part = tl.arange(0, PARTS)
+    real = (head < G)[:, None] & (part < parts)[None, :]
+    every = tl.load(maxima + line[:, None] * parts + part[None, :], mask=real, other=float("-inf"))
+    return every, tl.max(every, 1)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "parts", "blocks", "lists"])
 def _mark(
-    scores: tl.tensor, maxima: tl.tensor, lses: tl.tensor, starts: tl.tensor, stops: tl.tensor, passing: tl.tensor,
-    orders: tl.tensor,
-    tokens: tl.tensor, kv_heads: tl.tensor, alpha: tl.tensor, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, starts: tl.tensor, stops: tl.tensor, passing: tl.tensor,
+    orders: tl.tensor, histograms: tl.tensor,
+    tokens: tl.tensor, kv_heads: tl.tensor, parts: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
+    G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads. Adds how often a token passes a head to
-    `passing[b]`, and writes the orders of those that pass any head of the layer."""
+    """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads. Writes how often these tokens pass a head to
+    `passing[b, i]`, and the orders of those that pass any head of the layer; the first block of a sequence clears its
+    histograms."""
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     start, stop = tl.load(starts + b * kv_heads), tl.load(stops + b * kv_heads)
@@ -53,24 +67,36 @@ def _mark(
     for h in range(kv_heads):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
-        least = tl.load(maxima + line, mask=head < G, other=float("inf")) - alpha
-        passes += tl.sum((real & (score >= least[:, None])).to(tl.int32), 0)
-    tl.atomic_add(passing + b, tl.sum(passes, 0))
+        _, peak = _largest(maxima, line, head, parts, G, PARTS)
+        passes += tl.sum((real & (score >= (peak - alpha)[:, None])).to(tl.int32), 0)
+    tl.store(passing + b * blocks + block, tl.sum(passes, 0))
     for h in range(kv_heads):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
         if G > 1:
-            lse = tl.load(lses + line, mask=head < G, other=0.0)
-            score -= tl.where(lse == float("-inf"), 0.0, lse)[:, None]
+            every, peak = _largest(maxima, line, head, parts, G, PARTS)
+            safe, part = tl.where(peak == float("-inf"), 0.0, peak), tl.arange(0, PARTS)
+            there = every > float("-inf")
+            sizes = tl.load(sums + line[:, None] * parts + part[None, :], mask=there, other=0.0)
+            whole = tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
+            score -= tl.where(whole > 0.0, safe + tl.log(tl.maximum(whole, 1e-30)), 0.0)[:, None]
         order = tl.where(passes > 0, _ordered(tl.max(score, 0)), _ABSENT)
         tl.store(orders + (b * kv_heads + h) * tokens + token, order, mask=token < tokens)
+        if block == 0:
+            for digit in tl.static_range(_DIGITS):
+                bins = histograms + (digit * lists + b * kv_heads + h) * 256 + tl.arange(0, 256)
+                tl.store(bins, tl.zeros((256,), tl.int32))
 
 
 @triton.jit
-def _count(passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor) -> tl.tensor:
+def _count(
+    passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor, blocks: tl.tensor,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """n of sequence b, as `selection.token_count`, under `cap`."""
-    limit = tl.load(limits + b)
-    return tl.minimum(tl.minimum(tl.maximum((tl.load(passing + b) + heads - 1) // heads, 1), limit), cap)
+    block = tl.arange(0, BLOCKS)
+    passes = tl.sum(tl.load(passing + b * blocks + block, mask=block < blocks, other=0), 0)
+    return tl.minimum(tl.minimum(tl.maximum((passes + heads - 1) // heads, 1), tl.load(limits + b)), cap)
 
 
 @triton.jit
@@ -85,18 +111,19 @@ def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tenso
     return prefix, rank
 
 
-@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap"])
+@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "blocks"])
 def _histogram(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, tokens: tl.tensor,
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
-    cap: tl.tensor, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+    cap: tl.tensor, blocks: tl.tensor, DIGIT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i) adds the digits of its orders whose higher digits are those of the bound."""
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     counted = order != _ABSENT
     if DIGIT > 0:
-        prefix, _ = _bound(histograms, p, lists, _count(passing, limits, p // kv_heads, heads, cap), DIGIT)
+        n = _count(passing, limits, p // kv_heads, heads, cap, blocks, BLOCKS)
+        prefix, _ = _bound(histograms, p, lists, n, DIGIT)
         seen = (order ^ -2147483648) >> (32 - 8 * DIGIT)
         counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
     bins = tl.histogram(_digit(order, DIGIT), 256, mask=counted)
@@ -109,12 +136,12 @@ def _tally(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
     equal: tl.tensor, counts: tl.tensor,
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, blocks: tl.tensor,
-    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i): how many of its orders lie above the bound, and how many equal it."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    n = _count(passing, limits, p // kv_heads, heads, cap)
+    n = _count(passing, limits, p // kv_heads, heads, cap, blocks, BLOCKS)
     prefix, _ = _bound(histograms, p, lists, n, 4)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     bound = prefix ^ -2147483648
@@ -132,10 +159,10 @@ def _write(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i) writes its tokens, rising, behind those of the blocks before it; of the orders that equal the
-    bound the first ones."""
+    bound the first ones. Of its own places behind the count it makes zeros."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-    n = _count(passing, limits, p // kv_heads, heads, cap)
+    n = _count(passing, limits, p // kv_heads, heads, cap, blocks, BLOCKS)
     prefix, ties = _bound(histograms, p, lists, n, 4)
     bound = prefix ^ -2147483648
     greater = tl.sum(tl.load(above + p * blocks + other, mask=other < block, other=0), 0)
@@ -146,6 +173,7 @@ def _write(
     one = (taken & (n > 0)).to(tl.int32)
     place = greater + tl.minimum(tied, ties) + tl.cumsum(one, 0) - 1
     tl.store(out + p * cap + place, token.to(tl.int64), mask=(one > 0) & (place < cap))
+    tl.store(out + p * cap + token, tl.zeros((BLOCK,), tl.int64), mask=(token >= n) & (token < cap))
 
 
 def select_tokens(
@@ -157,29 +185,25 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lists.select_tokens` in seven launches; float32 scores, `[P, G, N]` contiguous."""
-    (lists, group, tokens), device = found.scores.shape, found.scores.device
-    assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and cap >= 1
+    """`lists.select_tokens` in seven launches; float32 scores, `[P, G, N]` contiguous, and a cap of at most N."""
+    (lists, group, tokens), parts, device = found.scores.shape, found.maxima.shape[2], found.scores.device
+    assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()
+    assert found.maxima.is_contiguous() and found.sums.is_contiguous() and found.sums.shape == (lists, group, parts)
     blocks, sequences = triton.cdiv(tokens, _BLOCK), len(limits)
-    orders = torch.empty(lists, tokens, dtype=torch.int32, device=device)
-    counted = torch.zeros(sequences + _DIGITS * lists * 256, dtype=torch.int32, device=device)
-    passing, histograms = counted[:sequences], counted[sequences:]
+    sizes = (lists * tokens, sequences * blocks, _DIGITS.value * lists * 256, lists * blocks, lists * blocks, lists)
+    made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
+    orders, passing, histograms, above, equal, counts = made
     _mark[(sequences, blocks)](
-        found.scores, found.maximum, found.lse, starts, stops, passing, orders, tokens, kv_heads, float(alpha),
-        G=group, GROUP=triton.next_power_of_2(group), BLOCK=_BLOCK,
+        found.scores, found.maxima, found.sums, starts, stops, passing, orders, histograms,
+        tokens, kv_heads, parts, blocks, lists, float(alpha),
+        G=group, GROUP=triton.next_power_of_2(group), PARTS=triton.next_power_of_2(parts), BLOCK=_BLOCK,
     )  # fmt: skip
-    shape = (tokens, kv_heads, lists, kv_heads * group, cap)
-    for digit in range(_DIGITS):
-        _histogram[(lists, blocks)](orders, passing, limits, histograms, *shape, DIGIT=digit, BLOCK=_BLOCK)
-    tallies = torch.empty(2, lists, blocks, dtype=torch.int32, device=device)
-    counts = torch.empty(lists, dtype=torch.int32, device=device)
-    _tally[(lists, blocks)](
-        orders, passing, limits, histograms, tallies[0], tallies[1], counts, *shape, blocks, BLOCK=_BLOCK
-    )
-    out = torch.zeros(lists, cap, dtype=torch.int64, device=device)
-    _write[(lists, blocks)](
-        orders, passing, limits, histograms, tallies[0], tallies[1], out, *shape, blocks,
-        BLOCKS=triton.next_power_of_2(blocks), BLOCK=_BLOCK,
-    )  # fmt: skip
+    shape = (tokens, kv_heads, lists, kv_heads * group, cap, blocks)
+    wide = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": _BLOCK}
+    for digit in range(_DIGITS.value):
+        _histogram[(lists, blocks)](orders, passing, limits, histograms, *shape, DIGIT=digit, **wide)
+    _tally[(lists, blocks)](orders, passing, limits, histograms, above, equal, counts, *shape, **wide)
+    out = torch.empty(lists, cap, dtype=torch.int64, device=device)
+    _write[(lists, blocks)](orders, passing, limits, histograms, above, equal, out, *shape, **wide)
     return out, counts

@@ -10,8 +10,8 @@ import torch
 from offload_rt.kernels import dispatch, lists
 
 OPERATIONS = [
-    "gather_rows", "scatter_rows", "keep_rows", "partial_scores", "quantised_scores", "select_tokens", "attend_counted",
-    "attend_kept", "merge_parts", "append_partial", "append_quantised",
+    "gather_rows", "gather_tokens", "write_rows", "keep_rows", "partial_scores", "quantised_scores", "select_tokens",
+    "attend_counted", "attend_kept", "merge_parts", "append_partial", "append_quantised",
 ]  # fmt: skip
 
 

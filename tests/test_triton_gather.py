@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload_rt.core import CHUNK
 from offload_rt.kernels import lists
 
 ROWS = [  # dtype and width of a row: native rows, and quantised ones of even and odd byte counts
@@ -55,3 +56,65 @@ def test_rows_that_are_there_twice_are_copied_within(kernel_device: torch.device
         out = rows.clone()
         gather(out, ids, counts, out.unsqueeze(0))
         assert torch.equal(out, want)
+
+
+def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of three sequences with two chunks each, in any order, the row of each chunk's first token; and where K and V of
+    two heads lie from there, in chunks of `[K or V, head, token]`."""
+    bases = torch.randperm(6).view(3, 2) * (4 * CHUNK)
+    planes = torch.arange(4).view(2, 2) * CHUNK
+    return bases.to(device), planes.to(device)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float32, 80), (torch.uint8, 27)])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("programs", [1, 5, 64])
+def test_keys_and_values_of_tokens_arrive(
+    kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, programs: int
+) -> None:
+    """However many programs there are; the definition reads one row after the other."""
+    from offload_rt.kernels.triton_gather import gather_tokens
+
+    rows, (bases, planes) = random_rows(6 * 4 * CHUNK, width, dtype), table(kernel_device)
+    rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
+    tokens = torch.randint(0, 2 * CHUNK, (6, 150), device=kernel_device)
+    counts = torch.tensor([150, 0, 1, 130, 33, 64], dtype=torch.int32, device=kernel_device)
+    if counted:
+        tokens[2, 1:] = 1 << 40  # behind the count: in no chunk
+    out = torch.full((2, 6, 150, width), 7, dtype=dtype, device=kernel_device)
+    gather_tokens(rows, tokens, counts if counted else None, bases, planes, out, programs)
+    for kv in (0, 1):
+        for p in range(6):
+            for i in range(150):
+                got = out[kv, p, i].cpu()
+                if counted and i >= int(counts[p]):
+                    assert (got == 7).all()
+                    continue
+                chunk, within = divmod(int(tokens[p, i]), CHUNK)
+                row = int(bases[p // 2, chunk]) + int(planes[kv, p % 2]) + within
+                assert torch.equal(got.view(torch.uint8), rows[row].view(torch.uint8))
+    want = torch.full_like(out, 7)
+    lists.gather_tokens(rows, tokens.clamp(max=2 * CHUNK - 1), counts if counted else None, bases, planes, want)
+    assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 20), (torch.uint8, 13)])
+def test_the_newest_rows_are_written_back(kernel_device: torch.device, dtype: torch.dtype, width: int) -> None:
+    from offload_rt.kernels.triton_gather import write_rows
+
+    bases, planes = table(kernel_device)
+    newest = bases[:, 1] + torch.tensor([0, 5, CHUNK - 1], device=kernel_device)
+    k, v = random_rows(12, width, dtype).to(kernel_device).split(6)
+    rows = torch.zeros(6 * 4 * CHUNK, width, dtype=dtype)
+    rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
+    want = torch.zeros(6 * 4 * CHUNK, width, dtype=dtype)
+    for p in range(6):
+        for kv, source in enumerate((k, v)):
+            want[int(newest[p // 2]) + int(planes[kv, p % 2])] = source[p].cpu()
+    write_rows(rows, k, v, newest, planes)
+    if kernel_device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(rows.view(torch.uint8), want.view(torch.uint8))
+    defined = torch.zeros_like(want)
+    lists.write_rows(defined, k, v, newest, planes)
+    assert torch.equal(defined.view(torch.uint8), want.view(torch.uint8))

@@ -78,19 +78,3 @@ def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, d
     for b, (rows, expected) in enumerate(zip(kept.tensors, want.tensors, strict=True)):
         assert torch.equal(rows.nan_to_num(9.0), expected.nan_to_num(9.0))
         assert torch.equal(rows[HEADS:, int(places[b])], v[b * HEADS : (b + 1) * HEADS])
-
-
-@pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (20, torch.bfloat16), (13, torch.uint8)])
-def test_rows_are_written_back_where_their_ids_say(kernel_device: torch.device, width: int, dtype: torch.dtype) -> None:
-    from offload_rt.kernels.triton_gather import scatter_rows
-
-    rows = torch.zeros(50, width, dtype=dtype)
-    rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
-    source = torch.randint(1, 100, (11, width), device=kernel_device).to(dtype)
-    ids = torch.randperm(50)[:11].to(kernel_device)
-    scatter_rows(rows, ids, source)
-    if kernel_device.type == "cuda":
-        torch.cuda.synchronize()
-    want = torch.zeros(50, width, dtype=dtype)
-    lists.scatter_rows(want, ids, source)
-    assert torch.equal(rows, want) and torch.equal(rows[ids.cpu()], source.cpu())

@@ -188,8 +188,11 @@ def _lists(heads: int = KV_HEADS) -> torch.Tensor:
 def _gather(width: int, dtype: torch.dtype) -> None:
     from ...kernels import triton_gather
 
-    rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(2 * KV_HEADS, 512, dtype=torch.int64)
-    triton_gather.gather_rows(rows, ids, torch.empty(len(ids), dtype=torch.int32), rows.new_empty(*ids.shape, width))
+    rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(BATCH * KV_HEADS, 512, dtype=torch.int64)
+    out = rows.new_empty(2, *ids.shape, width)
+    triton_gather.gather_rows(rows, ids, _lists(), out[0])
+    bases, planes = ids.new_empty(BATCH, TOKENS // 64), ids.new_empty(2, KV_HEADS)
+    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out)
 
 
 def _append() -> None:
@@ -200,7 +203,8 @@ def _append() -> None:
     k, slots = torch.empty(lists, D, dtype=torch.bfloat16), torch.empty(lists, dtype=torch.int64)
     kept = PointerTable.of([torch.empty(2 * KV_HEADS, 68, D, dtype=torch.bfloat16) for _ in range(BATCH)])
     triton_append.keep_rows(k, k, kept, slots[:BATCH])
-    triton_gather.scatter_rows(torch.empty(TOKENS, D, dtype=torch.bfloat16), slots, k)
+    planes = slots.new_empty(2, KV_HEADS)
+    triton_gather.write_rows(torch.empty(TOKENS, D, dtype=torch.bfloat16), k, k, slots[:BATCH], planes)
     keys = PointerTable.of([torch.empty(KV_HEADS, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
     triton_append.append_partial(k, torch.empty(KV_HEADS, D, COLUMNS), keys, slots)
     packed = PointerTable.of([torch.empty(KV_HEADS, TOKENS // 2, D, dtype=torch.int8) for _ in range(BATCH)])
@@ -228,8 +232,8 @@ def _select(group: int) -> None:
     from ...kernels import triton_select
     from ...kernels.lists import Scores
 
-    heads = torch.empty(BATCH * KV_HEADS, group)
-    found = Scores(torch.empty(*heads.shape, TOKENS), heads, heads)
+    blocks = torch.empty(BATCH * KV_HEADS, group, TOKENS // 256)
+    found = Scores(torch.empty(BATCH * KV_HEADS, group, TOKENS), blocks, blocks)
     limits = torch.empty(BATCH, dtype=torch.int32)
     triton_select.select_tokens(found, _lists(), _lists(), KV_HEADS, 5.0, limits, 200)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import CHUNK, BlockTable
-from ..kernels.dispatch import gather_rows, keep_rows, scatter_rows
+from ..kernels.dispatch import gather_rows, gather_tokens, keep_rows, write_rows
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..pool.pool import HostPool
@@ -69,8 +69,8 @@ class RowLists:
         firsts = [
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
-        self._planes = to_device(torch.tensor(firsts), device).unsqueeze(2)
-        """int64 `[L, 2, 1, Hkv]`: the row of a slab's first token; of layers that see everything."""
+        self._planes = to_device(torch.tensor(firsts), device)
+        """int64 `[L, 2, Hkv]`: the row of a slab's first token; of layers that see everything."""
         self._chunks: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
@@ -135,9 +135,8 @@ class RowLists:
         back to `rows` (`rows_of`)."""
         keep_rows(k, v, self._resident[layer], places)
         with self._write_back.behind_compute():
-            stored = self._pool.format.encode(torch.stack((k, v)))
-            ids = rows.unsqueeze(1) + self._planes[layer]
-            scatter_rows(self._pool.rows, ids.flatten(), stored.flatten(0, 1))
+            stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
+            write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
             self._write_back.borrow(k, v, rows)
             mark = self._write_back.mark()
         for one in self._open:
@@ -158,16 +157,12 @@ class RowLists:
             for mark in {id(one.written): one.written for one in self._open}.values():
                 if mark is not None:
                     self._prefetch.wait_for(mark)
-            ids = self._ids(layer, tokens)
-            meant = None
-            if counts is not None:
-                meant = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
-                ids = ids.masked_fill(~meant, -1)
-            found = self._look_up(layer, tokens, meant)
-            if found:
-                ids = ids.masked_fill(torch.cat([one.slots for one in found]) >= 0, -1)
-            again = first_askers(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
-            self._gather(ids, again, staged)
+            found: list[LookUp] = []
+            again = None
+            if overlapping or self.working:
+                found, again = self._gather_listed(layer, tokens, counts, staged, overlapping=overlapping)
+            else:
+                gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
             for b, one in enumerate(found):
                 rows, working = staged[:, self._own(b)], self._open[b].working
                 assert working is not None
@@ -183,7 +178,7 @@ class RowLists:
         """Row ids int64 `[2, P, n]` of K and V."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> CHUNK_BITS).add_(at & (CHUNK - 1)).view(self._batch, self.heads, -1)
-        return (rows + self._planes[layer].unsqueeze(-1)).flatten(1, 2)
+        return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
 
     def _look_up(self, layer: int, tokens: torch.Tensor, meant: torch.Tensor | None) -> list[LookUp]:
         """What each working set says; nothing without them."""
@@ -194,14 +189,26 @@ class RowLists:
                 found.append(one.working.look_up(layer, tokens[own], None if meant is None else meant[own]))
         return found
 
-    def _gather(self, ids: torch.Tensor, again: torch.Tensor | None, staged: torch.Tensor) -> None:
-        """Rows by ids `[2, P, n]` from the pool, but those that somebody before asked for (`again`) from there."""
-        lists = staged.flatten(0, 1)
+    def _gather_listed(
+        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, staged: torch.Tensor, *, overlapping: bool
+    ) -> tuple[list[LookUp], torch.Tensor | None]:
+        """Rows by their ids from the pool, but not those that a working set has, and those that somebody before asked
+        for from there. Returns what the working sets say, and who asked before (`first_askers`)."""
+        ids, meant = self._ids(layer, tokens), None
+        if counts is not None:
+            meant = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
+            ids = ids.masked_fill(~meant, -1)
+        found = self._look_up(layer, tokens, meant)
+        if found:
+            ids = ids.masked_fill(torch.cat([one.slots for one in found]) >= 0, -1)
+        again = first_askers(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
-        counts = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
-        gather_rows(self._pool.rows, wanted, counts, lists)
+        all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
+        rows = staged.flatten(0, 1)
+        gather_rows(self._pool.rows, wanted, all_of_them, rows)
         if again is not None:
-            gather_rows(lists.flatten(0, 1), again.flatten(0, 1), counts, lists)
+            gather_rows(rows.flatten(0, 1), again.flatten(0, 1), all_of_them, rows)
+        return found, again
 
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
