@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import lists, low_bit, low_bit_cpu, low_bit_lists, segments
+from . import lists, low_bit, low_bit_cpu, low_bit_lists, norm, rotary, segments
 from .lists import Scores
 from .low_bit import Layout
 from .pointer_table import PointerTable
@@ -20,6 +20,24 @@ from .segments import Run
 def _compiled(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` is Triton's."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x `[T, D]` over the root of its mean square, times weight `[D]`."""
+    module: Any = norm
+    if _compiled(x):
+        from . import triton_norm as module
+    normed: torch.Tensor = module.rms_norm(x, weight, eps)
+    return normed
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x `[heads, T, d]` times cos plus x with its halves swapped times signed sin, `[1, T, d]` each."""
+    module: Any = rotary
+    if _compiled(x) and x.stride(2) == 1 and len(x):
+        from . import triton_rotary as module
+    rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
+    return rotated
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:

@@ -63,9 +63,9 @@ def gather_tokens(
     `[2, P, n, w]`; what lies behind them stays as it was. Token t of sequence b lies `t % CHUNK` rows behind
     `bases[b, t // CHUNK]` (int64 `[B, C]`), and the rows of K and V of a KV head `planes[0, h]` and `planes[1, h]`
     (int64 `[2, Hkv]`) behind that."""
-    batch, listed = len(bases), tokens.shape[1]
-    at = tokens.view(batch, -1)
-    ids = (bases.gather(1, at // CHUNK) + at % CHUNK).view(batch, -1, listed)
+    batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
+    at = tokens.reshape(batch, heads * listed)
+    ids = (bases.gather(1, at // CHUNK) + at % CHUNK).view(batch, heads, listed)
     ids = (ids + planes.unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
     counts = torch.full((len(tokens),), listed) if counts is None else counts
     for into, of in zip(out, ids, strict=True):

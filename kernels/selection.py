@@ -174,7 +174,7 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
     if scores.shape[1] == 1:
         return None
     lse = torch.logsumexp(scores, -1, keepdim=True)
-    return torch.where(lse.isfinite(), lse, torch.zeros_like(lse))
+    return torch.nan_to_num(lse, 0.0, 0.0, 0.0)
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:

@@ -75,7 +75,9 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     tables = [[_row(run, slots) for run in group] for group in (shared, own)]
     parts = max(slots)
     outs = torch.empty(parts, heads * batch, d, dtype=torch.float32, device=q.device)
-    lses = torch.full((parts, heads * batch), -torch.inf, dtype=torch.float32, device=q.device)
+    lses = torch.empty(parts, heads * batch, dtype=torch.float32, device=q.device)
+    if min(slots) < parts:
+        lses.fill_(-torch.inf)
     group = heads // kv_heads
     for rows, block in zip(tables, (most_queries(d, q.itemsize), 16), strict=True):
         if not rows:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..core import KVPart
-from ..kernels.dispatch import attend_counted
+from ..kernels.dispatch import attend_counted, attend_runs
 from ..kernels.reference import attention_weights, merge_lse
+from ..kernels.segments import Run
 
 
 def attend(
@@ -18,6 +19,9 @@ def attend(
     q `[H, d]`; returns out `[H, d]` in q's dtype and lse `[H]` (natural log, float32 or float64).
     """
     heads, d = q.shape
+    if q.is_cuda and all(part.counts is None for part in parts):
+        whole, whole_lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
+        return whole.to(q.dtype).view(heads, d), whole_lse.view(heads)
     grouped = q.view(parts[0].k.shape[0], -1, d)
     done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.k.shape[1]]
     out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])

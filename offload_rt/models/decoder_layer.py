@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from .norms import fused
 from .projections import first_of, refuse_unused
 
 ATTENTION = ("self_attn", "attention", "self_attention", "attn")
@@ -68,7 +69,7 @@ class DecoderLayer:
             )
         refuse_unused(module, own | present)
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
-            getattr(module, name) if name else nn.Identity()
+            fused(getattr(module, name)) if name else nn.Identity()
             for name in (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         )
         self._parallel = norms.parallel or bool(getattr(module, "use_parallel_residual", False))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
+from ..kernels.dispatch import rotate_halves
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -71,6 +72,8 @@ def rotate(x: torch.Tensor, rotation: Rotation, order: Order) -> torch.Tensor:
     than `x` (OLMo), so is the computation."""
     cos, sin = rotation
     width = cos.shape[-1]
+    if order is Halves and width == x.shape[-1]:
+        return rotate_halves(x, cos, sin)
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
     wide = turned.to(torch.promote_types(x.dtype, cos.dtype))
     out = (wide * cos).add_(order.partners(wide).mul_(sin)).to(x.dtype)

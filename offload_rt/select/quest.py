@@ -42,6 +42,10 @@ class QuestState(PassiveState):
         first, stop = start // page, start + added
         last = -(-stop // page)
         low, high = self._bounds.reserve(layer, stop).unbind(0)
+        if added == 1 and start % page:
+            for bound, narrow in ((low, torch.minimum), (high, torch.maximum)):
+                narrow(bound[:, first], k[:, 0].to(bound.dtype), out=bound[:, first])
+            return
         begun = -(-start // page)
         for bound, reduce, unset in ((low, "amin", torch.inf), (high, "amax", -torch.inf)):
             bound[:, begun:last] = unset
@@ -64,7 +68,7 @@ class QuestState(PassiveState):
         compute = torch.promote_types(q.dtype, torch.float32)
         low, high = self._bounds.data(layer)[:, :, first:last].to(compute).transpose(2, 3).unbind(0)
         query = q.to(compute).view(policy.geometry.kv_heads, policy.geometry.group, -1) * policy.geometry.scales[layer]
-        bounds = torch.bmm(query.clamp(min=0), high) + torch.bmm(query.clamp(max=0), low)
+        bounds = torch.baddbmm(torch.bmm(query.clamp(max=0), low), query.clamp(min=0), high)
         pages = group_scores(bounds, group_lse(bounds))
         begin = candidates.start - first * policy.page
         values = pages.repeat_interleave(policy.page, 1)[:, begin : begin + len(candidates)]

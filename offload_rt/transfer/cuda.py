@@ -58,6 +58,12 @@ class CudaStorage:
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Keeps the resident ones of k, v `[Hkv, m, d]` and queues the write-back of all that have slots."""
         state, one = self._state, self._state[blocks]
+        if k.shape[1] == 1 and not state.pool.groups.group[layer]:
+            lists = self._batches.lists_of([blocks])
+            lists.append(
+                layer, k[:, 0].contiguous(), v[:, 0].contiguous(), *lists.newest(start, *one.residency.sizes(layer))
+            )
+            return state.token_bytes
         one.residency.store(layer, start, k, v)
         kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
         k, v = k[:, kept.start - start :], v[:, kept.start - start :]

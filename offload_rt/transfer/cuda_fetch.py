@@ -45,7 +45,7 @@ class _Ticket:
         if self.residency is None or self.visible is None:
             return parts
         parts = [*self.residency.part(self.layer, self.visible), *parts]
-        if self.counts is not None:
+        if self.counts is not None or self.staged.is_cuda:
             return parts
         return [KVPart(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))]
 

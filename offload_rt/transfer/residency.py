@@ -34,6 +34,10 @@ class Residency:
         """Bytes held on the device."""
         return sum(rows.nbytes for rows in self._rows)
 
+    def sizes(self, layer: int) -> tuple[int, int]:
+        """Sinks and recent tokens that a layer has room for."""
+        return self._sizes[layer]
+
     def lists(self, layer: int) -> torch.Tensor:
         """The rows of a layer `[2 * Hkv, s + w, d]`, K of all heads, then V (`kernels.lists.keep_rows`)."""
         return self._rows[layer].flatten(0, 1)

@@ -19,6 +19,7 @@ from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..pool.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
 from .plan import CHUNK_BITS, first_askers
+from .residency import place
 from .staging import Staging
 from .streams import Event
 from .working_set import LookUp
@@ -74,6 +75,7 @@ class RowLists:
         self._chunks: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
+        self._newest: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -93,6 +95,7 @@ class RowLists:
                 row[: len(own)] = own
             copy_into(bases, self._bases)
             self._chunks = [list(ids) for ids in chunks]
+            self._newest = None
         if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
             rows = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
             copy_into(torch.tensor([[entry(own) for own in layer] for layer in rows]), self._tables)
@@ -125,6 +128,16 @@ class RowLists:
     def resident(self, layer: int) -> PointerTable:
         """The resident rows of a layer, `[2 * Hkv, s + w, d]` of each sequence."""
         return self._resident[layer]
+
+    def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For `append`, of a batch of one whose newest token is in `slot`: its place among the resident rows and its
+        row, int64 `[1]` each. They are made once for all layers of a step."""
+        key = slot, sinks, recent
+        if self._newest is None or self._newest[0] != key:
+            at = self._pool.row_base(self._open[0].blocks)[slot // CHUNK] + slot % CHUNK
+            made = to_device(torch.tensor([place(slot, sinks, recent), int(at)]), self.device)
+            self._newest = key, made[:1], made[1:]
+        return self._newest[1:]
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Row ids int64 `[B]` of the tokens in slots int64 `[B]`, to which `append` adds those of layer and head."""

@@ -1,0 +1,58 @@
+"""Norms and rotary positions in Triton against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_rt.kernels import norm, rotary
+
+ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+"""Of a result against one of float64: two roundings, where the interpreter cuts bfloat16 off."""
+
+
+@pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 72), (2, 1024)])
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+def test_a_norm_is_the_definitions(kernel_device: torch.device, tokens: int, d: int, dtype: torch.dtype) -> None:
+    from offload_rt.kernels.triton_norm import rms_norm
+
+    torch.manual_seed(d)
+    x = (torch.randn(tokens, 2 * d, device=kernel_device) * 3).to(dtype)[:, :d]
+    weight = torch.randn(d, device=kernel_device).to(dtype)
+    want = norm.rms_norm(x.double(), weight.double(), 1e-5)
+    got = rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=ROUNDING[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize(("heads", "tokens", "d"), [(4, 1, 64), (3, 5, 80)])
+def test_positions_are_the_definitions(
+    kernel_device: torch.device, heads: int, tokens: int, d: int, dtype: torch.dtype
+) -> None:
+    """Of heads that lie token by token, as a projection leaves them."""
+    from offload_rt.kernels.triton_rotary import rotate_halves
+
+    torch.manual_seed(d)
+    x = torch.randn(tokens, heads, d, device=kernel_device).to(dtype).transpose(0, 1)
+    cos, sin = torch.randn(2, 1, tokens, d, device=kernel_device)
+    want = rotary.rotate_halves(x.double(), cos.double(), sin.double())
+    got = rotate_halves(x, cos, sin)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * ROUNDING[dtype])
+
+
+def test_llamas_norm_is_known_by_its_code() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    from offload_rt.models.norms import fused
+
+    plain = GemmaRMSNorm(8), torch.nn.LayerNorm(8)
+    assert all(fused(module) is module for module in plain)
+    for module in (LlamaRMSNorm(8), Qwen3RMSNorm(8)):
+        assert fused(module) is not module
+        x, module.weight.data = torch.randn(3, 8), torch.randn(8)
+        assert torch.equal(fused(module)(x), module(x))
+        assert torch.equal(norm.rms_norm(x, module.weight, module.variance_epsilon), module(x))
