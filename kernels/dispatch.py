@@ -16,6 +16,10 @@ from .low_bit import Layout
 from .pointer_table import PointerTable
 from .segments import Run
 
+FEW = 32
+"""Tokens up to which norms and positions are one launch each: a decode step, in which launching takes longer than
+computing. A program is one row, or one head of one."""
+
 
 def _compiled(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` is Triton's."""
@@ -25,7 +29,7 @@ def _compiled(tensor: torch.Tensor) -> bool:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x `[T, D]` over the root of its mean square, times weight `[D]`."""
     module: Any = norm
-    if _compiled(x):
+    if _compiled(x) and len(x) <= FEW:
         from . import triton_norm as module
     normed: torch.Tensor = module.rms_norm(x, weight, eps)
     return normed
@@ -34,7 +38,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x `[heads, T, d]` times cos plus x with its halves swapped times signed sin, `[1, T, d]` each."""
     module: Any = rotary
-    if _compiled(x) and x.stride(2) == 1 and len(x):
+    if _compiled(x) and x.stride(2) == 1 and 0 < x.shape[1] <= FEW:
         from . import triton_rotary as module
     rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
     return rotated

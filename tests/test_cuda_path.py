@@ -133,6 +133,35 @@ def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:
     assert counts[0].total() <= counts[1].total() <= 2 * 87 + 30
 
 
+LAUNCHES = {"infinigen": 35, "full": 25, "quest": 37}
+"""Kernels and copies that a decode step may launch for each further layer, the model's own among them (seven products,
+norms, positions and the MLP are 15): at most 45. Dense layers have a copy for K and V of each KV head, two here."""
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_layer_launches_no_more_than_it_may(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one layer's MLP to the next one's, so that what is speculated for the layer after is counted."""
+    with simulated(Late()) as sim:
+        model, options = tiny_model("llama", num_hidden_layers=3).to("cuda"), BY_NAME[name].options
+        llm = LLM(model, policy=name, policy_options=options, device="cuda", host_memory="4MiB", missed_mass_every=0)
+        runner, ends = llm.runner, []
+        mlp = runner.adapter.mlp
+
+        def watched(layer: int, x: torch.Tensor) -> torch.Tensor:
+            ends.append(sim.launched.copy())
+            return mlp(layer, x)
+
+        sequence = runner.new_sequence(tiny_prompt(42), 42)
+        runner.prefill(sequence, 40)
+        runner.decode([sequence])
+        monkeypatch.setattr(runner.adapter, "mlp", watched)
+        runner.decode([sequence])
+        monkeypatch.undo()
+        runner.free(sequence)
+    of_a_layer = ends[1] - ends[0]
+    assert 15 < of_a_layer.total() <= LAUNCHES[name] <= 45, of_a_layer
+
+
 def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
     """Kernels, copies and graphs are all on the model's."""
     cell = replace(BY_NAME["default, graphs"], scene=single)
