@@ -1,7 +1,7 @@
 """Attention over scattered rows, in torch: the definition that every faster kernel is tested against.
 
-LSE is the natural logarithm everywhere. Scores, softmax and LSE are float32 (float64 for float64 inputs); the two
-products run in the dtype of the rows.
+LSE is the natural logarithm everywhere. Scores, softmax and LSE are float32 (float64 for float64 inputs); the second
+product, of weights and values, runs in the dtype of the rows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,37 @@ FEW = 8
 """Queries a KV head for which keys are read faster than they are multiplied."""
 
 
-def dot_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """q k^T `[Hkv, G, n]`, in `out` if there is one, of q `[Hkv, G, d]` and k `[Hkv, n, d]`. On a CPU keys beyond the
-    caches are multiplied as k q^T for few queries, which streams them. Within the caches, and for many queries, the
-    plain order is as fast or faster."""
+HALF = (torch.bfloat16, torch.float16)
+
+WIDENED = 1 << 20
+"""Bytes of keys in half precision that a CPU widens at a time, within its caches."""
+
+
+def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """scale * q k^T `[Hkv, G, n]`, in `out` if there is one, of q `[Hkv, G, d]` and k `[Hkv, n, d]`: float32 (float64
+    for float64), whatever the dtype of the rows. On a CPU float32 keys beyond the caches are multiplied as k q^T for
+    few queries, which streams them. Within the caches, and for many queries, the plain order is as fast or faster."""
+    if k.dtype in HALF:
+        if out is None:
+            out = torch.empty(*q.shape[:2], k.shape[1], dtype=torch.float32, device=q.device)
+        return _half_products(q, k, out).mul_(scale)
+    q = q * scale
     if k.device.type == "cpu" and k.dtype == torch.float32 and q.shape[1] <= FEW and k.nbytes >= CACHED:
         product = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
         return product.contiguous() if out is None else out.copy_(product)
     return torch.bmm(q, k.transpose(1, 2), out=out)
+
+
+def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """q k^T of half precision rows, summed and kept in float32: rounded to the rows' dtype a score of 20 is off by 0.05
+    in bfloat16, and so is its weight."""
+    if k.is_cuda:
+        return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))
+    rows = max(1, WIDENED // (k.shape[2] * k.itemsize))
+    for query, keys, scores in zip(q.float(), k, out, strict=True):
+        for first in range(0, len(keys), rows):
+            torch.mm(query, keys[first : first + rows].float().t(), out=scores[:, first : first + rows])
+    return out
 
 
 def attention_weights(
@@ -34,8 +57,7 @@ def attention_weights(
 
     Returns exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` of the scores s = scale * q k^T, capped if there is a softcap.
     """
-    scores = dot_products(q * scale, k)
-    scores = capped(scores if scores.dtype == torch.float64 else scores.float(), softcap)
+    scores = capped(scaled_scores(q, k, scale), softcap)
     weights = torch.softmax(scores, -1)
     return weights, scores.amax(-1) - weights.amax(-1).log()
 

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import torch
 
-from .reference import attend_part, dot_products, merge_lse
+from .reference import attend_part, merge_lse, scaled_scores
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
     together, so that the padding is less than the rows."""
     heads, batch, d = q.shape
     kv_heads = len(own[0][0].k)
-    queries = (q * scale).view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
+    queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty(batch, *queries.shape[1:], dtype=wide, device=q.device)
     lse = torch.empty(out.shape[:-1], dtype=wide, device=q.device)
@@ -68,21 +68,23 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
     rising = sorted(range(batch), key=sizes.__getitem__)
     for _, alike in groupby(rising, key=lambda b: sizes[b].bit_length()):
         members = list(alike)
-        out[members], lse[members] = _attend_padded(queries, [own[b] for b in members], members, sizes[members[-1]])
+        out[members], lse[members] = _attend_padded(
+            queries, [own[b] for b in members], members, sizes[members[-1]], scale
+        )
     return out.permute(1, 2, 0, 3).reshape(heads, batch, d), lse.permute(1, 2, 0).reshape(heads, batch)
 
 
 def _attend_padded(
-    queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int
+    queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """queries `[B, Hkv, G, d]`, scaled; of those the sequences `members`, each with at most `most` rows. Returns out
+    """queries `[B, Hkv, G, d]`; of those the sequences `members`, each with at most `most` rows. Returns out
     `[S, Hkv, G, d]` and lse `[S, Hkv, G]`."""
     pieces = [(i, at, run) for i, runs in enumerate(own) for at, run in _placed(runs)]
     shape = (len(members), *queries.shape[1:3])
-    scores = queries.new_full((*shape, most), -torch.inf)
+    wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    scores = torch.full((*shape, most), -torch.inf, dtype=wide, device=queries.device)
     for i, at, run in pieces:
-        dot_products(queries[members[i]], run.k, out=scores[i, :, :, at : at + run.k.shape[1]])
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+        scaled_scores(queries[members[i]], run.k, scale, out=scores[i, :, :, at : at + run.k.shape[1]])
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)

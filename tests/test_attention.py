@@ -78,9 +78,26 @@ def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: py
     want = (q.double() @ k.double().mT).float()
     for cached in (0, 1 << 30):
         monkeypatch.setattr(reference, "CACHED", cached)
-        got = reference.dot_products(q, k)
+        got = reference.scaled_scores(q, k, 1.0)
         assert got.is_contiguous()
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
         wider = torch.zeros(2, group, 103)
-        reference.dot_products(q, k, out=wider[:, :, 3:])
+        reference.scaled_scores(q, k, 1.0, out=wider[:, :, 3:])
         assert torch.equal(wider[:, :, 3:], got) and not wider[:, :, :3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several blocks of rows, the last one shorter. Scores of 20 rounded to bfloat16 would be off by up to 0.06."""
+    from offload_rt.kernels import reference
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 3, 32) * 8).to(dtype), torch.randn(2, 100, 32).to(dtype)
+    want = q.double() @ k.double().mT * 0.5
+    monkeypatch.setattr(reference, "WIDENED", 32 * 2 * 32)
+    scores = reference.scaled_scores(q, k, 0.5)
+    assert scores.dtype == torch.float32 and want.abs().max() > 20
+    torch.testing.assert_close(scores.double(), want, rtol=0, atol=1e-4)
+    out, lse = reference.attend_part(q, k, k, 0.5)
+    torch.testing.assert_close(lse.double(), want.logsumexp(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(out.double(), torch.softmax(want, -1) @ k.double(), rtol=0, atol=2.0**-6)

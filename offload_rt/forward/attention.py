@@ -19,7 +19,7 @@ def attend(
     q `[H, d]`; returns out `[H, d]` in q's dtype and lse `[H]` (natural log, float32 or float64).
     """
     heads, d = q.shape
-    if q.is_cuda and all(part.counts is None for part in parts):
+    if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
         whole, whole_lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
         return whole.to(q.dtype).view(heads, d), whole_lse.view(heads)
     grouped = q.view(parts[0].k.shape[0], -1, d)
