@@ -48,9 +48,7 @@ def test_answers_are_those_of_a_cpu(cell: Cell, schedule: str, tmp_path: Path) -
         assert cell.run("cuda", tmp_path) == expected
 
 
-EVICTION = {
-    ("event", "offload_rt/transfer/open_sequences.py"),  # a row moves behind the write-back of it
-    ("event", "offload_rt/transfer/cuda.py"),  # and behind the fetches of what it overwrites
+EVICTION = {  # once a step, behind its last layer; its logits are waited for anyway
     ("_local_scalar_dense", "offload_rt/forward/batched.py"),  # the host ranks victims: it has to know
     ("copy device to host", "offload_rt/forward/slot_table.py"),  # how many tokens were selected, and which
 }
@@ -205,7 +203,7 @@ def test_what_is_staged_does_not_grow_with_how_far_the_host_is_ahead(policy: str
             extra.append(sim.memory.usage.active_peak - before)
             runner.free(sequence)
     assert extra[1] - extra[0] < (5 - 2) * 20 * 1024
-    assert extra[0] > 2 * 450 * 2 * 2 * 16 * 4 * 0.8, "nothing was staged"
+    assert extra[0] > 450 * 2 * 2 * 16 * 4 * 0.8, "nothing was staged"
 
 
 @pytest.mark.parametrize("fetches", [False, True])
@@ -228,18 +226,29 @@ def test_a_sequence_that_has_ended_reads_and_writes_nothing_more(fetches: bool) 
         assert not last.k.isnan().any() and not reading
 
 
-def test_rows_move_behind_what_reads_them() -> None:
-    """An eviction overwrites a slot on the host: a fetch of it has run by then."""
-    with simulated(Late((1,))) as sim:
+@pytest.mark.parametrize("within", [False, True], ids=["between steps", "within a step"])
+def test_rows_move_behind_what_reads_them(within: bool) -> None:
+    """An eviction overwrites a slot with a row that is being written back: both that and a fetch of the slot have run
+    by then. Within a step the host does not wait for it."""
+    with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
         sequence = runner.new_sequence(tiny_prompt(22), 22)
         runner.prefill(sequence, 20)
+        runner.decode([sequence])
         runner.link.rows.fetch_range(sequence.blocks, 1, range(20))
         reading = sim.engine.queues[1].entries
         assert reading
-        runner.link.storage.move(sequence.blocks, 1, 19, 4)
+        if within:
+            before = len(sim.syncs)
+            runner.link.storage.displace(sequence.blocks, 1, 20, 4)
+            assert reading and len(sim.syncs) == before
+            runner.link.storage.settle(sequence.blocks)
+        else:
+            runner.link.storage.move(sequence.blocks, 1, 20, 4)
         assert not reading
+        [moved], [row] = (runner.pool.runs(sequence.blocks, 1, range(at, at + 1)) for at in (4, 20))
+        assert not row.k.isnan().any() and torch.equal(moved.k, row.k) and torch.equal(moved.v, row.v)
         runner.free(sequence)
 
 

@@ -94,6 +94,10 @@ class IdealStorage:
         rows = self._rows.layer(blocks, layer)
         rows[:, :, target] = rows[:, :, source]
 
+    def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
+        """Copies a row on the device."""
+        self.move(blocks, layer, source, target)
+
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Appends the slices; all rows of the layer are on the device."""
         stop = start

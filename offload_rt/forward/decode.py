@@ -75,7 +75,7 @@ class DecodeStep:
         selects or fetches."""
         for layer in range(self.batch.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
-                self.link.storage.move(sequence.blocks, layer, *moved)
+                self.link.storage.displace(sequence.blocks, layer, *moved)
                 if self.batch.selects(layer):
                     sequence.state.on_moved(layer, *moved)
 

@@ -170,6 +170,10 @@ class CpuStorage:
         """Copies the row in the pool."""
         self._pool.move(blocks, layer, source, target)
 
+    def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
+        """Copies the row in the pool."""
+        self._pool.move(blocks, layer, source, target)
+
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Writes the slices; the rows returned are a view of the pool where its chunks are one run. Of a sliding layer
         they are joined from what is in the pool and what is new, since not all of that is kept."""

@@ -15,7 +15,7 @@ from ..core import BlockTable, KVPart, ModelGeometry
 from ..pool.pool import HostPool
 from .cuda_fetch import CudaBatches, CudaRows, copy_heads
 from .link import PrefilledLayer
-from .open_sequences import DeviceState
+from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
 from .streams import CudaStream, Stream
 
@@ -87,6 +87,21 @@ class CudaStorage:
         state.settle(blocks)
         state.prefetch.mark().synchronize()
         state.pool.move(blocks, layer, source, target)
+        self._moved(one, layer, source, target)
+
+    def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
+        """Writes the resident row to where it moves, behind the reads of the row that was there; the host waits for
+        nothing."""
+        state, one = self._state, self._state[blocks]
+        lists = self._batches.lists_of([blocks])
+        k, v = one.residency.row(layer, source)
+        state.write_back.wait_for(state.prefetch.mark())
+        lists.write_back(layer, k, v, lists.row(target))
+        self._moved(one, layer, source, target)
+
+    def _moved(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
+        """The row in slot `source` is in slot `target` too: what the device has of either follows."""
+        state = self._state
         one.residency.move(layer, source, target)
         if one.working is not None:
             with state.prefetch.behind_compute():

@@ -93,8 +93,13 @@ class KVStorage(Protocol):
         ...
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """The row in slot `source`, resident until now, replaces the one in slot `target` of the pool: it leaves the
-        window, and the next `append` takes its place."""
+        """Between steps: the row in slot `source` replaces the one in slot `target` of the pool, by when this
+        returns."""
+        ...
+
+    def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
+        """Within a step: the row in slot `source`, resident until now, replaces the one in slot `target` of the pool,
+        in the order of the layer's fetches and appends: it leaves the window, and the next `append` takes its place."""
         ...
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:

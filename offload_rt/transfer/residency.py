@@ -55,6 +55,10 @@ class Residency:
             rows[0].index_copy_(1, places, k[:, first - start :])
             rows[1].index_copy_(1, places, v[:, first - start :])
 
+    def row(self, layer: int, slot: int) -> torch.Tensor:
+        """A copy of the resident row of the token in `slot`, `[2, Hkv, d]`."""
+        return self._rows[layer][:, :, place(slot, *self._sizes[layer])].contiguous()
+
     def move(self, layer: int, source: int, target: int) -> None:
         """The recent row in slot `source` also takes slot `target`, if that is a sink's."""
         rows, (sinks, recent) = self._rows[layer], self._sizes[layer]

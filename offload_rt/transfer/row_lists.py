@@ -134,10 +134,14 @@ class RowLists:
         row, int64 `[1]` each. They are made once for all layers of a step."""
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
-            at = self._pool.row_base(self._open[0].blocks)[slot // CHUNK] + slot % CHUNK
-            made = to_device(torch.tensor([place(slot, sinks, recent), int(at)]), self.device)
-            self._newest = key, made[:1], made[1:]
+            at = torch.tensor([place(slot, sinks, recent)])
+            self._newest = key, to_device(at, self.device), self.row(slot)
         return self._newest[1:]
+
+    def row(self, slot: int) -> torch.Tensor:
+        """Of a batch of one, `rows_of` a slot that the host knows: int64 `[1]`."""
+        at = self._pool.row_base(self._open[0].blocks)[slot // CHUNK] + slot % CHUNK
+        return to_device(at.view(1), self.device)
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Row ids int64 `[B]` of the tokens in slots int64 `[B]`, to which `append` adds those of layer and head."""
@@ -147,6 +151,10 @@ class RowLists:
         """The newest rows k, v `[P, d]` become resident at `places` int64 `[B]` (`residency.place`) and are written
         back to `rows` (`rows_of`)."""
         keep_rows(k, v, self._resident[layer], places)
+        self.write_back(layer, k, v, rows)
+
+    def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows k, v `[P, d]`, made on the compute stream, go to `rows` int64 `[B]` of the pool."""
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
             write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
