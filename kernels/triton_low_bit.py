@@ -20,7 +20,7 @@ from .low_bit import BLOCK, KEY_BITS, Layout
 from .pointer_table import PointerTable, entry
 from .triton_attention import merge_parts
 from .triton_low_bit_rows import alignment, decoded_steps, list_blocks, padded_sizes
-from .triton_scores import _finish, _gathered, _outputs, _rint
+from .triton_scores import _finish, _outputs, _rint
 
 PIECE_BLOCKS = 8
 """Blocks of a program that attends: 512 tokens."""
@@ -113,7 +113,7 @@ def scores(
         d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"], G=group, GROUP=_padded(group), TOKENS=_SCORED,
         ALIGN=alignment(storages),
     )  # fmt: skip
-    return _gathered(out, maxima, sums)
+    return Scores(out, maxima, sums)
 
 
 # ------------------------------------------------------------------------------------------------------------- tail

@@ -27,7 +27,8 @@ WARM_UP = 3
 @dataclass(frozen=True)
 class KernelSize:
     """tokens: in context. share: of them fetched. batch, prefix, own: sequences on a shared prefix, and their own.
-    repeats: calls of each."""
+    repeats: calls of each. programs: of a gather, timed beside its own number: too few leave the link idle, too many
+    keep other kernels waiting."""
 
     tokens: int = 131_072
     share: float = 0.05
@@ -35,9 +36,10 @@ class KernelSize:
     prefix: int = 4096
     own: int = 64
     repeats: int = 30
+    programs: tuple[int, ...] = (8, 16, 64, 132, 1024)
 
 
-SMALL = KernelSize(1024, 0.05, 3, 128, 64, 3)
+SMALL = KernelSize(1024, 0.05, 3, 128, 64, 3, (8,))
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,14 @@ def _gather(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
     moved = out.numel() * out.itemsize
     yield Case("gather_rows", moved, True, lambda: dispatch.gather_rows(rows, ids, counts, out), error)
+    for programs in size.programs if cuda else ():
+
+        def call(programs: int = programs) -> None:
+            from ...kernels import triton_gather
+
+            triton_gather.gather_rows(rows, ids, counts, out, programs)
+
+        yield Case(f"gather_rows, {programs} programs", moved, True, call, error)
 
 
 def _score_error(got: lists.Scores, want: lists.Scores, bound: torch.Tensor) -> float:
