@@ -131,7 +131,7 @@ def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> S
     outside = (token < starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
     maxima = scores.amax(-1, keepdim=True)
-    return Scores(scores, maxima, (scores - _finite(maxima)).exp().sum(-1, keepdim=True))
+    return Scores(scores, maxima, (scores - finite(maxima)).exp().sum(-1, keepdim=True))
 
 
 def select_tokens(

@@ -257,6 +257,15 @@ def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:
     triton_segments.attend_runs(torch.empty(KV_HEADS * GROUP, sequences, d, dtype=dtype), runs, 0.1)
 
 
+def _model() -> None:
+    """Norms and positions."""
+    from ...kernels import triton_norm, triton_rotary
+
+    hidden, turns = torch.empty(BATCH, KV_HEADS * GROUP * D, dtype=torch.bfloat16), torch.empty(1, BATCH, D)
+    triton_norm.rms_norm(hidden, hidden[0], 1e-5)
+    triton_rotary.rotate_halves(hidden.view(BATCH, -1, D).transpose(0, 1), turns, turns)
+
+
 def _tail(bits: int, d: int) -> None:
     """The newest rows, scores, and what was not selected joined with exact rows."""
     from ...kernels import triton_low_bit, triton_low_bit_rows
@@ -278,6 +287,7 @@ def _tail(bits: int, d: int) -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
+    "model": _model,
     "gather, bf16": lambda: _gather(D, torch.bfloat16),
     "gather, int4": lambda: _gather(D // 2 + 12, torch.uint8),
     "append": _append,
