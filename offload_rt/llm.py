@@ -39,7 +39,8 @@ class LLM:
         of `config`.
     tokenizer: for a loaded model, or to replace a checkpoint's own. Without one, prompts are lists of token ids.
 
-    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Not thread-safe.
+    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Threads take turns, step
+    by step: any of them may call, a session or a queue one at a time.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class LLM:
             raise InputError(f"decode_from={decode_from} must not be negative")
         encoded = [self.encode(prompt) for prompt in prompts]
         targets = [self.encode(text, special_tokens=False) for text in continuations]
-        with self._progress.items("score", len(encoded)) as on_done:
+        with self._progress.items("score", len(encoded)) as on_done, self._runner.pool.lock:
             return score(
                 self._runner,
                 encoded,
@@ -264,12 +265,13 @@ class LLM:
 
         Raises InputError, ConfigError (a policy that cannot be restored, eviction, a wrong option), StoreError.
         """
-        known = self._store(store, options, fields)
-        try:
-            return known.open(name)
-        except OffloadError:
-            known.close_if_idle()
-            raise
+        with self._runner.pool.lock:
+            known = self._store(store, options, fields)
+            try:
+                return known.open(name)
+            except OffloadError:
+                known.close_if_idle()
+                raise
 
     def turns(
         self,
@@ -282,7 +284,8 @@ class LLM:
         """A queue of turns of many sessions in one folder, at most `max_batch` computed together (None: as many as the
         configuration says); what waiting turns need comes from disk to host memory before they begin, and is not
         evicted. Options and errors as `session`."""
-        return TurnQueue(self._store(store, options, fields), max_batch or self.config.max_batch)
+        with self._runner.pool.lock:
+            return TurnQueue(self._store(store, options, fields), max_batch or self.config.max_batch)
 
     def _store(self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any]) -> SessionStore:
         self._check_open()

@@ -65,16 +65,18 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """One step: a new token for everything that runs, and prefill work for at most one request. Raises
         PoolFullError for one that can never fit, before anything else happens (it has left the queue; the others go on
-        with the next step)."""
-        self.scheduler.allocate()
-        self.scheduler.admit()
-        return self._decode() + self._advance_prefill()
+        with the next step). Engines of several threads take turns on their pool, step by step."""
+        with self.runner.pool.lock:
+            self.scheduler.allocate()
+            self.scheduler.admit()
+            return self._decode() + self._advance_prefill()
 
     def cancel(self, request: Request) -> None:
         """Ends a request with all its completions where they stand; nothing happens to those that have ended."""
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                self._retire(sample)
+        with self.runner.pool.lock:
+            for sample in request.samples:
+                if sample.finish_reason is None:
+                    self._retire(sample)
 
     def _decode(self) -> list[TokenOutput]:
         running = list(self.scheduler.running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -44,8 +45,9 @@ class HostPool(StoredRows):
     windows show, and takes back the others. What a published chunk has of them is kept for others as long as there is
     room (`window_chunks.py`).
 
-    Order. The pool never sees a stream and never waits: it is called from one thread, and its calls take effect in the
-    order they are made. What runs later than the call that started it (a copy to the device, a write-back) belongs to
+    Order. The pool never sees a stream and never waits: it is called from one thread at a time (who calls holds `lock`
+    where there are several), and its calls take effect in the order they are made. What runs later than the call that
+    started it (a copy to the device, a write-back) belongs to
     the link, and the link's owner calls `release`, `truncate`, `reserve`, `slide`, `publish` and `claim` only when
     every read and write of the block table's chunks that these calls may free, copy or exchange has been waited for, or
     is ordered (by an event on the write-back stream) before the first write of the chunk's next holder. Nothing that is
@@ -86,6 +88,7 @@ class HostPool(StoredRows):
         self._chunks = self._held if self.groups.full else ChunkTable(NAMES)
         """Chunks of group 0: of the arena, or where every layer slides mere names."""
         self._tree = PrefixTree()
+        self.lock = threading.RLock()
         self._windows = WindowChunks(self._held, self.groups)
         self._claimed: set[int] = set()
 

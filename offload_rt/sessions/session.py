@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol, Self
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ..config import SamplingParams
 from ..engine.engine import Engine
@@ -20,6 +21,9 @@ from .host_tier import HostTier
 from .session_kv import SessionKV
 from .truncate import SINKS, tokens_after, truncate
 from .turn import Turn, said
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Siblings(Protocol):
@@ -40,6 +44,17 @@ class Siblings(Protocol):
     def left(self, session: Session) -> None:
         """A session has closed."""
         ...
+
+
+def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """The method while no other thread computes on the session's pool."""
+
+    @wraps(method)
+    def in_turn(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
+        with session.kv.runner.pool.lock:
+            return method(session, *args, **named)
+
+    return in_turn
 
 
 class Session:
@@ -164,14 +179,17 @@ class Session:
         self.busy = True
         try:
             while not engine.idle:
-                self.host.look_ahead(())
-                yield from engine.step()
+                with self.kv.runner.pool.lock:
+                    self.host.look_ahead(())
+                    events = engine.step()
+                yield from events
         finally:
             try:
                 engine.cancel(turn)
             finally:
                 self.busy = False
 
+    @_in_turn
     def prefetch(self) -> None:
         """Begins to bring the session's rows into host memory, as many layers as the read buffer has, before its next
         turn is known. Raises PoolFullError."""
@@ -182,6 +200,7 @@ class Session:
 
     # ---------------------------------------------------------------------------------------- saving, forks, cuts, end
 
+    @_in_turn
     def save(self) -> None:
         """Returns when the whole session is on disk. Raises StoreError where it cannot be written."""
         self.check_idle()
@@ -201,6 +220,7 @@ class Session:
                 stacklevel=3,
             )
 
+    @_in_turn
     def fork(self, name: str) -> Session:
         """A second session that goes on from here; rows are shared until one of the two writes. Raises InputError where
         the name is taken."""
@@ -221,6 +241,7 @@ class Session:
         self.host.park(twin.kv)
         return twin
 
+    @_in_turn
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
         """Cuts tokens out, with nothing computed again: all but the first `sinks` and the last `keep_last`, or those
         whose places in `tokens` are in `drop`. What is left keeps its positions, and new tokens' go on growing. Returns
@@ -235,6 +256,7 @@ class Session:
             self.kv.save()
         return gone
 
+    @_in_turn
     def close(self) -> None:
         """Saves the session and gives its memory back; it can be opened again. An answer that is being read ends where
         it stands. A second call does nothing. Raises InputError where a queue computes its turn, StoreError."""
@@ -248,6 +270,7 @@ class Session:
         finally:
             self._leave()
 
+    @_in_turn
     def discard(self) -> None:
         """Closes the session without saving it, and deletes what is stored of it; chunks that others may have stay
         until they are evicted. A second call does nothing."""

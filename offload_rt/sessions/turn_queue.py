@@ -91,9 +91,10 @@ class TurnQueue:
         """One step of all that run. Raises as `Engine.step`, for one turn, which has left the queue then; the others go
         on with the next step."""
         try:
-            self._feed()
-            self.store.host.look_ahead(self._waiting())
-            return self._engine.step()
+            with self.store.context.runner.pool.lock:
+                self._feed()
+                self.store.host.look_ahead(self._waiting())
+                return self._engine.step()
         except OffloadError:
             self._end_lost()
             raise
