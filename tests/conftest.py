@@ -25,6 +25,9 @@ torch.set_num_threads(1)
 gc.disable()
 """Until all is imported, which makes half a million objects that stay: looking for garbage among them takes seconds."""
 
+EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+"""Whether every `gpu` test runs on a simulated device, not only those marked `simulated` (`make soak PART=gpu`)."""
+
 NO_CUDA = pytest.mark.skip(reason="no CUDA device on this machine")
 
 
@@ -32,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("gpu") and not item.get_closest_marker("simulated"):
+        simulated = not item.get_closest_marker("hardware") if EVERY else item.get_closest_marker("simulated")
+        if item.get_closest_marker("gpu") and not simulated:
             item.add_marker(NO_CUDA)
 
 
@@ -45,7 +49,7 @@ def pytest_collection_finish() -> None:
 def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where there is no CUDA device, the simulated one of a test that is marked `gpu` and `simulated`."""
     markers = [request.node.get_closest_marker(name) for name in ("gpu", "simulated")]
-    if torch.cuda.is_available() or not all(markers):
+    if torch.cuda.is_available() or not (all(markers) or (EVERY and markers[0])):
         yield
         return
     from support.cuda_simulator import Seeded, simulated

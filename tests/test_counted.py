@@ -96,6 +96,7 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
 
 
 @pytest.mark.gpu
+@pytest.mark.hardware
 def test_a_sparse_step_never_waits_for_the_device() -> None:
     """In the profiler's trace of a decode step nothing waits for the device, from the embedding to the logits."""
     from torch.profiler import ProfilerActivity, profile

@@ -206,6 +206,25 @@ def test_what_is_staged_does_not_grow_with_how_far_the_host_is_ahead(policy: str
     assert extra[0] > 450 * 2 * 2 * 16 * 4 * 0.8, "nothing was staged"
 
 
+@pytest.mark.parametrize("settings", [{}, {"kv_format": "int8"}], ids=["as they are", "rounded"])
+def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings: dict[str, Any]) -> None:
+    """Slices that are written back are held for a layer: of two layers and of five the peak is the same, but for the
+    resident rows and positions of a layer (a kilobyte), whether the write-back runs at once or when it must."""
+    extra = []
+    for layers, schedule in ((2, Late()), (2, Lazy()), (5, Lazy()), (5, Late((2,)))):
+        with simulated(schedule) as sim:
+            model = tiny_model("llama", num_hidden_layers=layers).to("cuda")
+            runner = LLM(model, policy="full", device="cuda", host_memory="16MiB", **settings).runner
+            sequence = runner.new_sequence(tiny_prompt(1500), 1500)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = sim.memory.usage.active
+            runner.prefill(sequence, 1499)
+            extra.append(sim.memory.usage.active_peak - before)
+            runner.free(sequence)
+    assert max(extra) - min(extra) < 20 * 1024, extra
+
+
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_sequence_that_has_ended_reads_and_writes_nothing_more(fetches: bool) -> None:
     """Its chunks are somebody else's from then on: its last row is in the pool, and a fetch that nobody waited for has
@@ -249,6 +268,41 @@ def test_rows_move_behind_what_reads_them(within: bool) -> None:
         assert not reading
         [moved], [row] = (runner.pool.runs(sequence.blocks, 1, range(at, at + 1)) for at in (4, 20))
         assert not row.k.isnan().any() and torch.equal(moved.k, row.k) and torch.equal(moved.v, row.v)
+        runner.free(sequence)
+
+
+def overwritten(device: str) -> list[torch.Tensor]:
+    """Small tensors, in all the memory that has just been let go."""
+    return [torch.full((n,), 3, dtype=torch.int64, device=device) for n in (1, 64, 65) for _ in range(20)]
+
+
+@pytest.mark.parametrize("late", [1, 2], ids=["prefetch", "write-back"])
+def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
+    """What says where rows lie is memory of the compute stream, and both others read it."""
+    with simulated(Late((late,))):
+        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+        runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
+        sequence = runner.new_sequence(tiny_prompt(22), 22)
+        runner.prefill(sequence, 20)
+        batched = runner.link.batched
+        assert batched is not None
+        lists = batched.row_lists(1, 64)
+        lists.hold([sequence.blocks])
+        one, tokens = torch.tensor([20], device="cuda"), torch.arange(20, device="cuda").expand(2, -1).contiguous()
+        k, v = torch.randn(2, 2, 16, device="cuda")
+        want = k.cpu()
+        if late == 1:
+            arriving = lists.fetch(1, tokens, None, overlapping=False)
+        else:
+            lists.append(1, k, v, one, lists.rows_of(one))
+        del lists, k, v, tokens, one
+        junk = overwritten("cuda")
+        if late == 1:
+            [run] = runner.pool.runs(sequence.blocks, 1, range(20))
+            assert torch.equal(arriving.wait()[0].cpu(), run.k), junk
+        runner.link.storage.settle(sequence.blocks)
+        [last] = runner.pool.runs(sequence.blocks, 1, range(20, 21))
+        assert late == 1 or torch.equal(last.k[:, 0], want), junk
         runner.free(sequence)
 
 

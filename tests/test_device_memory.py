@@ -3,7 +3,6 @@ moment, counted by the allocator (`allocations.py`)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -205,16 +204,11 @@ def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any)
     assert counted.before == plan.weights
 
 
-EVERY = torch.cuda.is_available() or os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-"""On a simulated device, whose allocator counts what is counted above, some of the policies are enough for a day."""
-
-
 @pytest.mark.gpu
-@pytest.mark.simulated
-@pytest.mark.parametrize(("policy", "options"), POLICIES if EVERY else [POLICIES[i] for i in (0, 1, 4)])
+@pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy: str, options: dict[str, Any]) -> None:
     """CUDA's own peak counter; CUDA_WORKSPACE of the limit is for cuBLAS. The streamed run's tokens are those of the
-    same device without a limit."""
+    same device without a limit. (On a simulated device, without that part: `test_device_limit.py`.)"""
     shape = load_shape(folder("llama"), device="cuda", dtype="float32")
     demand = memory_demand(policy, options, shape.geometry, shape.dtype)
     limit = streaming_limit(DeviceCosts(shape, demand, 512), [CONTEXT, CONTEXT], resident=0)

@@ -17,6 +17,7 @@ from .cuda_fetch import CudaBatches, CudaRows, copy_heads
 from .link import PrefilledLayer
 from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
+from .staging import HELD_BACK
 from .streams import CudaStream, Stream
 
 
@@ -48,6 +49,7 @@ class CudaStorage:
         self._state.prefetch.mark().synchronize()
         self._state.staging.clear()
         self._state.write_back.mark().synchronize()
+        self._state.returning.clear()
         self._state.remove(blocks)
         self._batches.forget(blocks)
 
@@ -57,6 +59,11 @@ class CudaStorage:
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Keeps the resident ones of k, v `[Hkv, m, d]` and queues the write-back of all that have slots."""
+        written = self._append(blocks, layer, start, k, v)
+        self._state.returning.release(HELD_BACK)
+        return written
+
+    def _append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         state, one = self._state, self._state[blocks]
         if k.shape[1] == 1 and not state.pool.groups.group[layer]:
             lists = self._batches.lists_of([blocks])
@@ -75,8 +82,8 @@ class CudaStorage:
                 copy_heads(run.k, stored_k[:, piece])
                 copy_heads(run.v, stored_v[:, piece])
                 at = piece.stop
-            state.write_back.borrow(k, v)
             one.written = state.write_back.mark()
+        state.returning.hold(one.written, k, v)
         return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -108,19 +115,24 @@ class CudaStorage:
                 one.working.forget(layer, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Appends the slices, and loads the rows before `start` in front of them."""
+        """Appends the slices, and loads the rows before `start` in front of them. What the layer before wrote back has
+        been read by then."""
         state = self._state
+        state.returning.release()
+        first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
+        # Before the slices: what was written back before them is all that it waits for.
+        loaded = self._rows.stage_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
-            written += self.append(blocks, layer, stop, part.k, part.v)
+            written += self._append(blocks, layer, stop, part.k, part.v)
             fresh.append(part)
             stop += part.k.shape[1]
-        first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
-        loaded = self._rows.stage_range(blocks, layer, range(first, start))
-        state.staging.arrive(loaded.held, loaded.mark)
-        before = state.format.decode(loaded.staged)
-        k = torch.cat([before[0], *(part.k for part in fresh)], dim=1)
-        v = torch.cat([before[1], *(part.v for part in fresh)], dim=1)
+        parts = fresh
+        if loaded is not None:
+            state.staging.arrive(loaded.held, loaded.mark)
+            before = state.format.decode(loaded.staged)
+            parts = [KVPart(before[0], before[1]), *fresh]
+        k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
         return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
 
 
@@ -131,9 +143,9 @@ class CudaLink:
 
     Order. Rows enter the pool only in the write-back stream, behind the compute that made them, and leave it only in
     the prefetch stream, behind the last write-back of their sequence; a chunk changes hands only after `close`, which
-    waits for both streams. Working sets, rows and tables, belong to the prefetch stream alone. Staged rows are memory
-    of the compute stream (`staging.py`); what is written back, and counts that are made in the prefetch stream, are
-    handed between streams through the caching allocator's `record_stream`.
+    waits for both streams. Working sets, rows and tables, belong to the prefetch stream alone. Staged rows and what is
+    written back are memory of the compute stream (`staging.py`); counts that are made in the prefetch stream are handed
+    over through the caching allocator's `record_stream`.
     """
 
     def __init__(

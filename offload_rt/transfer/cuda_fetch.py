@@ -153,7 +153,7 @@ class CudaRows:
         tokens, counts = self._listed(selections)
         arriving = self._batches.lists_of(block_tables).fetch(layer, tokens, counts, overlapping=len(block_tables) > 1)
         with self._state.prefetch.behind_compute():
-            savings = [self._savings(arriving.tally, b, selection) for b, selection in enumerate(selections)]
+            savings = [self._savings(arriving.tally, b, one) for b, one in enumerate(selections)]
             mark = self._state.prefetch.mark()
         heads, fetched = self._state.geometry.kv_heads, []
         for b, (selection, less) in enumerate(zip(selections, savings, strict=True)):
@@ -175,10 +175,9 @@ class CudaRows:
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """What of sequence b's selection does not cross; in the prefetch stream."""
+        """What of sequence b's selection does not cross; in the prefetch stream. The ticket holds the counts."""
         asked = selection.tokens.numel()
         if selection.counts is not None:
-            self._state.prefetch.borrow(selection.counts)
             selected = selection.counts.to(self._state.device).sum()
         elif tally is not None:
             selected = torch.full_like(tally[b, 0], asked)

@@ -11,7 +11,7 @@ import torch
 from ..core import BlockTable, ModelGeometry
 from ..pool.pool import HostPool
 from .residency import Residency
-from .staging import Staging
+from .staging import Returning, Staging
 from .streams import Event, Stream
 from .working_set import WorkingSet
 
@@ -46,7 +46,7 @@ class DeviceState:
     ) -> None:
         self.pool, self.geometry, self.device, self.format = pool, geometry, device, pool.format
         self.prefetch, self.write_back = prefetch, write_back
-        self.staging = Staging(prefetch)
+        self.staging, self.returning = Staging(prefetch), Returning(write_back)
         self.pair_bytes = 2 * pool.layout.row_bytes
         self.token_bytes = pool.layout.kv_heads * self.pair_bytes
         self._working_set = working_set

@@ -20,7 +20,7 @@ from ..pool.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
 from .plan import CHUNK_BITS, first_askers
 from .residency import place
-from .staging import Staging
+from .staging import HELD_BACK, Staging
 from .streams import Event
 from .working_set import LookUp
 
@@ -114,6 +114,7 @@ class RowLists:
     def join(self) -> None:
         """The compute stream goes on behind everything written back so far."""
         self._write_back.hold_compute(self._write_back.mark())
+        self._state.returning.clear()
 
     def written(self, behind: bool) -> None:
         """What this step's sequences have written back counts as written: all of it, or `behind` the compute stream
@@ -158,8 +159,9 @@ class RowLists:
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
             write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
-            self._write_back.borrow(k, v, rows)
             mark = self._write_back.mark()
+        self._state.returning.hold(mark, k, v, rows, self._planes)
+        self._state.returning.release(HELD_BACK)
         for one in self._open:
             one.written = mark
 
@@ -173,7 +175,7 @@ class RowLists:
         """
         staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
         staging = self._state.staging
-        held = staging.hold(staged, tokens, *(() if counts is None else (counts,)))
+        held = staging.hold(staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,)))
         with self._prefetch.behind_compute():
             for mark in {id(one.written): one.written for one in self._open}.values():
                 if mark is not None:

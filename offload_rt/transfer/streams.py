@@ -37,10 +37,6 @@ class Stream(Protocol):
         """Later work of the compute stream starts after `mark`; `tensors`, allocated in this stream, are used there."""
         ...
 
-    def borrow(self, *tensors: torch.Tensor) -> None:
-        """`tensors`, allocated on the compute stream, are used in this stream: not to be reused before it is done."""
-        ...
-
 
 class CudaStream:
     """A CUDA stream. Cross-stream use of a tensor is told to the caching allocator, so that its memory is not given
@@ -73,11 +69,6 @@ class CudaStream:
         compute.wait_event(mark)
         for tensor in tensors:
             tensor.record_stream(compute)
-
-    def borrow(self, *tensors: torch.Tensor) -> None:
-        """Tells the allocator that the CUDA stream uses `tensors`."""
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
@@ -113,6 +104,3 @@ class InlineStream:
 
     def hold_compute(self, mark: Event, *tensors: torch.Tensor) -> None:
         """Does nothing: every mark is reached."""
-
-    def borrow(self, *tensors: torch.Tensor) -> None:
-        """Does nothing: there is no other stream."""

@@ -253,7 +253,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     patch.setattr(torch.Tensor, "is_pinned", lambda x, device=None: not x.is_cuda and memory.is_pinned(x.data_ptr()))
     patch.setattr(torch.Tensor, "record_stream", lambda x, stream: _used(sim, x, stream))
     patch.setattr(torch.nn.attention.bias, "CausalBias", _Bias)
-    patch.setattr(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
+    patch.setattr(F, "scaled_dot_product_attention", _attention(sim, F.scaled_dot_product_attention))
 
 
 def _accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
@@ -298,23 +298,34 @@ class _Bias:
         self.queries, self.keys = queries, keys
 
 
-def _attention(of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention`, on the device by its definition: torch would choose among kernels it lacks."""
+def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`scaled_dot_product_attention`: on the device one launch, by its definition, that takes no memory but its
+    result's, as the flash kernels do."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **named: Any) -> torch.Tensor:
         if not q.is_cuda:
             return of_torch(q, k, v, attn_mask=attn_mask, **named)
         assert set(named) <= {"scale", "is_causal", "enable_gqa", "dropout_p"}
-        if named.get("enable_gqa"):
-            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
-        m, n = q.shape[-2], k.shape[-2]
-        scores = (q @ k.transpose(-1, -2)).float() * named["scale"]
-        if isinstance(attn_mask, _Bias) or named.get("is_causal"):
-            behind = 0 if attn_mask is None else attn_mask.keys - attn_mask.queries
-            attn_mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(behind)
-        if attn_mask is not None:
-            assert attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        return scores.softmax(-1).to(v.dtype) @ v
+        out = sim.new(torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="meta"), q.device)
+        into, seen = sim.seen(out), [sim.seen(x) for x in (q, k, v)]
+        mask = sim.seen(attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
+        sim.queue_work("attention", lambda: into.copy_(_defined(*seen, mask, **named)), q.device.index)
+        return out
 
     return attend
+
+
+def _defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **named: Any) -> torch.Tensor:
+    """Attention of host tensors."""
+    if named.get("enable_gqa"):
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
+    m, n = q.shape[-2], k.shape[-2]
+    scores = q @ k.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * named["scale"]
+    if isinstance(mask, _Bias) or named.get("is_causal"):
+        behind = 0 if mask is None else mask.keys - mask.queries
+        mask = torch.ones(m, n, dtype=torch.bool).tril(behind)
+    if mask is not None:
+        assert mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v

@@ -1,0 +1,121 @@
+"""`device_memory` on a device: the allocator's peak, with all that streams keep from being used again, stays under the
+limit while prompts are prefilled and while steps are decoded, however far the host is ahead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda_simulator import Late, Lazy, Schedule, simulated
+from support.tiny_models import tiny_checkpoint, tiny_prompt
+
+from offload_rt import LLM
+from offload_rt.config import EngineConfig
+from offload_rt.models.registry import load_shape
+from offload_rt.planning import memory_model
+from offload_rt.planning.memory_model import DeviceCosts
+from offload_rt.select.registry import memory_demand
+from offload_rt.transfer.weights import BUFFERS
+
+ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+LAYERS, CONTEXT, DECODED = 6, 320, 4
+WINDOW = {"sinks": 4, "recent": 16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy, how many sequences, and what goes with them; `streamed`: no layer's weights stay on the device."""
+
+    name: str
+    policy: str
+    batch: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    streamed: bool = False
+    daily: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ROWS = WINDOW | {"preset": "rows", "alpha": 50.0}
+TABLE = [
+    Row("full", "full", daily=True),
+    Row("full, batch, streamed", "full", 3, streamed=True, daily=True),
+    Row("full, rounded", "full", settings={"kv_format": "int8"}),
+    Row("tail", "infinigen", options=WINDOW),
+    Row("tail, batch, streamed", "infinigen", 3, WINDOW, streamed=True),
+    Row("rows", "infinigen", options=ROWS),
+    Row("rows, batch", "infinigen", 3, ROWS),
+    Row("rows, graphs", "infinigen", 1, ROWS, {"cuda_graphs": True, "prefix_sharing": False}),
+    Row("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
+    Row("quest", "quest", options=WINDOW, daily=True),
+    Row("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
+]
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "lazy": Lazy,
+    "late write-back": lambda: Late((2,)),
+    "late prefetch": lambda: Late((1,)),
+}
+RUNS = [(row, name) for row in TABLE if ALL or row.daily for name in (SCHEDULES if ALL else ("lazy",))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_checkpoint(path, "llama", num_hidden_layers=LAYERS)
+    return path
+
+
+@pytest.mark.parametrize(("row", "schedule"), RUNS, ids=str)
+def test_the_peak_is_below_the_limit(
+    row: Row, schedule: str, folder: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, Any], None]
+) -> None:
+    """The limit is the least that the plan takes. There is no cuBLAS here that would take its part of it."""
+    monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
+    with simulated(Late()):  # calibrates, which a first start does before there is a sequence
+        LLM(folder, policy=row.policy, policy_options=row.options, device="cuda", dtype="float32", host_memory="8MiB")
+    with simulated(SCHEDULES[schedule]()) as sim:
+        limit = least(row, folder)
+        llm = LLM(
+            folder, policy=row.policy, policy_options=row.options, device="cuda", dtype="float32",
+            device_memory=limit, max_context=CONTEXT, host_memory="8MiB", missed_mass_every=0, **row.settings,
+        )  # fmt: skip
+        runner, usage, sequences = llm.runner, sim.memory.usage, []
+        weights, peaks = usage.active, {"load": usage.active_peak}
+        sim.memory.usage.reset_peaks()
+        for seed in range(row.batch):
+            sequences.append(runner.new_sequence(tiny_prompt(CONTEXT, seed=seed), CONTEXT))
+            runner.prefill(sequences[-1], CONTEXT - DECODED)
+        peaks["prefill"] = usage.active_peak
+        sim.memory.usage.reset_peaks()
+        for _ in range(DECODED):
+            runner.decode(sequences).argmax(-1).tolist()
+        peaks["decode"] = usage.active_peak
+        for sequence in sequences:
+            runner.free(sequence)
+    print(f"\n{row}, {schedule}: limit {limit:,}", *(f"{name} {peak / limit:.0%}" for name, peak in peaks.items()))
+    assert weights < min(peaks["prefill"], peaks["decode"]), "nothing was counted"
+    assert max(peaks.values()) <= limit, peaks
+    assert max(peaks.values()) - weights > 0.15 * (limit - weights), "the limit is no limit"
+
+
+def least(row: Row, folder: Path) -> int:
+    """The least bytes that hold the row's sequences."""
+    shape = load_shape(folder, device="cuda", dtype="float32")
+    demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
+    rounded, working = "kv_format" in row.settings, row.settings.get("working_set", 0)
+    costs = DeviceCosts(shape, demand, EngineConfig().prefill_slice, rounded=rounded, working_set=working)
+    layers = BUFFERS if row.streamed else LAYERS
+    return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
+
+
+def test_an_allocation_beyond_the_limit_would_be_seen(folder: Path) -> None:
+    with simulated(Lazy()) as sim:
+        held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        assert sim.memory.usage.active_peak >= held.nbytes
