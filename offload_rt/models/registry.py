@@ -149,16 +149,15 @@ def load_model(
         loaded.train(False)
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
     used = read_tokenizer(locate(tokenizer)) if isinstance(tokenizer, str) else tokenizer or own_tokenizer
-    identity, adapter = fingerprint(loaded), adapter_for(loaded)
+    identity = fingerprint(loaded)
     if verify == "always":
-        prove(loaded, adapter)
+        prove(loaded, adapter_for(loaded))
     elif verify == "auto":
-        prove_once(loaded, adapter, identity)
+        prove_once(loaded, adapter_for(loaded), identity)
     if on_host:
         place_weights(loaded, chosen, on_host)
-        adapter = adapter_for(loaded)
     return LoadedModel(
-        adapter=adapter,
+        adapter=adapter_for(loaded),
         tokenizer=used,
         fingerprint=identity,
         name=name,
