@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
 from ..errors import ConfigError
+from ..models.checkpoint import resolve_device
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..pool.pool import HostPool
@@ -39,6 +40,12 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError.
     """
+    device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
+    with on_device(device):  # a model that is loaded, proved and calibrated launches kernels too
+        return _build(model, config, tokenizer)
+
+
+def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> Runner:
     plan = plan_device_memory(model, config)
     on_host = () if plan is None else plan.streamed
     loaded = load_model(
@@ -72,7 +79,8 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any]) -> Runne
     model, fingerprint = runner.model, runner.model.fingerprint
     options = default_options(runner.config.skew, name, options, fingerprint)
     config = replace(runner.config, policy=name, policy_options=options)
-    policy = build_policy(model, name, options, artifact_loader(model, config))
+    with on_device(model.adapter.device):
+        policy = build_policy(model, name, options, artifact_loader(model, config))
     link = build_link(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
     return Runner(model, policy, runner.pool, link, config)
 
@@ -140,6 +148,5 @@ def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[Loade
         return loaded, None
     device = loaded.adapter.device
     copies = CudaStream(device) if device.type == "cuda" else InlineStream()
-    with on_device(device):
-        weights = WeightStream(loaded.layers, plan.streamed, device, copies)
+    weights = WeightStream(loaded.layers, plan.streamed, device, copies)
     return replace(loaded, adapter=StreamedAdapter(loaded.adapter, weights)), weights
