@@ -49,7 +49,7 @@ TABLE = [
     Row("full, batch, streamed", "full", 3, streamed=True, daily=True),
     Row("full, rounded", "full", settings={"kv_format": "int8"}),
     Row("tail", "infinigen", options=WINDOW),
-    Row("tail, batch, streamed", "infinigen", 3, WINDOW, streamed=True),
+    Row("tail, streamed", "infinigen", options=WINDOW, streamed=True),
     Row("rows", "infinigen", options=ROWS),
     Row("rows, batch", "infinigen", 3, ROWS),
     Row("rows, graphs", "infinigen", 1, ROWS, {"cuda_graphs": True, "prefix_sharing": False}),
