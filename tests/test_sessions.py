@@ -343,9 +343,12 @@ def test_truncation_is_refused_where_it_cannot_be_right(tmp_path: Path) -> None:
         session.close()
     session = make_llm().session("s", tmp_path)
     answer(session, TURNS[1])
-    for wrong in ({}, {"keep_last": 5, "drop": [1]}, {"keep_last": 0}, {"drop": [999]}, {"drop": range(69)}):
+    every = range(session.history.computed)
+    for wrong in ({}, {"keep_last": 5, "drop": [1]}, {"keep_last": 0}, {"drop": [999]}):
         with pytest.raises(InputError):
             session.truncate(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="drop has every token"):
+        session.truncate(drop=every)
     with pytest.raises(InputError, match="sinks"):
         session.truncate(keep_last=5, sinks=64)
     assert session.truncate(keep_last=1000) == 0
