@@ -325,7 +325,12 @@ def test_demand_follows_the_options() -> None:
     geometry = load_shape(tiny_model("llama")).geometry  # 4 layers, 2 KV heads of 16
     options = InfiniGenOptions.preset("rows", dense_layers=(0, 1), budget=0.3)
     demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
-    assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == ((0, 1), 68, 0.3, 2 * 4)
+    assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == (
+        (0, 1),
+        68,
+        0.3,
+        2 * 16,
+    )  # 4 columns, padded
     assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2, 3)
     assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 16 * 4 / 8
 
@@ -400,8 +405,11 @@ def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None
 
 @pytest.mark.parametrize(
     ("preset", "layers", "row"),
-    [("rows", 31, 38), ("default", 32, 130)],
-    ids=["rows: 38 of 128 columns as int8, layer 0 dense", "tail: 128 columns of keys and values in 4 bits, two steps"],
+    [("rows", 31, 48), ("default", 32, 130)],
+    ids=[
+        "rows: 38 of 128 columns as int8 in rows of 48 bytes, layer 0 dense",
+        "tail: 128 columns of keys and values in 4 bits, two steps",
+    ],
 )
 def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> None:
     """At 128k tokens all of it fits 24 GB; in 12 GB layers stream; in 4 GB nothing fits, even where scoring keys are
