@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from numbers import Real
-from operator import index
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
-from .errors import ConfigError
+from .config_fields import check, check_choice, check_types, from_mapping, option
 from .units import parse_duration, parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
@@ -31,112 +27,6 @@ Size = Annotated[int, "bytes"]
 
 Duration = Annotated[float, "seconds"]
 """Seconds; a configuration also takes text such as "7d"."""
-
-T = TypeVar("T")
-
-
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raises ConfigError, with the nearest spelling, where `value` is none of `choices`."""
-    known = list(choices)
-    if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        raise ConfigError(
-            f"{name}={value!r} is unknown{f'; did you mean {near[0]!r}?' if near else ''} (one of: {', '.join(known)})"
-        )
-
-
-NEVER: Final = object()
-"""The neutral value of an option that never had one: equal to no value."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """What a field of a configuration says of itself: the command line's flags, `info` and the documentation read it.
-
-    help: one line, with the unit.
-    metavar: what stands for the value in a usage text, such as "SIZE"; None: the choices of the field's type.
-    flag: its name on the command line where that is not the field's own.
-    group: the heading under which commands that run a model have it as a flag; None: only Python has it.
-    plans: whether `info` asks for it, because what will be needed depends on it.
-    neutral: of an option added after stores had been written: the value with which everything is as before it.
-    """
-
-    help: str
-    metavar: str | None = None
-    flag: str | None = None
-    group: str | None = None
-    plans: bool = False
-    neutral: Any = NEVER
-
-
-def option(default: Any, *, help: str, **more: Any) -> Any:
-    """A dataclass field with a default, described by an `Option` of the other arguments."""
-    return field(default=default, metadata={"option": Option(help, **more)})
-
-
-def option_of(described: Field[Any]) -> Option:
-    """What a field that was made by `option` says of itself."""
-    return described.metadata["option"]  # type: ignore[no-any-return]
-
-
-def check(condition: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def check_types(config: object) -> None:
-    """Raises ConfigError where a field of a frozen dataclass that is a number, a text or a truth value by its
-    annotation holds something else. Numbers of other libraries become Python's own; fields that parse text (`Size`) see
-    to themselves."""
-    hints = get_type_hints(type(config), include_extras=True)
-    for each in fields(config):  # type: ignore[arg-type]
-        value, kinds = getattr(config, each.name), _scalars(hints[each.name])
-        if kinds is None or type(value) in kinds:
-            continue
-        if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
-            object.__setattr__(config, each.name, index(value))
-        elif float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
-            object.__setattr__(config, each.name, float(value))
-        else:
-            wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in kinds)
-            raise ConfigError(f"{each.name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
-
-
-_CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
-
-
-def _scalars(hint: Any) -> set[type] | None:
-    """The types of a union of plain ones, those of literals included; None where other ones are among them."""
-    if get_origin(hint) is Literal:
-        return {type(value) for value in get_args(hint)}
-    if get_origin(hint) in (Union, UnionType):
-        parts = [_scalars(part) for part in get_args(hint)]
-        return None if None in parts else {kind for part in parts if part for kind in part}
-    return {hint} if hint in _CALLED else None
-
-
-def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """`config`, or the defaults of `cls` where it is None, with the fields `options` on top. Raises ConfigError for a
-    key that is no field."""
-    if config is None:
-        return from_mapping(cls, options)
-    check_keys(type(config), options)
-    return replace(config, **options)  # type: ignore[type-var]
-
-
-def check_keys(cls: type, options: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with the nearest name, where a key of `options` is no field of the dataclass `cls`."""
-    known = [f.name for f in fields(cls)]
-    for key in options:
-        check_choice(f"option of {cls.__name__}", key, known)
-
-
-def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """An instance of the configuration dataclass `cls`; a key it does not have raises ConfigError."""
-    check_keys(cls, options)
-    return cls(**options)
-
 
 LEAST_TEMPERATURE = 1e-5
 """Below it logits over it leave float32's range."""

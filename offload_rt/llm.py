@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import EngineConfig, SamplingParams, StoreOptions, configured
+from .config import EngineConfig, SamplingParams, StoreOptions
+from .config_fields import configured
 from .core import CHUNK, ModelGeometry
 from .engine.build import build, build_beside
 from .engine.engine import Engine

@@ -17,7 +17,8 @@ from transformers.models.auto import AutoModelForCausalLM
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.engine_flags import add_engine_flags, add_plan_flags, engine_config
-from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions, check, option, option_of
+from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions
+from offload_rt.config_fields import check, option, option_of
 from offload_rt.core import ModelGeometry, Selection, Visible
 from offload_rt.errors import ConfigError
 from offload_rt.models import registry as model_registry

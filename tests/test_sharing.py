@@ -19,7 +19,7 @@ from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 
-REQUESTS = 500 if "OFFLOAD_RT_SOAK" in os.environ else 200
+REQUESTS = 500 if "OFFLOAD_RT_SOAK" in os.environ else 100
 
 
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:

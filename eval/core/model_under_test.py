@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ...config import DType, EngineConfig, SkewMethod, check_choice, check_keys, from_mapping
+from ...config import DType, EngineConfig, SkewMethod
+from ...config_fields import check_choice, check_keys, from_mapping
 from ...core import ModelGeometry
 from ...engine.build import build_policy
 from ...errors import ConfigError, InputError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ...config import check_choice
+from ...config_fields import check_choice
 from ...errors import ConfigError, InputError
 
 Run = Callable[[argparse.Namespace], int]

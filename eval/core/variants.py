@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...config import check_choice
+from ...config_fields import check_choice
 from ...errors import ConfigError
 from ...select.registry import policy_names
 from .model_under_test import Variant, grid

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ...config import EvictionOptions, check_choice
+from ...config import EvictionOptions
+from ...config_fields import check_choice
 from ...errors import ConfigError
 from ...texts import check_writable, read_text, text_name
 from ...units import parse_size

@@ -45,7 +45,7 @@ def bench(args: argparse.Namespace) -> int:
     --contexts 8k,16k, 16 --shape A,B; 18 is the breakdown that every run has."""
     from rich.console import Console
 
-    from ...config import check_choice
+    from ...config_fields import check_choice
     from ..speed.baselines import SHAPES
     from ..speed.bench import BenchConfig, run_bench
 

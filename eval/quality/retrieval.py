@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...config import check_choice
+from ...config_fields import check_choice
 from ...errors import ConfigError
 from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest, Variant, text_digest

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...config import check_choice
+from ...config_fields import check_choice
 from ...core import BlockTable, ModelGeometry
 from ...errors import ConfigError
 from ...forward.attention import attend

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...config import EvictionOptions, check_choice
+from ...config import EvictionOptions
+from ...config_fields import check_choice
 from ...engine.recording import Recording, RunInfo, StepSelections
 from ...errors import ConfigError, InputError
 from ...pool.eviction import SlotState, victims

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ...config import KVFormatName, check_choice
+from ...config import KVFormatName
+from ...config_fields import check_choice
 from ...core import CHUNK
 from ...engine.build import build_link
 from ...errors import ConfigError, InputError

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from ...config import check_choice
+from ...config_fields import check_choice
 from ...errors import ConfigError
 from ...kernels.low_bit import Layout
 from ...kernels.pointer_table import PointerTable

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config import check_choice
+from ...config_fields import check_choice
 from ...errors import ConfigError, InputError
 from ...select.base import Policy
 from ...select.infinigen import InfiniGen

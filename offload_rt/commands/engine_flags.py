@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from ..config import DraftOptions, EngineConfig, EvictionOptions, configured, option_of
+from ..config import DraftOptions, EngineConfig, EvictionOptions
+from ..config_fields import configured, option_of
 from ..errors import ConfigError
 from ..select.registry import PolicyOptions, options_class, parse_options, policy_names
 from .option_flags import add_option, given_options

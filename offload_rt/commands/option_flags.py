@@ -9,7 +9,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from ..config import Duration, Size, option_of
+from ..config import Duration, Size
+from ..config_fields import option_of
 
 _UNITS = {Size: "SIZE", Duration: "TIME"}
 
@@ -23,9 +24,9 @@ def add_option(
     help: str | None = None,
     metavar: str | None = None,
 ) -> None:
-    """Adds the flag of a field that `config.option` made in the dataclass `owner` to a parser or a group. Its value is
-    stored under the field's name behind `prefix`; a flag that is not given leaves None, so that defaults stay where
-    they are defined. `help` and `metavar` take the place of the field's own."""
+    """Adds the flag of a field that `config_fields.option` made in the dataclass `owner` to a parser or a group. Its
+    value is stored under the field's name behind `prefix`; a flag that is not given leaves None, so that defaults stay
+    where they are defined. `help` and `metavar` take the place of the field's own."""
     said = option_of(field)
     kind = _without_none(get_type_hints(owner, include_extras=True)[field.name])
     arguments: dict[str, Any] = {"dest": prefix + field.name, "help": help or said.help, "default": None}

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..config import check_choice
+from ..config_fields import check_choice
 from ..errors import InputError
 from ..texts import check_writable
 from ..units import format_duration, format_size, parse_duration

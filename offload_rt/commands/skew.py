@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, get_args
 
-from ..config import SkewMethod, check_choice
+from ..config import SkewMethod
+from ..config_fields import check_choice
 from ..texts import read_text
 from .common import add_command, given
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from ..config import StoreOptions, from_mapping, option_of
+from ..config import StoreOptions
+from ..config_fields import from_mapping, option_of
 from .option_flags import add_option, given_options
 
 PREFIX = "store_option_"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
-from ..config import check_choice
+from ..config_fields import check_choice
 from ..errors import InputError
 
 Prompt = str | Sequence[int]

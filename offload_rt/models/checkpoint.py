@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from ..config import DType, check_choice
+from ..config import DType
+from ..config_fields import check_choice
 from ..errors import ConfigError, MemoryLimitError, ModelError
 from .location import Location
 

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from ..config import KVFormatName, check_choice
+from ..config import KVFormatName
+from ..config_fields import check_choice
 
 GROUP = 64
 """Most numbers of a row that share a scale."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from ..config import SkewMethod, Source, check, check_choice, option
+from ..config import SkewMethod, Source
+from ..config_fields import check, check_choice, option
 from .registry import PolicyOptions, register_policy
 
 Scorer = Literal["auto", "partial", "int8", "int4", "int2"]

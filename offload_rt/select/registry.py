@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from ..config import SkewMethod, check_choice, check_types, from_mapping, option_of
+from ..config import SkewMethod
+from ..config_fields import check_choice, check_types, from_mapping, option_of
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ ArtifactLoader = Callable[[SkewMethod], "SkewArtifact"]
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Base of a policy's options: a frozen dataclass whose fields are made by `config.option`."""
+    """Base of a policy's options: a frozen dataclass whose fields are made by `config_fields.option`."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named values of several options; "default" is taken where none is named."""
