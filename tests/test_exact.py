@@ -13,6 +13,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.config import DraftOptions
+from offload_rt.engine import drafting
 from offload_rt.engine.draft_source import Acceptance, Costs, Lookup
 from offload_rt.engine.verification import accept, rewind, verify
 from offload_rt.forward.sequence import Sequence
@@ -135,6 +136,33 @@ def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
     assert session.last_stats is not None
     assert session.last_stats.reused_tokens >= 128, "rows of verified tokens are those of full attention"
     session.close()
+
+
+@pytest.mark.parametrize("where", ["decode", "verify"])
+def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while drafts are decoded or verified: the session has what was answered, and goes on as full attention."""
+    llm = runtime(_LLAMA, exact={"tokens": 4, "adaptive": False})
+    session = llm.session("talk", tmp_path)
+    events, calls, target = session.send(tiny_prompt(40), GREEDY), 0, llm.runner if where == "decode" else drafting
+    real = getattr(target, where)
+
+    def stop(*args: Any) -> Any:
+        nonlocal calls
+        if (calls := calls + 1) == (6 if where == "decode" else 2):
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(target, where, stop)
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        seen.extend(event.token_id for event in events)
+    monkeypatch.undo()
+    assert session.kv.history.tokens == [*tiny_prompt(40), *seen]
+    session.check_integrity()
+    found = [event.token_id for event in session.send(tiny_prompt(5), GREEDY)]
+    session.close()
+    plain = runtime(_LLAMA, "full").generate([*tiny_prompt(40), *seen, *tiny_prompt(5)], GREEDY)
+    assert found == plain[0].token_ids
 
 
 def test_completions_beams_and_scores_are_those_of_full_attention() -> None:

@@ -128,12 +128,22 @@ class Drafting:
         return True
 
     def _decode(self, drafts: Seq[Draft]) -> int:
-        """Decodes drafts under the policy, all requests together, and takes what was computed back. Returns the number
-        of steps."""
-        samplers = {draft: draft.request.draft_sampler() for draft in drafts}
-        steps = 0
+        """Decodes drafts under the policy, all requests together, and takes what was computed back, also where it is
+        interrupted: nobody may take a draft for an answer. Returns the number of steps."""
         for draft in drafts:
             draft.sequence.draft_start = draft.start
+        try:
+            return self._decode_steps(drafts)
+        finally:
+            for draft in drafts:
+                sequence = draft.sequence
+                sequence.draft_start = None
+                del sequence.tokens[draft.start + 1 :]
+                rewind(self._runner, sequence, draft.start)
+
+    def _decode_steps(self, drafts: Seq[Draft]) -> int:
+        samplers = {draft: draft.request.draft_sampler() for draft in drafts}
+        steps = 0
         while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
             logits = self._runner.decode([draft.sequence for draft in going], self._recorder)
             steps += 1
@@ -143,11 +153,6 @@ class Drafting:
                 token = samplers[draft].pick(row, sequence.tokens)
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
-        for draft in drafts:
-            sequence = draft.sequence
-            sequence.draft_start = None
-            del sequence.tokens[draft.start + 1 :]
-            rewind(self._runner, sequence, draft.start)
         return steps
 
     def _verify(self, draft: Draft) -> None:
@@ -159,8 +164,10 @@ class Drafting:
         sequence = draft.sequence
         sequence.trace.drafted += len(draft.tokens)
         sequence.tokens += draft.tokens
-        draft.logits = verify(runner, sequence, len(draft.tokens) + 1)
-        del sequence.tokens[draft.start + 1 :]
+        try:
+            draft.logits = verify(runner, sequence, len(draft.tokens) + 1)
+        finally:
+            del sequence.tokens[draft.start + 1 :]
 
     def _learn(self, draft: Draft, right: int) -> None:
         known = self._known.get(draft.request)
