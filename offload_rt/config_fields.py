@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
 from numbers import Real
 from operator import index
 from types import NoneType, UnionType
@@ -65,12 +66,13 @@ def check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check_types(config: object) -> None:
+def check_types(config: Any) -> None:
     """Raises ConfigError where a field of a frozen dataclass that is a number, a text or a truth value by its
     annotation holds something else. Numbers of other libraries become Python's own; fields that parse text (`Size`) see
     to themselves."""
-    hints = get_type_hints(type(config), include_extras=True)
-    for each in fields(config):  # type: ignore[arg-type]
+    kind: Any = type(config)
+    hints = _hints(kind)
+    for each in fields(config):
         value, kinds = getattr(config, each.name), _scalars(hints[each.name])
         if kinds is None or type(value) in kinds:
             continue
@@ -81,6 +83,12 @@ def check_types(config: object) -> None:
         else:
             wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in kinds)
             raise ConfigError(f"{each.name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The annotations of a class, evaluated once: parameters of a request are checked with every request."""
+    return get_type_hints(kind, include_extras=True)
 
 
 _CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NoneType: "None"}

@@ -13,7 +13,7 @@ from .config_fields import configured
 from .core import CHUNK, ModelGeometry
 from .engine.build import build, build_beside
 from .engine.engine import Engine
-from .engine.prompts import each_prompt, one_prompt, token_ids
+from .engine.prompts import PromptLike, each_prompt, one_prompt, token_ids
 from .engine.recording import RunInfo, RunWriter
 from .engine.request import Completion, Request, TokenOutput
 from .engine.runner import Runner
@@ -27,8 +27,6 @@ from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
 from .units import format_size
-
-PromptLike = str | Sequence[int]
 
 
 class LLM:

@@ -253,7 +253,8 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
     """Free drafts that are right are as long as allowed; wrong ones, or steps as dear as a verification, are none."""
     costs, right, wrong = Costs(), Acceptance(), Acceptance()
     for tokens in (1, 5, 9, 3):
-        costs.saw(4, 4 * 0.9, tokens, 1 + 0.01 * tokens)
+        costs.saw_drafts(4, 4 * 0.9)
+        costs.saw_verification(tokens, 1 + 0.01 * tokens)
     for _ in range(40):
         right.saw(8, 8)
         wrong.saw(8, 0)

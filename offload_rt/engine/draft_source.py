@@ -75,11 +75,13 @@ class Costs:
         self._verification = _Cost()
         self._step = _Cost()
 
-    def saw(self, draft_steps: int, draft_seconds: float, verified: int, seconds: float) -> None:
-        """A round of `draft_steps` steps and a pass over `verified` tokens."""
-        self._verification.saw(verified, seconds)
-        if draft_steps:
-            self._step.saw(1, draft_seconds / draft_steps)
+    def saw_verification(self, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens of one sequence."""
+        self._verification.saw(tokens, seconds)
+
+    def saw_drafts(self, tokens: int, seconds: float) -> None:
+        """Decode steps that drafted so many tokens, of all sequences of a batch together."""
+        self._step.saw(1, seconds / tokens)
 
     def of(self, drafts: int, *, decoded: bool) -> float:
         """Expected seconds of a round with so many drafts, `decoded` or found."""

@@ -70,17 +70,14 @@ class Drafting:
     def round(self, running: Seq[Request]) -> list[Draft]:
         """Drafts for all of `running`, and verifies: logits for each, nothing of it accepted."""
         drafts = [self._begin(request) for request in running]
+        self._decode([draft for draft in drafts if draft.decoded])
         began = time.perf_counter()
-        steps = self._decode([draft for draft in drafts if draft.decoded])
-        drafted = time.perf_counter()
         for draft in drafts:
             self._verify(draft)
-        ended = time.perf_counter()
-        verified = sum(len(draft.tokens) + 1 for draft in drafts)
-        self._costs.saw(steps, drafted - began, verified, ended - drafted)
+        seconds = time.perf_counter() - began
         for draft in drafts:
             for sequence in draft.request.sequences:
-                sequence.trace.decode_seconds += ended - drafted
+                sequence.trace.decode_seconds += seconds
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
@@ -127,13 +124,17 @@ class Drafting:
             return False
         return True
 
-    def _decode(self, drafts: Seq[Draft]) -> int:
+    def _decode(self, drafts: Seq[Draft]) -> None:
         """Decodes drafts under the policy, all requests together, and takes what was computed back, also where it is
-        interrupted: nobody may take a draft for an answer. Returns the number of steps."""
+        interrupted: nobody may take a draft for an answer."""
+        if not drafts:
+            return
         for draft in drafts:
             draft.sequence.draft_start = draft.start
+        began = time.perf_counter()
         try:
-            return self._decode_steps(drafts)
+            self._decode_steps(drafts)
+            self._costs.saw_drafts(sum(draft.decoded for draft in drafts), time.perf_counter() - began)
         finally:
             for draft in drafts:
                 sequence = draft.sequence
@@ -141,33 +142,30 @@ class Drafting:
                 del sequence.tokens[draft.start + 1 :]
                 rewind(self._runner, sequence, draft.start)
 
-    def _decode_steps(self, drafts: Seq[Draft]) -> int:
+    def _decode_steps(self, drafts: Seq[Draft]) -> None:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
-        steps = 0
         while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
             logits = self._runner.decode([draft.sequence for draft in going], self._recorder)
-            steps += 1
             for draft, row in zip(going, logits, strict=True):
                 sequence = draft.sequence
                 sequence.trace.draft_steps += 1
                 token = samplers[draft].pick(row, sequence.tokens)
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
-        return steps
 
     def _verify(self, draft: Draft) -> None:
-        """One pass over the newest token and the drafts behind it."""
-        runner, request = self._runner, draft.request
-        if not draft.tokens:
-            draft.logits = torch.cat([verify(runner, sequence, 1) for sequence in request.sequences])
-            return
-        sequence = draft.sequence
-        sequence.trace.drafted += len(draft.tokens)
-        sequence.tokens += draft.tokens
-        try:
-            draft.logits = verify(runner, sequence, len(draft.tokens) + 1)
-        finally:
-            del sequence.tokens[draft.start + 1 :]
+        """One pass over the newest token and the drafts behind it, for each of the request's sequences."""
+        rows, count = [], len(draft.tokens) + 1
+        for sequence in draft.request.sequences:
+            began = time.perf_counter()
+            sequence.trace.drafted += len(draft.tokens)
+            sequence.tokens += draft.tokens
+            try:
+                rows.append(verify(self._runner, sequence, count))
+            finally:
+                del sequence.tokens[len(sequence.tokens) - len(draft.tokens) :]
+            self._costs.saw_verification(count, time.perf_counter() - began)
+        draft.logits = torch.cat(rows)
 
     def _learn(self, draft: Draft, right: int) -> None:
         known = self._known.get(draft.request)

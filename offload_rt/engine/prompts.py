@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 from ..config_fields import check_choice
 from ..errors import InputError
 
-Prompt = str | Sequence[int]
-"""A text, or its token ids; tensors `[T]`, arrays `[T]` and a tokenizer's output are taken as token ids too."""
+
+class Listed(Protocol):
+    """A tensor or an array."""
+
+    def tolist(self) -> Any:
+        """Nested lists of its numbers."""
+        ...
+
+
+PromptLike = str | Sequence[int] | Listed | Mapping[str, Any]
+"""A text, or token ids `[T]`: a list, a tensor, an array, or what a tokenizer returned."""
 
 TRUNCATE = ("head", "tail", "middle")
 """Which part of a text that is too long may be left out."""

@@ -188,6 +188,8 @@ TAIL: dict[str, Any] = WINDOW | {"tail": "int4", "budget": 0.4, "dense_layers": 
 LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
 """The default, the tail in batches, where contexts are short."""
 
+DRAFTS: dict[str, Any] = {"tokens": 2, "adaptive": False}
+
 _CELLS = [
     *(Cell(name, name, options=options) for name, options in POLICIES.items()),
     Cell("tail", "infinigen", options=TAIL),
@@ -240,6 +242,18 @@ _CELLS = [
     Cell("streamed, full", "full", ragged, streamed=1),
     Cell("streamed", "infinigen", single, SPARSE, streamed=0),
     Cell("streamed, keys on the host", "infinigen", single, SPARSE, streamed=-1),
+    Cell("exact", "infinigen", single, SPARSE, {"exact": DRAFTS}),
+    Cell("exact, batch", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}),
+    Cell("exact, full", "full", ragged, settings={"exact": "lookup"}),
+    Cell("exact, working set", "infinigen", ragged, SPARSE, {"exact": DRAFTS, "working_set": 9}),
+    Cell("exact, oracle", "oracle", ragged, POLICIES["oracle"], {"exact": DRAFTS}),
+    Cell("exact, sessions", "infinigen", session, SPARSE, {"exact": DRAFTS}),
+    Cell("exact, forks", "infinigen", forked, SPARSE, {"exact": DRAFTS}),
+    Cell("exact, windows", "oracle", slid, POLICIES["oracle"], {"exact": DRAFTS}, model="qwen2"),
+    Cell("exact, streamed", "infinigen", single, SPARSE, {"exact": DRAFTS}, streamed=0),
+    Cell(
+        "exact, graphs", "infinigen", replayed, SPARSE, {"exact": DRAFTS, "cuda_graphs": True, "prefix_sharing": False}
+    ),
     Cell("graphs", "infinigen", replayed, SPARSE, {"cuda_graphs": True, "prefix_sharing": False}),
 ]
 
@@ -276,6 +290,7 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "sessions, full": ("late write-back", "seed 0"),
     "sessions, tail": ("late prefetch",),
     "streamed, full": ("late prefetch",),
+    "exact": ("late write-back",),
 }
 
 CELLS = [replace(cell, daily=_DAILY.get(cell.name, ())) for cell in _CELLS]
