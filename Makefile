@@ -62,7 +62,7 @@ mutants: $(READY)
 SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
-SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py
+SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
 SOAK_requests := tests/test_sharing.py
 SOAK_architectures := tests/test_architectures.py
 SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py

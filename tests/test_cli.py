@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,27 +83,6 @@ def spawn(pages: Path, *flags: str) -> subprocess.Popen[bytes]:
     code = "import sys; from offload_rt.cli import main; sys.exit(main())"
     command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
     return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def fork(*argv: str) -> tuple[int, int, int]:
-    """`offload-rt` in a copy of this process, in which all is imported: its id, and its stdout and stderr to read."""
-    (out, into_out), (err, into_err) = os.pipe(), os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the copy has none of
-        process = os.fork()
-    if process:
-        os.close(into_out)
-        os.close(into_err)
-        return process, out, err
-    code: Any = 1
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
-        sys.stdout, sys.stderr = os.fdopen(into_out, "w"), os.fdopen(into_err, "w")
-        code = main(argv)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
 
 
 # ------------------------------------------------------------------------------------------------------ what it does
@@ -271,16 +249,15 @@ def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.Monkey
 
 
 def test_ctrl_c_for_real(pages: Path) -> None:
-    flags = ("--policy", "full", "--max-new-tokens", "3000", "--ignore-eos")
-    process, out, err = fork("generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
-    with os.fdopen(out, "rb", buffering=0) as text, os.fdopen(err) as said:
-        written = text.read(1)
-        os.kill(process, signal.SIGINT)
-        written, errors = written + text.read(), said.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130, errors
-    assert written.decode().strip()
-    assert "What the runtime did" in errors
-    assert "Traceback" not in errors
+    process = spawn(pages, "--max-new-tokens", "3000", "--ignore-eos")
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert (first + out).decode().strip()
+    assert "What the runtime did" in err.decode()
+    assert "Traceback" not in err.decode()
 
 
 # -------------------------------------------------------------------------------------------------------- bad input
