@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.interpreter import language_patched_once
+from support.interpreter import interpreted_quickly
 
 import offload_rt
 
@@ -87,7 +87,7 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
     """Of Triton's kernels, where they are interpreted."""
-    with language_patched_once() if not torch.cuda.is_available() else nullcontext():
+    with interpreted_quickly() if not torch.cuda.is_available() else nullcontext():
         yield
 
 

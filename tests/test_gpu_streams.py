@@ -78,10 +78,10 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
     return llm
 
 
-def tokens(llm: LLM, count: int = 16) -> list[list[int]]:
+def tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
     """A batch that shares a prefix, twice, so that chunks change hands; then samples that fork."""
     stem = tiny_prompt(130)
-    prompts = [stem + tiny_prompt(20, seed=i) for i in range(4)]
+    prompts = [stem + tiny_prompt(20, seed=i) for i in range(batch)]
     found = [c.token_ids for _ in range(2) for c in llm.generate(prompts, SamplingParams(count, temperature=0))]
     return found + [c.token_ids for c in llm.generate([stem], SamplingParams(count, seed=1, n=3))]
 
@@ -107,9 +107,9 @@ def test_late_streams_change_no_token(
     if device.type == "cuda" and SIMULATED and (late != LATE[-1] or policy != "full"):
         pytest.skip("on a simulated device once is enough")
     simulated = device.type == "cuda" and SIMULATED
-    count = 3 if simulated else 16
-    plain = tokens(make(device, policy, options, (), Delay(device, None)), count)
+    size = (3, 2) if simulated else (16, 4)
+    plain = tokens(make(device, policy, options, (), Delay(device, None)), *size)
     for seed in (None, 0) if device.type == "cuda" and not simulated else (None,):
         delay = Delay(device, seed)
-        assert tokens(make(device, policy, options, late, delay), count) == plain
+        assert tokens(make(device, policy, options, late, delay), *size) == plain
         assert delay.calls > 100

@@ -1,0 +1,52 @@
+"""What the quick interpreter of Triton's kernels leaves out is never a check, and what it remembers is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+tl = triton.language
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled on this machine")
+
+
+@triton.jit
+def _arithmetic(a, b, out, TIMES: tl.constexpr) -> None:
+    at = tl.arange(0, 4)
+    rows, columns = tl.load(a + at), tl.load(b + at)
+    table = rows[:, None] * TIMES - columns[None, :] + (rows[:, None] + 1)
+    tl.store(out + at[:, None] * 4 + at[None, :], table)
+
+
+def arithmetic(a: torch.Tensor, b: torch.Tensor, times: float) -> torch.Tensor:
+    """`[4, 4]`: `a * times - b + (a + 1)` of each of `a` with each of `b`."""
+    out = a.new_empty(4, 4)
+    _arithmetic[(1,)](a, b, out, TIMES=times)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.int32, torch.int64])
+def test_arithmetic_is_torchs(dtype: torch.dtype) -> None:
+    a, b = torch.tensor([1, 2, 3, 4]).to(dtype), torch.tensor([7, 0, 5, 2]).to(dtype)
+    expected = a[:, None] * 3 - b + (a[:, None] + 1)
+    assert torch.equal(arithmetic(a, b, 3), expected)
+    assert torch.equal(arithmetic(b, a, 3), b[:, None] * 3 - a + (b[:, None] + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+@pytest.mark.parametrize(("a", "b", "times"), [(1, 0, 3), (-1, 1, 1), (1, 1, 1)], ids=["product", "difference", "sum"])
+def test_an_integer_that_overflows_is_an_error(dtype: torch.dtype, a: int, b: int, times: int) -> None:
+    largest = torch.full((4,), torch.iinfo(dtype).max, dtype=dtype)
+    with pytest.raises(Exception, match="overflow"):
+        arithmetic(a * largest, b * largest, times)
+
+
+@triton.jit
+def _unequal(a, out) -> None:
+    tl.store(out + tl.arange(0, 4), tl.load(a + tl.arange(0, 4)) + tl.arange(0, 8))
+
+
+def test_shapes_that_do_not_go_together_are_an_error() -> None:
+    with pytest.raises(Exception, match="incompatible dimensions"):
+        _unequal[(1,)](torch.zeros(4), torch.zeros(4))
