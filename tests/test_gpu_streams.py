@@ -17,7 +17,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.transfer.cuda import CudaLink
-from offload_rt.transfer.streams import CudaStream, InlineStream, Stream
+from offload_rt.transfer.streams import DeviceStream, InlineStream, Stream
 
 CYCLES = 2_000_000
 """About a millisecond: several of a tiny model's steps."""
@@ -61,7 +61,7 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
     runner = llm.runner
 
     def stream(name: str) -> Any:
-        plain: Stream = CudaStream(device) if device.type == "cuda" else InlineStream()
+        plain: Stream = DeviceStream(device) if device.type == "cuda" else InlineStream()
         return LateLane(plain, delay) if name in late else plain
 
     streams = (stream("prefetch"), stream("write-back"))

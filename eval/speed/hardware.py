@@ -16,7 +16,7 @@ import torch
 from ...forward.cuda_graphs import CudaGraph
 from ...kernels import dispatch
 from ...pool.arena import page_lock, reserve
-from ...transfer.streams import CudaStream, InlineStream, Stream
+from ...transfer.streams import DeviceStream, InlineStream, Stream
 from .kernels import milliseconds
 
 Facts = dict[str, Any]
@@ -246,7 +246,7 @@ def locking(device: torch.device, size: HardwareSize) -> Facts:
 
 
 def _stream(device: torch.device) -> Stream:
-    return InlineStream() if device.type == "cpu" else CudaStream(device)
+    return InlineStream() if device.type == "cpu" else DeviceStream(device)
 
 
 def _graph(device: torch.device) -> CudaGraph:

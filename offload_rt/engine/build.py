@@ -26,7 +26,7 @@ from ..skewing.tuned import default_options, load_artifact
 from ..transfer.cpu import CpuLink
 from ..transfer.cuda import CudaLink
 from ..transfer.link import Link
-from ..transfer.streams import CudaStream, InlineStream, on_device
+from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights import StreamedAdapter, WeightStream
 from .runner import Runner
 
@@ -135,7 +135,7 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Link:
     """What brings rows to the device. They are used in place where host memory is the device's, they are stored as
     numbers and none are to be kept; else they are staged."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         return CudaLink(pool, geometry, device, working_set=working_set)
     if pool.format.exact and not working_set:
         return CpuLink(pool, geometry)
@@ -147,6 +147,6 @@ def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[Loade
     if plan is None or not plan.streamed:
         return loaded, None
     device = loaded.adapter.device
-    copies = CudaStream(device) if device.type == "cuda" else InlineStream()
+    copies = InlineStream() if device.type == "cpu" else DeviceStream(device)
     weights = WeightStream(loaded.layers, plan.streamed, device, copies)
     return replace(loaded, adapter=StreamedAdapter(loaded.adapter, weights)), weights

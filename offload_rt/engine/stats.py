@@ -181,8 +181,8 @@ class Accounting:
     def peak_device_bytes(self, scoring: int) -> int:
         """The device's peak where it counts; else what is held now, `scoring` bytes of all sequences' scoring keys."""
         device = self._model.adapter.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
+        if device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(device)
         return self.weights_on_device + self._link.device_bytes + scoring
 
     def stats(self, sequence: Sequence, peak_device_bytes: int) -> Stats:

@@ -82,7 +82,7 @@ class DeviceCosts:
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
         """The slots that a batch takes together (`forward/batched.py`): as many for each as for the longest."""
-        if self.shape.device.type != "cuda" or self.keys_on_host or not self.demand.key_bytes:
+        if self.shape.device.type == "cpu" or self.keys_on_host or not self.demand.key_bytes:
             return contexts
         return len(contexts) * [bucket(max(contexts))]
 
@@ -97,7 +97,7 @@ class DeviceCosts:
         for layer in range(geometry.layers):
             here = [self.fetched(context, layer) for context in contexts]
             following = sum(self.fetched(context, layer + 1) for context in contexts)
-            decoded = (copies - 1) * sum(here) if self.shape.device.type == "cuda" else 0
+            decoded = (copies - 1) * sum(here) if self.shape.device.type != "cpu" else 0
             copied = max(copies * max(here, default=0), decoded)
             worst = max(worst, sum(here) + following + copied + self.demand.resident)
         return worst * pair
@@ -129,7 +129,7 @@ class DeviceCosts:
         geometry, compute, contexts = self.shape.geometry, self._compute, self._padded(contexts)
         wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
-        at_once = len(contexts) if self.shape.device.type == "cuda" else 1
+        at_once = len(contexts) if self.shape.device.type != "cpu" else 1
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
             # Scores, masks of what passes, the group's best, and a sort of them: values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
@@ -222,9 +222,10 @@ class Machine:
         """This machine computing on `device`, with the pool's limit (None: half of what is free, as `LLM` takes it)."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
-        if device.type != "cuda":
+        if device.type == "cpu":
             return cls(free, limit)
-        return cls(free, limit, torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0])
+        name = torch.get_device_module(device).get_device_name(device)
+        return cls(free, limit, name, torch.accelerator.get_memory_info(device)[0])
 
 
 def obstacles(needed: Requirements, machine: Machine, on_host: int = 0) -> list[str]:

@@ -18,7 +18,7 @@ from .link import PrefilledLayer
 from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
 from .staging import HELD_BACK
-from .streams import CudaStream, Stream
+from .streams import DeviceStream, Stream
 
 
 class CudaStorage:
@@ -158,7 +158,7 @@ class CudaLink:
     ) -> None:
         """streams: prefetch and write-back, made on `device` where None. working_set: rows per KV head that stay on the
         device in each layer that selects; 0 is none."""
-        prefetch, write_back = streams or (CudaStream(device), CudaStream(device))
+        prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
         self._state = DeviceState(pool, geometry, device, prefetch, write_back, working_set)
         self.batched = CudaBatches(self._state)
         self.rows = CudaRows(self._state, self.batched)

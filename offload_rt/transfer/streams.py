@@ -38,45 +38,44 @@ class Stream(Protocol):
         ...
 
 
-class CudaStream:
-    """A CUDA stream. Cross-stream use of a tensor is told to the caching allocator, so that its memory is not given
-    out again while the other stream still works on it."""
+class DeviceStream:
+    """A stream of an accelerator, of whichever kind torch has: CUDA, ROCm (which torch calls cuda) or XPU. Cross-stream
+    use of a tensor is told to the caching allocator, so that its memory is not given out again while the other stream
+    still works on it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.Stream(device)
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Queues the work of this context in the CUDA stream, behind the compute stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        """Queues the work of this context in the stream, behind the compute stream."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
             yield
 
-    def mark(self) -> torch.cuda.Event:
-        """Records an event in the CUDA stream."""
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+    def mark(self) -> torch.Event:
+        """Records an event in the stream."""
+        return self._stream.record_event()
 
     def wait_for(self, mark: Any) -> None:
-        """Makes the CUDA stream wait for an event."""
+        """Makes the stream wait for an event."""
         self._stream.wait_event(mark)
 
     def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
         """Makes the compute stream wait for an event, and tells the allocator that it uses `tensors`."""
-        compute = torch.cuda.current_stream(self._device)
+        compute = torch.accelerator.current_stream(self._device)
         compute.wait_event(mark)
         for tensor in tensors:
             tensor.record_stream(compute)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """What Triton launches and CUDA captures in this context is on `device`, whichever is the process's current one
+    """What Triton launches and a graph captures in this context is on `device`, whichever is the process's current one
     (torch's own operations look at their tensors)."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return nullcontext()
-    chosen: AbstractContextManager[None] = torch.cuda.device(device)
+    chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
     return chosen
 
 
