@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
+from ..config import SkewMethod
+from ..config_fields import check
 from ..errors import ArtifactError
 from .artifact import SkewArtifact
 
@@ -75,6 +77,19 @@ def default_options(
     return {**without, **tuned.options, **given}
 
 
-def load_artifact(skew: Path, fingerprint: str) -> SkewArtifact:
-    """The artifact in the file `skew`, or in the folder `skew`. Raises ArtifactError as `SkewArtifact.load`."""
-    return SkewArtifact.load(skew / ARTIFACT if skew.is_dir() else skew, fingerprint)
+def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None) -> SkewArtifact:
+    """The artifact in the file `skew`, or in the folder `skew`; of `method`, where that is given. Raises ArtifactError
+    as `SkewArtifact.load`, ConfigError where it is of another method."""
+    artifact = SkewArtifact.load(skew / ARTIFACT if skew.is_dir() else skew, fingerprint)
+    if method is not None:
+        check_method(artifact, method, skew)
+    return artifact
+
+
+def check_method(artifact: SkewArtifact, method: SkewMethod, skew: Path) -> None:
+    """Raises ConfigError where the artifact, from `skew`, is of another method than the one that options name."""
+    check(
+        method == artifact.method,
+        f"{str(skew)!r} was made with the method {artifact.method!r}, and the policy's options name {method!r} "
+        f"(skew, --skew-method, a preset): leave that out, or make one with 'offload-rt skew --method {method}'",
+    )

@@ -11,7 +11,7 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt import LLM
 from offload_rt.cli import main
 from offload_rt.errors import ConfigError
-from offload_rt.eval.core.model_under_test import Variant
+from offload_rt.eval.core.model_under_test import ModelUnderTest, Variant
 from offload_rt.eval.core.registry import MEASURES
 from offload_rt.eval.core.variants import make_variants
 from offload_rt.models.registry import load_model
@@ -81,6 +81,13 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         assert full["fingerprint"] == ours["fingerprint"] == artifact.fingerprint
         runtime = LLM(model, policy="infinigen", policy_options=ours["options"], skew=folder)
         assert ours["lineage"] == runtime.runner.policy.lineage
+        other = "svd" if method == "balanced" else "balanced"
+        both = rf"made with the method '{method}', .* name '{other}'"
+        with pytest.raises(ConfigError, match=both):
+            LLM(model, policy_options={"skew": other}, skew=folder)
+        with pytest.raises(ConfigError, match=both):
+            ModelUnderTest(model, skew=folder).policy(Variant("infinigen", {"skew": other}))
+        LLM(model, policy_options={"skew": method}, skew=folder / "skew.safetensors")
     (full, svd), (again, balanced) = rows.values()
     assert full == again
     assert svd["lineage"] != balanced["lineage"]
@@ -110,6 +117,10 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         (["perplexity", "reference", "--text", BOOK, "--context", "1"], "context=1"),
         (["perplexity", "reference", "--text", BOOK, "--context", "10", "--decode-from", "9"], "decode_from=9"),
         (["perplexity", "reference", "--text", BOOK, "--budgets", "a"], "is no list of numbers"),
+        (
+            ["perplexity", "reference", "--text", BOOK, "--context", "512", "--policies", "h2o", "--budgets", "0.1"],
+            "budget=0.1 of 512 tokens is 51, and sinks=4 and recent=64",
+        ),
         (["retrieval", "reference", "--kinds", "chian"], "did you mean 'chain'"),
         (["retrieval", "reference", "--path", "wrong"], "path='wrong'"),
         (["retrieval", "reference", "--lengths", "1x"], "is no list of lengths"),

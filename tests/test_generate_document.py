@@ -38,12 +38,17 @@ def write(script: ModuleType, llm: LLM, path: Path, chapters: int) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def progress(script: ModuleType, llm: LLM, path: Path) -> Any:
+    text = script.read_document(path)
+    return script.progress(llm, text, script.headings(path, text))
+
+
 def test_chapters_in_order_and_done_is_done(script: ModuleType, llm: LLM, document: Path) -> None:
     text = write(script, llm, document, 3)
     assert text.startswith(script.OPENING)
     assert HEADING.findall(text) == ["1", "2", "3"]
     assert all(len(part.strip()) > TOKENS // 2 for part in HEADING.split(text)[2::2])
-    assert script.progress(llm, text)[0] == 3
+    assert progress(script, llm, document)[0] == 3
     longer = write(script, llm, document, 4)
     assert longer.startswith(text)
     assert HEADING.findall(longer) == ["1", "2", "3", "4"]
@@ -65,7 +70,7 @@ def test_an_interrupted_document_goes_on_where_it_stopped(
     with pytest.raises(KeyboardInterrupt):
         write(script, llm, document, 2)
     before = document.read_text(encoding="utf-8")
-    chapter, written = script.progress(llm, before)
+    chapter, written = progress(script, llm, document)
     assert chapter == 2
     assert 0 < written < TOKENS
     monkeypatch.setattr(script, "append", append)
@@ -84,11 +89,36 @@ def test_an_interrupted_document_goes_on_where_it_stopped(
     assert HEADING.findall(after) == ["1", "2"]
 
 
-def test_headings_of_the_model_do_not_count(script: ModuleType, llm: LLM) -> None:
-    assert script.progress(llm, "Title") == (0, 0)
-    assert script.progress(llm, "Title\n\nCHAPTER 1\n\n") == (1, 0)
+def test_headings_of_a_document_that_nobody_noted(script: ModuleType, llm: LLM, document: Path) -> None:
+    """As it was written before there were notes, or edited since."""
+    for text, places in (("Title", []), ("Title\n\nCHAPTER 1\n\n", [5])):
+        document.write_text(text)
+        assert script.headings(document, text) == places and progress(script, llm, document) == (len(places), 0)
     text = "Title\n\nCHAPTER 1\n\nOnce\n\nCHAPTER 102\n\nupon\n\nCHAPTER 1\n\na time"
-    assert script.progress(llm, text) == (1, len(llm.encode(text.split("CHAPTER 1\n\n", 1)[1])))
+    document.write_text(text)
+    for notes in (None, "", "7\n", "x", "5 30\n"):
+        if notes is not None:
+            script.chapters_file(document).write_text(notes)
+        assert progress(script, llm, document) == (1, len(llm.encode(text.split("CHAPTER 1\n\n", 1)[1])))
+
+
+def test_headings_of_the_model_do_not_count(
+    script: ModuleType, llm: LLM, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the next number, also where the script is started again."""
+
+    def writes_headings(path: Path, text: str) -> None:
+        with path.open("a", newline="") as file:
+            file.write(text + ("" if text.startswith("\n\nCHAPTER") else "\n\nCHAPTER 2\n\n\r\n\n\nCHAPTER 3\n\n"))
+
+    monkeypatch.setattr(script, "append", writes_headings)
+    write(script, llm, document, 1)
+    assert progress(script, llm, document)[0] == 1
+    assert HEADING.findall(write(script, llm, document, 2)).count("2") > TOKENS
+    places = script.headings(document, text := script.read_document(document))
+    assert [text[place:].split()[1] for place in places] == ["1", "2"]
+    script.chapters_file(document).write_text(f"{places[0]}\n{places[1]}\n{len(text)}\n")
+    assert script.headings(document, text) == places, "noted, and the process ended before it was written"
 
 
 def test_long_documents_keep_their_end_as_context(script: ModuleType, llm: LLM, document: Path) -> None:

@@ -64,6 +64,23 @@ def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
     assert row(shown(stats_table(nothing)), "dense layers") == "all 4"
 
 
+def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
+    much = replace(infinigen, missed_mass=0.26, tail_bytes_device=0)
+    assert "raise the budget" in row(shown(stats_table(much)), "which is much")
+    assert row(shown(stats_table(replace(much, missed_mass=0.04))), "which is usual") == "below 10%"
+    assert "not lost" in row(shown(stats_table(replace(much, tail_bytes_device=1))), "which is usual")
+    assert "which is" not in shown(stats_table(replace(much, missed_mass=None)))
+
+
+def test_table_says_where_nothing_was_selected(infinigen: Stats) -> None:
+    """100 tokens under a budget of 20: the sinks and the window have 68."""
+    options = {"budget": 0.2, "dense_layers": ()}
+    llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
+    [done] = llm.generate([tiny_prompt(100)], SamplingParams(max_new_tokens=4, temperature=0))
+    assert "nothing was selected" in row(shown(stats_table(done.stats)), "in layers that select")
+    assert "nothing" not in row(shown(stats_table(infinigen)), "in layers that select")
+
+
 def pixels_of(path: Path) -> np.ndarray:
     """`[height, width, 3]`, 0 to 255."""
     with Image.open(path) as image:

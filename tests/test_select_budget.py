@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 from support.select_models import CPU, as_sets, geometry, no_keys, tokens
+from support.tiny_models import tiny_model
 
+from offload_rt import LLM
 from offload_rt.core import ModelGeometry, Visible
 from offload_rt.errors import ConfigError
 from offload_rt.select import h2o
 from offload_rt.select.h2o import H2O, H2OState
-from offload_rt.select.options import BudgetOptions, QuestOptions
+from offload_rt.select.options import BudgetOptions, InfiniGenOptions, QuestOptions
 from offload_rt.select.oracle import Oracle
 from offload_rt.select.quest import Quest, QuestState
 from offload_rt.select.streaming import Streaming
@@ -210,6 +212,13 @@ def test_h2o_forks_are_independent() -> None:
 def test_options_must_fit_the_model() -> None:
     with pytest.raises(ConfigError, match="layers 0 to 1"):
         Oracle(BudgetOptions(dense_layers=(5,)), geometry())
+    for options in (QuestOptions(budget=0.68), InfiniGenOptions(budget=0.68, tail="off")):
+        options.check_context(102)
+        with pytest.raises(ConfigError, match=r"is 68, and .* nothing would ever be selected; set a budget of 0\.69"):
+            options.check_context(101)
+    InfiniGenOptions(budget=1e-4).check_context(100)
+    with pytest.raises(ConfigError, match="nothing would ever be selected"):
+        LLM(tiny_model("llama", max_position_embeddings=512), policy="oracle", policy_options={"budget": 0.01})
     for wrong in ({"budget": 0.0}, {"budget": 1.5}, {"recent": 0}, {"sinks": -1}, {"page": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             QuestOptions(**wrong)  # type: ignore[arg-type]

@@ -15,15 +15,16 @@ import torch
 from ...config import DType, EngineConfig, SkewMethod
 from ...config_fields import check_choice, check_keys, from_mapping
 from ...core import ModelGeometry
-from ...engine.build import build_policy
+from ...engine.build import build_policy, named_method
 from ...errors import ConfigError, InputError
 from ...llm import LLM
 from ...models.registry import LoadedModel, load_model
 from ...pool.machine import available_memory
 from ...select.base import Policy
+from ...select.registry import parse_options
 from ...skewing.artifact import SkewArtifact
 from ...skewing.calibrate import cached_artifact
-from ...skewing.tuned import default_options, load_artifact
+from ...skewing.tuned import check_method, default_options, load_artifact
 from .slot_simulator import PoolSettings
 from .teacher_forced import Observer, Prefix, prefill_layers, score_layerwise
 
@@ -168,14 +169,18 @@ class ModelUnderTest:
             self._artifacts[method] = given or cached_artifact(self.loaded, method)
         return self._artifacts[method]
 
-    def policy(self, variant: Variant) -> Policy:
+    def policy(self, variant: Variant, context: int | None = None) -> Policy:
         """The variant's policy for this model, its options on top of those that a tuned folder given as `skew` chose;
         "skew": "none" compares queries and keys as they are (for ablations, path "layers" only). Raises ConfigError for
-        options that it does not have."""
+        options that it does not have, and for a budget that selects nothing of `context` tokens."""
         options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
         unskewed = options.get("skew") == "none"
         if unskewed:
             del options["skew"]
+        if self._skew is not None and (named := named_method(variant.policy, options)) is not None:
+            check_method(self.artifact(named), named, self._skew)
+        if context is not None:
+            parse_options(variant.policy, options).check_context(context)
         return build_policy(self.loaded, variant.policy, options, self._identity if unskewed else self.artifact)
 
     def key(self, variant: Variant) -> dict[str, Any]:

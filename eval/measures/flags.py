@@ -88,7 +88,7 @@ def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
 
     made = make_variants(args.policies, args.budgets, args.set, args.variant)
     for variant in made:
-        tested.policy(variant)
+        tested.policy(variant, getattr(args, "context", None))
     return made
 
 

@@ -92,14 +92,17 @@ class Chat:
             raise InputError(f"there is no command {name!r}; /help lists them")
 
     def _answer(self, text: str) -> None:
-        events = self._session.send(text, self._params)
+        events, reason = self._session.send(text, self._params), None
         with watched() as interrupts, closing(events):  # type: ignore[type-var]
             for event in events:
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
+                reason = event.finish_reason
                 interrupts.check()
         sys.stdout.write("\n")
         sys.stdout.flush()
+        if reason == "length":
+            self._say("(cut at --max-new-tokens; say 'go on', or give more of them)")
 
     def _greet(self) -> None:
         session, turns = self._session, self._session.turns

@@ -83,6 +83,33 @@ def _mass(stats: Stats) -> str:
     return "estimated attention mass" if stats.tail_bytes_device else "missed attention mass"
 
 
+TOO_MUCH = 0.1
+"""Missed attention mass from which on a text differs visibly from full attention's."""
+
+
+def _mass_in_words(stats: Stats) -> Rows:
+    """What of that mass is usual, and what to do where it is not."""
+    if stats.missed_mass is None:
+        return []
+    if stats.tail_bytes_device:
+        return [("  which is usual", "10 to 25 % on trained models: it is estimated from low bits, not lost")]
+    if stats.missed_mass < TOO_MUCH:
+        return [("  which is usual", f"below {TOO_MUCH:.0%}")]
+    cure = (
+        "or the tail (infinigen's default)"
+        if stats.policy == "infinigen"
+        else "or policy infinigen, whose tail estimates it"
+    )
+    return [("  which is much", f"below {TOO_MUCH:.0%} is usual: raise the budget or max_fraction, {cure}")]
+
+
+def _nothing_selected(stats: Stats) -> str:
+    """Says so where sinks and recent window used up what a policy may attend to, and nothing was selected."""
+    selecting = len(stats.dense_layers) < stats.layers and stats.working_set_hit_rate is None
+    nothing = selecting and stats.attended_by_step and stats.sparse_link_fraction == 0 and stats.verifications == 0
+    return " (sinks and recent window alone, nothing was selected)" if nothing else ""
+
+
 def _scoring(stats: Stats) -> str:
     """What selections are made from."""
     return "low-bit rows on the device" if stats.tail_bytes_device else "scoring keys on the device"
@@ -119,10 +146,11 @@ def _sections(stats: Stats) -> list[Rows]:
             *_working_set(stats),
             ("link fraction", _percent(stats.link_fraction)),
             ("attended fraction", _percent(stats.attended_fraction)),
-            ("  in layers that select", _percent(stats.sparse_attended_fraction)),
+            ("  in layers that select", f"{_percent(stats.sparse_attended_fraction)}{_nothing_selected(stats)}"),
             *_estimated(stats),
             (_mass(stats), _percent(stats.missed_mass)),
             ("  of the worst layer", _percent(stats.missed_mass_worst_layer)),
+            *_mass_in_words(stats),
         ],
         [
             ("KV in host memory", format_size(stats.kv_bytes_host)),

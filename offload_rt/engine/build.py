@@ -19,7 +19,7 @@ from ..planning.device_plan import DevicePlan, plan_for
 from ..pool.pool import HostPool
 from ..progress import Progress
 from ..select.base import Policy
-from ..select.registry import ArtifactLoader, make_policy
+from ..select.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
 from ..skewing.tuned import default_options, load_artifact
@@ -125,11 +125,17 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
     def load(method: SkewMethod) -> SkewArtifact:
         if config.skew is not None:
-            return load_artifact(config.skew, loaded.fingerprint)
+            return load_artifact(config.skew, loaded.fingerprint, named_method(config.policy, config.policy_options))
         with Progress(enabled=True).counted(f"calibrating {loaded.name} for selection, once") as progress:
             return cached_artifact(loaded, method, progress=progress)
 
     return load
+
+
+def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
+    """The skew's method that options name, themselves or by a preset; None where an artifact's own is taken."""
+    found: SkewMethod | None = options_class(policy).given(options).get("skew")
+    return found
 
 
 def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Link:

@@ -22,6 +22,16 @@ def _check_window(sinks: int, recent: int, dense_layers: tuple[int, ...]) -> Non
     check(all(i >= 0 for i in dense_layers), f"dense_layers={dense_layers} must not be negative")
 
 
+def _check_selects(budget: float, sinks: int, recent: int, context: int) -> None:
+    """Raises ConfigError where sinks and recent window alone are more than a budget's share of `context` tokens."""
+    check(
+        budget * context >= sinks + recent + 1,
+        f"budget={budget} of {context:,} tokens is {int(budget * context):,}, and sinks={sinks} and recent={recent} "
+        f"are attended in any case: nothing would ever be selected; set a budget of {sinks + recent + 1:,} tokens or "
+        "more, or smaller ones of these",
+    )
+
+
 @register_policy("full", "offload_rt.select.full:Full")
 @dataclass(frozen=True)
 class FullOptions(PolicyOptions):
@@ -120,6 +130,11 @@ class InfiniGenOptions(PolicyOptions):
         )
         check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
 
+    def check_context(self, context: int) -> None:
+        """With a tail a budget below the window still says something: what estimates alone are worth."""
+        if self.budget is not None and self.tail == "off":
+            _check_selects(self.budget, self.sinks, self.recent, context)
+
     @property
     def keys(self) -> Scorer:
         """How scoring keys are stored where there is no tail."""
@@ -148,6 +163,10 @@ class BudgetOptions(PolicyOptions):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         check(0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
         _check_window(self.sinks, self.recent, self.dense_layers)
+
+    def check_context(self, context: int) -> None:
+        """A budget below the window selects nothing."""
+        _check_selects(self.budget, self.sinks, self.recent, context)
 
 
 @register_policy("quest", "offload_rt.select.quest:Quest")

@@ -61,6 +61,14 @@ class PolicyOptions:
         check_choice("preset", name, cls.presets)
         return from_mapping(cls, {**cls.presets[name], **overrides})
 
+    @classmethod
+    def given(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a mapping says of options itself: its preset's values, where it names one, and the others on top."""
+        return {**cls.presets.get(str(options.get("preset")), {}), **options}
+
+    def check_context(self, context: int) -> None:
+        """Raises ConfigError where these options would select nothing in any text of at most `context` tokens."""
+
     def lineage_text(self) -> str:
         """What the lineage digest of KV decoded under these options is made of, in sessions' files too: the text must
         never change for options that exist. An option added later has a `neutral` value, with which it is left out."""
@@ -179,4 +187,5 @@ def make_policy(
     Raises ConfigError for a name or an option that does not exist (with the nearest that does) or does not fit.
     """
     chosen = parse_options(name, options)
+    chosen.check_context(geometry.max_positions)
     return _registered[name].load().build(chosen, PolicyContext(geometry, device, dtype, artifact, keys_on_host))

@@ -3,8 +3,10 @@
     python scripts/examples/generate_document.py --out novel.txt --chapters 12 --chapter-tokens 1500
     python scripts/examples/generate_document.py --out novel.txt --model meta-llama/Llama-3.1-8B --host-memory 64GiB
 
-The file is the only state. Text is appended as it comes, so Ctrl-C or a crash loses nothing: started again with the
-same arguments, the script reads the file back, sees how far the last chapter had come, and goes on from there.
+Text is appended as it comes, so Ctrl-C or a crash loses nothing: started again with the same arguments, the script
+reads the file back, sees how far the last chapter had come, and goes on from there. Where chapters begin is noted in a
+second file (novel.txt.chapters): a model of novels writes headings of its own. Without it, or where the text has been
+edited, headings are found by their numbers.
 """
 
 from __future__ import annotations
@@ -21,19 +23,51 @@ HEADING = "\n\nCHAPTER {number}\n\n"
 OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as the traveller told it."
 
 
-def progress(llm: LLM, document: str) -> tuple[int, int]:
-    """How far a document has come: its last chapter's number (0 before the first) and that chapter's tokens. Only the
-    next number counts as a heading: a model of novels writes headings of its own."""
-    chapter, start = 0, 0
-    while (found := document.find(heading := HEADING.format(number=chapter + 1), start)) >= 0:
-        chapter, start = chapter + 1, found + len(heading)
-    written = document[start:] if chapter else ""
-    return chapter, len(llm.encode(written, special_tokens=False)) if written else 0
+def read_document(path: Path) -> str:
+    """The document to the letter: line ends as they are, so that places in it stay."""
+    return path.read_bytes().decode("utf-8")
+
+
+def chapters_file(path: Path) -> Path:
+    """Where it is noted at which characters the headings of a document begin."""
+    return path.with_name(f"{path.name}.chapters")
+
+
+def headings(path: Path, document: str) -> list[int]:
+    """At which characters headings begin, as noted. What was noted and has not been written yet is left out. Where
+    nothing was noted, or the text was edited since, they are found by their numbers: only the next one counts."""
+    try:
+        noted = [int(place) for place in chapters_file(path).read_text(encoding="utf-8").split()]
+    except (OSError, ValueError):
+        noted = []
+    if noted[-1:] == [len(document)]:
+        noted.pop()
+    if noted and all(document.startswith(HEADING.format(number=n), place) for n, place in enumerate(noted, 1)):
+        return noted
+    found: list[int] = []
+    after = 0
+    while (place := document.find(heading := HEADING.format(number=len(found) + 1), after)) >= 0:
+        found, after = [*found, place], place + len(heading)
+    return found
+
+
+def progress(llm: LLM, document: str, places: list[int]) -> tuple[int, int]:
+    """How far a document with headings at `places` has come: its last chapter's number (0 before the first) and that
+    chapter's tokens."""
+    written = document[places[-1] + len(HEADING.format(number=len(places))) :] if places else ""
+    return len(places), len(llm.encode(written, special_tokens=False)) if written else 0
+
+
+def begin_chapter(path: Path, places: list[int]) -> None:
+    """Writes the next heading, after its place is noted: started again in between, the script writes it."""
+    places.append(len(read_document(path)))
+    chapters_file(path).write_text("\n".join(map(str, places)) + "\n", encoding="utf-8")
+    append(path, HEADING.format(number=len(places)))
 
 
 def append(path: Path, text: str) -> None:
     """Adds text to the document on disk; nothing is held back in a buffer."""
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -42,7 +76,7 @@ def append(path: Path, text: str) -> None:
 def write_tokens(llm: LLM, path: Path, count: int, seed: int | None) -> None:
     """Continues the document by `count` tokens. The context is the whole document, or as much of its end as the model's
     positions hold beside the new tokens."""
-    context = llm.encode(path.read_text(encoding="utf-8"))[-(llm.geometry.max_positions - count) :]
+    context = llm.encode(read_document(path))[-(llm.geometry.max_positions - count) :]
     # A novel goes on after what the model takes for its end: the number of tokens alone decides.
     params = SamplingParams(max_new_tokens=count, temperature=0.8, top_p=0.95, seed=seed, ignore_eos=True)
     for event in llm.stream(context, params):
@@ -51,11 +85,13 @@ def write_tokens(llm: LLM, path: Path, count: int, seed: int | None) -> None:
 
 def write_document(llm: LLM, path: Path, chapters: int, chapter_tokens: int, seed: int | None) -> None:
     """Writes until the document has `chapters` chapters of about `chapter_tokens` tokens each."""
-    chapter, written = progress(llm, path.read_text(encoding="utf-8"))
+    document = read_document(path)
+    places = headings(path, document)
+    chapter, written = progress(llm, document, places)
     while chapter < chapters or (chapter == chapters and written < chapter_tokens):
         if chapter == 0 or written >= chapter_tokens:
             chapter, written = chapter + 1, 0
-            append(path, HEADING.format(number=chapter))
+            begin_chapter(path, places)
         write_tokens(llm, path, chapter_tokens - written, None if seed is None else seed + chapter)
         written = chapter_tokens
         stats = llm.last_stats
