@@ -214,7 +214,7 @@ def test_options_must_fit_the_model() -> None:
         Oracle(BudgetOptions(dense_layers=(5,)), geometry())
     for options in (QuestOptions(budget=0.68), InfiniGenOptions(budget=0.68, tail="off")):
         options.check_context(102)
-        with pytest.raises(ConfigError, match=r"is 68, and .* nothing would ever be selected; set a budget of 0\.69"):
+        with pytest.raises(ConfigError, match=r"is 68, and .* nothing would ever be selected; set a budget of 69 t"):
             options.check_context(101)
     InfiniGenOptions(budget=1e-4).check_context(100)
     with pytest.raises(ConfigError, match="nothing would ever be selected"):

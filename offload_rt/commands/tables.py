@@ -95,12 +95,8 @@ def _mass_in_words(stats: Stats) -> Rows:
         return [("  which is usual", "10 to 25 % on trained models: it is estimated from low bits, not lost")]
     if stats.missed_mass < TOO_MUCH:
         return [("  which is usual", f"below {TOO_MUCH:.0%}")]
-    cure = (
-        "or the tail (infinigen's default)"
-        if stats.policy == "infinigen"
-        else "or policy infinigen, whose tail estimates it"
-    )
-    return [("  which is much", f"below {TOO_MUCH:.0%} is usual: raise the budget or max_fraction, {cure}")]
+    cure = "raise the budget or max_fraction, or use the tail (infinigen's default), which estimates it"
+    return [("  which is much", f"below {TOO_MUCH:.0%} is usual: {cure}")]
 
 
 def _nothing_selected(stats: Stats) -> str:
