@@ -3,7 +3,7 @@
 from offload_rt import LLM, SamplingParams
 
 llm = LLM("reference")
-for event in llm.stream("It was a dark night", SamplingParams(max_new_tokens=100)):
+for event in llm.stream("It was a dark night", SamplingParams(max_tokens=100)):
     print(event.text, end="", flush=True)
 
 Importing the package is quick: torch and transformers are imported with `LLM`, when it is first asked for.
@@ -25,6 +25,7 @@ from .errors import (
     PoolFullError,
     StoreError,
 )
+from .outputs import CompletionOutput, Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -34,13 +35,16 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "ArtifactError",
+    "CompletionOutput",
     "ConfigError",
     "EngineConfig",
     "InputError",
+    "Logprob",
     "MemoryLimitError",
     "ModelError",
     "OffloadError",
     "PoolFullError",
+    "RequestOutput",
     "SamplingParams",
     "StoreError",
     "StoreOptions",

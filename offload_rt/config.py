@@ -46,11 +46,11 @@ class SamplingParams:
         when there cannot be any.
     """
 
-    max_new_tokens: int = 256
+    max_tokens: int = 256
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: Sequence[str] = ()
@@ -68,7 +68,7 @@ class SamplingParams:
             f"stop={self.stop!r:.80} must be a text or a list of texts",
         )
         object.__setattr__(self, "stop", tuple(stops))
-        check(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        check(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
         check(
             0 <= self.temperature < math.inf,
             f"temperature={self.temperature} must be finite and not negative; 0 is greedy",
@@ -78,9 +78,9 @@ class SamplingParams:
             f"temperature={self.temperature} is too small to divide by: 0 is greedy, above that at least "
             f"{LEAST_TEMPERATURE}",
         )
-        check(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
-        check(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
-        check(self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]")
+        check(self.top_k == -1 or self.top_k >= 1, f"top_k={self.top_k} must be at least 1; -1 is none")
+        check(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 is none")
+        check(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 is none")
         check(
             0 < self.repetition_penalty < math.inf,
             f"repetition_penalty={self.repetition_penalty} must be positive; 1 is none",

@@ -15,13 +15,13 @@ from .engine.build import build, build_beside
 from .engine.engine import Engine
 from .engine.prompts import PromptLike, each_prompt, one_prompt, token_ids
 from .engine.recording import RunInfo, RunWriter
-from .engine.request import Completion, Request, TokenOutput
+from .engine.request import Request, request_output
 from .engine.runner import Runner
 from .engine.scoring import Score, score
-from .engine.stats import Stats
 from .engine.swap import Swap
 from .errors import InputError, OffloadError
 from .forward.batch import Recorder
+from .outputs import RequestOutput, Stats, TokenOutput
 from .progress import Progress
 from .sessions.session import Session
 from .sessions.store import SessionStore
@@ -132,7 +132,7 @@ class LLM:
         return self._last.stats(self._runner) if self._last is not None else None
 
     def stream(
-        self, prompt: PromptLike, params: SamplingParams | None = None, record: str | Path | None = None
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, record: str | Path | None = None
     ) -> Iterator[TokenOutput]:
         """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest. What every step
         selects is written to the new folder `record` (see `engine/recording.py`).
@@ -141,7 +141,7 @@ class LLM:
         ModelError for too many positions, PoolFullError.
         """
         self._check_open()
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
         if record is not None and self.config.exact is not None:
@@ -193,20 +193,23 @@ class LLM:
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Completion]:
-        """Completions of `prompts`, in order, `params.n` of each, decoded in one batch that requests join and leave.
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """What becomes of `prompts`, in order: of each, `n` completions. All are decoded in one batch that requests
+        join and leave.
 
-        What prompts have in common is found, computed and stored once, and attended to together. `params` is one for
-        all or one per prompt. Raises as `stream`; no completion is returned if one prompt fails.
+        What prompts have in common is found, computed and stored once, and attended to together. `sampling_params` is
+        one for all or one per prompt. Raises as `stream`; nothing is returned if one prompt fails.
         """
         self._check_open()
-        encoded = [self.encode(prompt) for prompt in each_prompt(prompts)]
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(encoded)
+        given = each_prompt(prompts)
+        encoded = [self.encode(prompt) for prompt in given]
+        params = sampling_params or SamplingParams()
+        each = list(params) if isinstance(params, Sequence) else [params] * len(encoded)
         if len(each) != len(encoded):
             raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
         for prompt, one in zip(encoded, each, strict=True):
-            self._runner.check_room(len(prompt), len(prompt) + one.max_new_tokens)
+            self._runner.check_room(len(prompt), len(prompt) + one.max_tokens)
         engine = Engine(self._runner, max_batch=self.config.max_batch, swap=self._swap)
         requests = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
@@ -218,7 +221,8 @@ class LLM:
         finally:
             for request in requests:
                 engine.cancel(request)
-        return [completion for request in requests for completion in request.completions()]
+        texts = (prompt if isinstance(prompt, str) else None for prompt in given)
+        return [request_output(request, text) for request, text in zip(requests, texts, strict=True)]
 
     def score(
         self,

@@ -7,13 +7,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.outputs import completed
 from support.scripts import load_example
 
 from offload_rt import LLM, InputError, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ["Who came?", "When did they arrive at the castle?", "Why?", "What was lost?", "Where is the arrow?"]
-PARAMS = SamplingParams(max_new_tokens=6, temperature=0, stop="\n")
+PARAMS = SamplingParams(max_tokens=6, temperature=0, stop="\n")
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +46,11 @@ def test_answers_are_those_of_single_runs_and_the_document_is_computed_once(
     prompts = [
         llm.encode(document) + llm.encode(script.TEMPLATE.format(question=q), special_tokens=False) for q in QUESTIONS
     ]
-    alone = [bare.generate([prompt], PARAMS)[0].text.strip() for prompt in prompts]
+    alone = [completed(bare.generate([prompt], PARAMS))[0].text.strip() for prompt in prompts]
     assert [line["answer"] for line in read(out)] == alone
     report = capsys.readouterr().err
     assert "[questions 1-3:" in report and "[questions 4-5:" in report
-    again = llm.generate(prompts, PARAMS)
+    again = completed(llm.generate(prompts, PARAMS))
     assert all(c.stats.reused_tokens >= len(llm.encode(document)) // 64 * 64 for c in again)
 
 

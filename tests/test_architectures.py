@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import REFUSED, RUNS, VOCAB, WINDOW, architecture, build
+from support.outputs import completed
 from support.tiny_models import assert_greedy
 from torch import nn
 
@@ -87,7 +88,7 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
     prompts = [prompt_of(length, seed=length) for length in (3 * WINDOW, 1, WINDOW - 2)]
     chosen, options = POLICIES[policy]
     llm = LLM(model, policy=chosen, policy_options=options, host_memory="8MiB")
-    completions = llm.generate(prompts, SamplingParams(max_new_tokens=8, temperature=0))
+    completions = completed(llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0)))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == 8
         assert_greedy(model, prompt, completion.token_ids)
@@ -197,7 +198,7 @@ class TestCapsAndSinks:
         prompts = [stem + prompt_of(3, seed=i) for i in (1, 2, 3)]
         llm = LLM(model, policy="full", host_memory="8MiB")
         for _ in range(2):
-            completions = llm.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0))
+            completions = completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))
             for prompt, completion in zip(prompts, completions, strict=True):
                 assert_greedy(model, prompt, completion.token_ids)
 
@@ -215,8 +216,8 @@ class TestCapsAndSinks:
             for layer in model.model.layers if name == "gpt_oss" else ():
                 layer.mlp = nn.Identity()  # experts are more than the simulated device can do
             llm = LLM(model.to(device), policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
-            params = SamplingParams(max_new_tokens=3, temperature=0)
-            found.append([c.token_ids for c in llm.generate([prompt_of(50), prompt_of(40, seed=1)], params)])
+            params = SamplingParams(max_tokens=3, temperature=0)
+            found.append([c.token_ids for c in completed(llm.generate([prompt_of(50), prompt_of(40, seed=1)], params))])
         assert found[0] == found[1]
 
     def test_a_tail_and_sinks_share_one_softmax(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, PoolFullError, SamplingParams
@@ -17,7 +18,7 @@ EOS = [3, 17, 40, 41, 42, 90]
 
 
 def beams(count: int, **options: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=options.pop("max_new_tokens", 20), temperature=0, num_beams=count, **options)
+    return SamplingParams(max_tokens=options.pop("max_tokens", 20), temperature=0, num_beams=count, **options)
 
 
 def make(name: str = "llama", *, eos: list[int] | None = None, **options: Any) -> tuple[Any, LLM]:
@@ -54,7 +55,7 @@ def test_beams_are_those_of_transformers(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, num_beams=width,
             num_return_sequences=width, pad_token_id=150, eos_token_id=EOS, **rule,
         )[:, len(prompt) :].tolist()  # fmt: skip
-        got = [c.token_ids for c in llm.generate([prompt], beams(width, n=width, **rule))]
+        got = [c.token_ids for c in completed(llm.generate([prompt], beams(width, n=width, **rule)))]
         assert got == [row[: len(tokens)] for row, tokens in zip(expected, got, strict=True)]
         padding = {token for row, tokens in zip(expected, got, strict=True) for token in row[len(tokens) :]}
         assert padding <= {150}
@@ -74,7 +75,7 @@ def test_beams_with_a_repetition_penalty() -> None:
         num_beams=3,
         repetition_penalty=1.4,
     )[0, 30:].tolist()
-    [completion] = llm.generate(prompt, beams(3, repetition_penalty=1.4, max_new_tokens=70))
+    [completion] = completed(llm.generate(prompt, beams(3, repetition_penalty=1.4, max_tokens=70)))
     assert completion.token_ids == expected and completion.finish_reason == "length"
 
 
@@ -83,7 +84,7 @@ def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
     _, llm = make(eos=[])
     pool = llm.runner.pool
     engine = Engine(llm.runner, max_batch=8)
-    request = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_new_tokens=30))
+    request = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_tokens=30))
     while len(request.sequences) < 4:
         engine.step()
     while not engine.idle:
@@ -98,8 +99,10 @@ def test_a_policy_state_forks_with_its_beam() -> None:
     options = {"alpha": float("inf"), "max_fraction": 1.0, "dense_layers": (), "recent": 8, "sinks": 2}
     _, sparse = make(eos=EOS, policy="infinigen", policy_options=options)
     prompt = tiny_prompt(50)
-    rule = beams(4, n=4, max_new_tokens=40, early_stopping="never")
-    assert [c.token_ids for c in sparse.generate(prompt, rule)] == [c.token_ids for c in full.generate(prompt, rule)]
+    rule = beams(4, n=4, max_tokens=40, early_stopping="never")
+    assert [c.token_ids for c in completed(sparse.generate(prompt, rule))] == [
+        c.token_ids for c in completed(full.generate(prompt, rule))
+    ]
 
 
 def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
@@ -107,12 +110,12 @@ def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
     only one prefill was paid for."""
     _, llm = make()
     prompts = [tiny_prompt(130, seed=1), tiny_prompt(70, seed=2)]
-    params = SamplingParams(max_new_tokens=12, seed=5, n=4)
-    done = llm.generate(prompts, params)
-    firsts = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=12, seed=5))]
+    params = SamplingParams(max_tokens=12, seed=5, n=4)
+    done = completed(llm.generate(prompts, params))
+    firsts = [c.token_ids for c in completed(llm.generate(prompts, SamplingParams(max_tokens=12, seed=5)))]
     assert [done[0].token_ids, done[4].token_ids] == firsts
     assert len({tuple(c.token_ids) for c in done}) == 8
-    assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in done]
+    assert [c.token_ids for c in completed(llm.generate(prompts, params))] == [c.token_ids for c in done]
     assert [c.stats.reused_tokens for c in done] == [0, 130, 130, 130, 0, 70, 70, 70]
     assert [(c.stats.prompt_tokens, c.stats.new_tokens) for c in done] == [(130, 12)] * 4 + [(70, 12)] * 4
     assert llm.runner.pool.bytes_held == 0
@@ -149,7 +152,7 @@ def test_a_stream_is_of_one_completion() -> None:
 def test_stop_strings_end_beams() -> None:
     """With a tokenizer: text ends before the stop string, here one that every beam meets soon."""
     llm = LLM("reference", policy="full", host_memory="64MiB")
-    [plain] = llm.generate("The traveller", beams(3, max_new_tokens=24))
+    [plain] = completed(llm.generate("The traveller", beams(3, max_tokens=24)))
     assert "e" in plain.text
-    [cut] = llm.generate("The traveller", beams(3, max_new_tokens=24, stop="e", early_stopping=True))
-    assert cut.finish_reason == "stop" and "e" not in cut.text
+    [cut] = completed(llm.generate("The traveller", beams(3, max_tokens=24, stop="e", early_stopping=True)))
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", "e") and "e" not in cut.text

@@ -22,8 +22,8 @@ from rich.console import Console
 from offload_rt import SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.chat_loop import Chat
-from offload_rt.engine.request import TokenOutput
 from offload_rt.errors import InputError
+from offload_rt.outputs import TokenOutput
 from offload_rt.sessions.chat_template import TurnTokens, turn_tokens
 from offload_rt.sessions.history import History
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -184,7 +185,7 @@ def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Pa
     session = llm.session("s", tmp_path)
     for size in range(1, 6):
         before = session.tokens
-        events = session.send("U", SamplingParams(max_new_tokens=size if how == "length" else 50, temperature=0))
+        events = session.send("U", SamplingParams(max_tokens=size if how == "length" else 50, temperature=0))
         answer = [next(events).token_id for _ in range(size)]
         if how == "length":
             assert list(events) == []
@@ -192,7 +193,7 @@ def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Pa
         behind = ids("llama3", FAMILIES["llama3"].behind)
         assert not before or session.tokens == [*before, *behind, *answer]
         prompt = session.tokens[: len(session.tokens) - size]
-        assert llm.generate([prompt], SamplingParams(max_new_tokens=size, temperature=0))[0].token_ids == answer
+        assert completed(llm.generate([prompt], SamplingParams(max_tokens=size, temperature=0)))[0].token_ids == answer
         assert session.last_stats is not None and session.last_stats.reused_tokens == max(0, len(before) - 1)
         session.check_integrity()
     session.close()
@@ -200,11 +201,11 @@ def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Pa
 
 def test_a_token_that_ended_an_answer_gives_way_to_the_templates_own(tmp_path: Path) -> None:
     """It has no row yet, so that nothing is computed again; a turn that is given up brings it back."""
-    llm, params = make_llm("llama3"), SamplingParams(max_new_tokens=5, temperature=0)
+    llm, params = make_llm("llama3"), SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
     end = [event.token_id for event in llm.session("other", tmp_path).send("U", params)][3]
     object.__setattr__(llm.runner.model, "eos_token_ids", frozenset([end]))
-    assert [event.finish_reason for event in session.send("U", params)][-1] == "eos"
+    assert [event.finish_reason for event in session.send("U", params)][-1] == "stop"
     before = session.tokens
     assert before[-1] == end
     events = session.send("U", params)
@@ -219,7 +220,7 @@ def test_a_token_that_ended_an_answer_gives_way_to_the_templates_own(tmp_path: P
 def test_a_session_computes_again_what_a_template_rewrites(tmp_path: Path) -> None:
     """Also when the turn is given up before its first token: nothing of the session is lost by that."""
     llm = make_llm("qwen25", hiding("qwen25", SHOUTING))
-    params = SamplingParams(max_new_tokens=5, temperature=0)
+    params = SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
     list(session.send("aaa " * 30, params))
     before = session.tokens
@@ -232,7 +233,7 @@ def test_a_session_computes_again_what_a_template_rewrites(tmp_path: Path) -> No
     session.check_integrity()
     assert session.tokens[: len(before)] != before
     prompt = session.tokens[:-5]
-    assert llm.generate([prompt], params)[0].token_ids == answer
+    assert completed(llm.generate([prompt], params))[0].token_ids == answer
     session.close()
     reopened = make_llm("qwen25", hiding("qwen25", SHOUTING)).session("s", tmp_path)
     assert reopened.tokens == [*prompt, *answer]

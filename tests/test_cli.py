@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
 import offload_rt
@@ -92,7 +93,7 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path)
     run = generate()
     llm = LLM("reference", policy="full")
     ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
-    (expected,) = llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))
+    (expected,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
     assert (run.code, run.out) == (0, expected.text)
     assert "What the runtime did" in run.err
     assert "96 tokens" in run.err
@@ -181,7 +182,10 @@ def test_skew_then_generate_with_the_artifact(
     made = generate(*flags, "--skew", str(artifact))
     llm = LLM("reference", policy="infinigen", policy_options={"recent": 8, "budget": 0.2}, skew=artifact)
     ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
-    assert (made.code, made.out) == (0, llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))[0].text)
+    assert (made.code, made.out) == (
+        0,
+        completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))[0].text,
+    )
 
 
 def test_info(cli: Cli) -> None:
@@ -299,7 +303,7 @@ def test_prompt_over_the_positions_of_a_table(cli: Cli, pages: Path, tmp_path: P
         (("--prompt-tokens", "0"), ("--prompt-tokens 0", "between 1 and")),
         (("--prompt-tokens", "9999999"), ("9999999", "between 1 and")),
         (("--prompt-tokens", "many"), ("--prompt-tokens", "many")),
-        (("--max-new-tokens", "0"), ("max_new_tokens=0", "at least 1")),
+        (("--max-new-tokens", "0"), ("max_tokens=0", "at least 1")),
         (("--temperature", "-1"), ("temperature=-1", "0 is greedy")),
         (("--top-p", "1.5"), ("top_p=1.5",)),
         (("--host-memory", "500TiB"), ("500 TiB",)),

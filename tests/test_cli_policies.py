@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.outputs import completed
 
 import offload_rt
 from offload_rt import LLM, SamplingParams
@@ -43,7 +44,7 @@ def test_every_policy_gets_its_options(generate: Generate, pages: Path, tmp_path
     assert (code, err) == (0, "")
     llm = LLM("reference", policy=policy, policy_options=WINDOW)
     ids = llm.encode(pages.read_text(encoding="utf-8"))[:300]
-    (done,) = llm.generate([ids], SamplingParams(max_new_tokens=6, temperature=0))
+    (done,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
     written = json.loads(stats.read_text())
     assert out == done.text
     assert (written["policy"], written["dense_layers"]) == (policy, [0, 1])

@@ -37,7 +37,7 @@ def test_sessions_go_on_with_nothing_computed_again(place: str, kv_format: Any, 
         assert llm.runner.model.fingerprint == EXPECTED["fingerprint"], "the tiny model is another one than then"
         session = llm.session(name, tmp_path / place)
         assert len(session.tokens) == expected["held"] and len(session.turns) == expected["turns"]
-        params = SamplingParams(max_new_tokens=len(expected["tokens"]), temperature=0)
+        params = SamplingParams(max_tokens=len(expected["tokens"]), temperature=0)
         assert [event.token_id for event in session.send(EXPECTED["turn"], params)] == expected["tokens"]
         assert session.loaded_tokens == expected["loaded"] > 100
         assert session.host.stats.computed_tokens == expected["computed_again"] == 0

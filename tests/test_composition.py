@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
@@ -33,7 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 LEARNS_FROM_QUERIES = ("infinigen, paper", "h2o")
 KNOWS_PLACES = ("streaming", "quest", "h2o")
 TURNS = [tiny_prompt(90, seed=1), tiny_prompt(20, seed=2)]
-SHORT = SamplingParams(max_new_tokens=8, temperature=0)
+SHORT = SamplingParams(max_tokens=8, temperature=0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def converse(cell: Cell, folder: Path) -> list[list[int]]:
     if cell.sharing:
         llm.generate([TURNS[0] + [3]], SHORT)
     if not cell.session:
-        return [llm.generate([TURNS[0]], SHORT)[0].token_ids]
+        return [completed(llm.generate([TURNS[0]], SHORT))[0].token_ids]
     session = llm.session("s", folder)
     answers = [[event.token_id for event in session.send(TURNS[0], SHORT)]]
     if cell.overflow:
@@ -114,7 +115,7 @@ def reference(cell: Cell) -> list[list[int]]:
     """The same conversation in one piece, alone: a session that is neither left, forked nor shared."""
     with tempfile.TemporaryDirectory() as folder:
         if cell.policy in LEARNS_FROM_QUERIES:
-            return [make_llm(cell).generate([TURNS[0]], SHORT)[0].token_ids]
+            return [completed(make_llm(cell).generate([TURNS[0]], SHORT))[0].token_ids]
         session = make_llm(cell).session("s", folder)
         answers = [[event.token_id for event in session.send(TURNS[0], SHORT)]]
         if cell.overflow:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from support.asking import AskedError, NobodyAsks
 from support.device_link import staged
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine.request import Completion
 from offload_rt.engine.runner import Runner
 from offload_rt.kernels import dispatch
+from offload_rt.outputs import CompletionOutput
 from offload_rt.select.infinigen import InfiniGen
 from offload_rt.select.key_lists import Rule
 
@@ -34,7 +35,7 @@ def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set
     return llm
 
 
-def counts_of(done: list[Completion]) -> list[Any]:
+def counts_of(done: list[CompletionOutput]) -> list[Any]:
     """What was written, what crossed, and shares, which may differ in their last bits."""
     facts = []
     for one in done:
@@ -60,9 +61,9 @@ def test_counts_on_the_device_change_nothing(
 ) -> None:
     """A ragged batch, two of which share a prefix; tokens, bytes, hits and fractions."""
     prompts = [tiny_prompt(1), tiny_prompt(150), tiny_prompt(130) + tiny_prompt(9, seed=1)]
-    params = SamplingParams(max_new_tokens=10, temperature=0)
+    params = SamplingParams(max_tokens=10, temperature=0)
     runs = [
-        make(counted, torch.float64, options, working_set, **settings).generate(prompts, params)
+        completed(make(counted, torch.float64, options, working_set, **settings).generate(prompts, params))
         for counted in (True, False)
     ]
     assert counts_of(runs[0]) == counts_of(runs[1])
@@ -74,8 +75,10 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")
     options, prompt = {"dense_layers": (), "alpha": 2.0, "max_fraction": 0.3}, tiny_prompt(90)
-    params = SamplingParams(max_new_tokens=4, temperature=0)
-    [plain] = make(False, torch.float32, options, missed_mass_every=0, kv_format="auto").generate([prompt], params)
+    params = SamplingParams(max_tokens=4, temperature=0)
+    [plain] = completed(
+        make(False, torch.float32, options, missed_mass_every=0, kv_format="auto").generate([prompt], params)
+    )
     llm = make(True, torch.float32, options, 7, missed_mass_every=0)
     monkeypatch.setattr(dispatch, "_compiled", lambda tensor: tensor.dtype != torch.float64)
     decode, steps = Runner.decode, []
@@ -86,7 +89,7 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
         return steps[-1]
 
     monkeypatch.setattr(Runner, "decode", watched)
-    [done] = llm.generate([prompt], params)
+    [done] = completed(llm.generate([prompt], params))
     assert len(steps) == 3 and done.token_ids == plain.token_ids
     assert done.stats.attended_fraction == plain.stats.attended_fraction
     assert 0 < (done.stats.working_set_hit_rate or 0) < 1

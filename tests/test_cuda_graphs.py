@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.batches import OPTIONS, begun, compiled, make
 from support.device_link import staged
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -164,7 +165,9 @@ def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> No
         settings: dict[str, Any] = {"missed_mass_every": 0, "prefix_sharing": False, "cuda_graphs": graphs}
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         llm = LLM(model, policy_options=OPTIONS | options, device="cuda", host_memory="8MiB", **settings)
-        tokens.append([c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0))])
+        tokens.append(
+            [c.token_ids for c in completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))]
+        )
         steps = llm.runner.steps
         assert isinstance(steps, GraphSteps) is graphs and (
             not isinstance(steps, GraphSteps) or any(steps._captured.values())

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.cuda_cells import CELLS, LOW_BITS, SCHEDULES, Cell, single
 from support.cuda_simulator import Late, Lazy, simulated
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -174,7 +175,7 @@ def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list
     """On a device only where it is asked for."""
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
-        [done] = make(missed_mass_every=None).generate([tiny_prompt(40)], SamplingParams(3, temperature=0))
+        [done] = completed(make(missed_mass_every=None).generate([tiny_prompt(40)], SamplingParams(3, temperature=0)))
         assert [step for step, _ in done.stats.missed_by_step] == steps
         return []
 
@@ -346,7 +347,7 @@ def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
     found: list[float] = []
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
-        [done] = make(missed_mass_every=1).generate([tiny_prompt(40)], SamplingParams(4, temperature=0))
+        [done] = completed(make(missed_mass_every=1).generate([tiny_prompt(40)], SamplingParams(4, temperature=0)))
         found.extend(mass for _, layers in done.stats.missed_by_step for mass in layers)
         return []
 

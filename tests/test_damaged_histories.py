@@ -15,6 +15,7 @@ import pytest
 import torch
 import xxhash
 from support.disk_chunks import open_store
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams, StoreError
@@ -23,7 +24,7 @@ from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import Document
 
-SHORT = SamplingParams(max_new_tokens=8, temperature=0)
+SHORT = SamplingParams(max_tokens=8, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
 
 
@@ -88,7 +89,7 @@ def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str,
     ):
         session = llm.session("s", tmp_path)
     assert session.tokens == first and len(session.turns) == 2
-    right = llm.generate([first + TURNS[2]], SHORT)[0].token_ids
+    right = completed(llm.generate([first + TURNS[2]], SHORT))[0].token_ids
     assert answer(session, TURNS[2]) == right and session.history.computed == len(first + TURNS[2] + right) - 1
     after = session.tokens
     session.save()
@@ -215,7 +216,7 @@ def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path)
     tokens = session.tokens
     with pytest.warns(UserWarning, match="first keys of session 's'.* are computed again"):
         found = answer(session, TURNS[2])
-    assert found == llm.generate([tokens + TURNS[2]], SHORT)[0].token_ids
+    assert found == completed(llm.generate([tokens + TURNS[2]], SHORT))[0].token_ids
     session.close()
 
 
@@ -244,7 +245,7 @@ def test_a_lost_history_is_rebuilt_from_the_tokens_of_its_chunks(
     assert len(list(tmp_path.rglob("s.damaged"))) == 1
     session = llm.session("s", tmp_path)
     assert session.tokens == computed and "".join(text for _, text in session.turns) == out.removesuffix("\n")
-    assert answer(session, TURNS[2]) == llm.generate([computed + TURNS[2]], SHORT)[0].token_ids
+    assert answer(session, TURNS[2]) == completed(llm.generate([computed + TURNS[2]], SHORT))[0].token_ids
     session.close()
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.allocations import count, device_selection, older_objects_apart
 from support.device_link import staged
+from support.outputs import completed
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
 
@@ -31,7 +32,7 @@ from offload_rt.transfer.weights import WeightStream
 
 LAYERS, PROMPT, NEW = 12, 110, 5
 CONTEXT = 2 * CHUNK
-GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
 PAIR = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -74,7 +75,7 @@ def unlimited(folder: Any) -> Any:
         key = f"{policy} {options}"
         if key not in made:
             llm = LLM(folder("llama"), policy=policy, policy_options=options, device="cpu", host_memory="64MiB")
-            made[key] = [c.token_ids for c in llm.generate(PAIR, GREEDY)]
+            made[key] = [c.token_ids for c in completed(llm.generate(PAIR, GREEDY))]
         return made[key]
 
     return tokens
@@ -122,9 +123,9 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
     limit = streaming_limit(costs_of(folder(name), policy, options), [CONTEXT])
     prompt = tiny_prompt(PROMPT)
     whole = LLM(folder(name), policy=policy, policy_options=options, device="cpu", host_memory="64MiB")
-    [expected] = whole.generate([prompt], GREEDY)
+    [expected] = completed(whole.generate([prompt], GREEDY))
     llm = limited(folder(name), policy, options, limit)
-    [completion] = llm.generate([prompt], GREEDY)
+    [completion] = completed(llm.generate([prompt], GREEDY))
     assert completion.token_ids == expected.token_ids
     stream, stats = llm.runner.weights, completion.stats
     assert stream is not None and len(stream.layers) == LAYERS - 4
@@ -142,10 +143,12 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
     costs = costs_of(folder("llama"), "infinigen", rows)
     prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
     llm = limited(folder("llama"), "infinigen", rows, streaming_limit(costs, [CONTEXT] * 3))
-    together = llm.generate(prompts, GREEDY)
+    together = completed(llm.generate(prompts, GREEDY))
     stream = llm.runner.weights
     assert stream is not None
-    alone = LLM(folder("llama"), policy_options=rows, device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
+    alone = completed(
+        LLM(folder("llama"), policy_options=rows, device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
+    )
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert sum(c.stats.link_bytes_weights for c in together) + stream.device_bytes >= stream.bytes
 
@@ -178,7 +181,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
         return {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)}
 
     with device_selection():
-        tokens, counted = count(make, pool_of, lambda llm: [c.token_ids for c in llm.generate(PAIR, GREEDY)])
+        tokens, counted = count(make, pool_of, lambda llm: [c.token_ids for c in completed(llm.generate(PAIR, GREEDY))])
     assert limit < costs.shape.weight_bytes or (policy, options) in LARGE
     assert 0.5 * limit <= counted.peak <= limit
     assert expected is None or tokens == expected
@@ -214,12 +217,14 @@ def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy:
     limit = streaming_limit(DeviceCosts(shape, demand, 512), [CONTEXT, CONTEXT], resident=0)
     prompts = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
     settings: dict[str, Any] = {"policy": policy, "policy_options": options, "device": "cuda", "dtype": "float32"}
-    expected = [c.token_ids for c in LLM(folder("llama"), host_memory="64MiB", **settings).generate(prompts, GREEDY)]
+    expected = [
+        c.token_ids for c in completed(LLM(folder("llama"), host_memory="64MiB", **settings).generate(prompts, GREEDY))
+    ]
     torch.cuda.empty_cache()
     earlier = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     llm = LLM(folder("llama"), host_memory="64MiB", device_memory=limit, max_context=CONTEXT, **settings)
-    assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == expected
+    assert [c.token_ids for c in completed(llm.generate(prompts, GREEDY))] == expected
     assert torch.cuda.max_memory_allocated() - earlier <= limit
 
 
@@ -236,8 +241,10 @@ def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str
     llm = limited(folder("llama"), "infinigen", options, on_device - 1)
     assert llm.runner.plan is not None and llm.runner.plan.keys_on_host
     prompt = tiny_prompt(PROMPT)
-    [here] = llm.generate([prompt], GREEDY)
-    [there] = LLM(folder("llama"), policy_options=options, device="cpu", host_memory="64MiB").generate([prompt], GREEDY)
+    [here] = completed(llm.generate([prompt], GREEDY))
+    [there] = completed(
+        LLM(folder("llama"), policy_options=options, device="cpu", host_memory="64MiB").generate([prompt], GREEDY)
+    )
     assert here.token_ids == there.token_ids
     assert here.stats.link_bytes_to_device == there.stats.link_bytes_to_device
     assert (here.stats.scoring_bytes_device, there.stats.scoring_bytes_host) == (0, 0)
@@ -302,8 +309,8 @@ def test_sequences_that_do_not_fit_together_wait(folder: Any) -> None:
     costs = costs_of(folder("llama"), "full", {})
     llm = limited(folder("llama"), "full", {}, streaming_limit(costs, [CONTEXT], resident=0))
     prompts = [tiny_prompt(length, seed=length) for length in (100, 90, 119)]
-    together = [c.token_ids for c in llm.generate(prompts, GREEDY)]
-    assert together == [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    together = [c.token_ids for c in completed(llm.generate(prompts, GREEDY))]
+    assert together == [completed(llm.generate([prompt], GREEDY))[0].token_ids for prompt in prompts]
     assert llm.runner.pool.bytes_held == 0
 
 

@@ -6,23 +6,24 @@ import random
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, ModelError, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.request import TokenOutput
 from offload_rt.engine.scheduler import Scheduler
+from offload_rt.outputs import TokenOutput
 from offload_rt.pool.arena import Arena
 from offload_rt.pool.layout import ArenaLayout
 
 
 def greedy(count: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, temperature=0)
+    return SamplingParams(max_tokens=count, temperature=0)
 
 
 def beams(width: int, count: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, temperature=0, num_beams=width)
+    return SamplingParams(max_tokens=count, temperature=0, num_beams=width)
 
 
 def make_llm(chunks: int = 64, **options: object) -> LLM:
@@ -35,7 +36,7 @@ def test_requests_join_and_leave_mid_decode() -> None:
     """Twelve requests of random lengths, one added every other step: each gets what it gets alone."""
     llm, rng = make_llm(), random.Random(0)
     asked = [(tiny_prompt(rng.randint(1, 90), seed=i), greedy(rng.randint(1, 25))) for i in range(12)]
-    alone = [llm.generate([prompt], params)[0].token_ids for prompt, params in asked]
+    alone = [completed(llm.generate([prompt], params))[0].token_ids for prompt, params in asked]
     engine = Engine(llm.runner, max_batch=4)
     got: dict[int, list[int]] = {i: [] for i in range(12)}
     pending, steps, widest = list(asked), 0, 0
@@ -66,8 +67,8 @@ def test_a_prefill_does_not_starve_running_decodes() -> None:
 def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
     llm = make_llm(chunks=3)
     prompts = [tiny_prompt(70, seed=i) for i in range(5)]
-    alone = [llm.generate([prompt], greedy(40))[0].token_ids for prompt in prompts]
-    assert [c.token_ids for c in llm.generate(prompts, greedy(40))] == alone
+    alone = [completed(llm.generate([prompt], greedy(40)))[0].token_ids for prompt in prompts]
+    assert [c.token_ids for c in completed(llm.generate(prompts, greedy(40)))] == alone
     assert llm.runner.pool.bytes_peak <= llm.runner.pool.limit_bytes
 
 
@@ -99,7 +100,7 @@ def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
         engine.cancel(request)
         engine.check_integrity()
     assert engine.idle and llm.runner.pool.bytes_held == 0
-    assert running.completion().finish_reason == "cancelled"
+    assert running.completion().finish_reason == "abort"
     assert len(running.new_tokens) == 2 and waiting.stats(llm.runner) is None
 
 
@@ -116,7 +117,7 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
 def test_statistics_count_what_full_moves() -> None:
     """Every candidate row once a step and layer: with N tokens in context, N - 1 of them (the newest is resident)."""
     llm = make_llm()
-    [completion] = llm.generate([tiny_prompt(50)], greedy(11))
+    [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
     row_pair = 2 * 16 * 8
     assert stats.link_bytes_to_device == sum(range(50, 60)) * 4 * 2 * row_pair
@@ -133,7 +134,7 @@ def test_generation_runs_for_as_long_as_the_pool_holds() -> None:
     llm = LLM(model, policy="full", host_memory="4MiB")
     ids = torch.tensor([tiny_prompt(3)])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=700, do_sample=False)[0, 3:]
-    assert llm.generate(tiny_prompt(3), greedy(700))[0].token_ids == expected.tolist()
+    assert completed(llm.generate(tiny_prompt(3), greedy(700)))[0].token_ids == expected.tolist()
 
 
 def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
@@ -185,7 +186,7 @@ def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
     monkeypatch.setattr(Scheduler, "admit", admitted)
     monkeypatch.setattr(Arena, "activate", activated)
     engine = Engine(llm.runner, max_batch=16)
-    sampled = SamplingParams(max_new_tokens=200, n=3, seed=1)
+    sampled = SamplingParams(max_tokens=200, n=3, seed=1)
     asked = [(100, greedy(150)), (130, sampled), (64, beams(3, 140)), (63, greedy(1)), (5, greedy(260))]
     for length, params in asked:
         engine.add(tiny_prompt(length, seed=length), params)

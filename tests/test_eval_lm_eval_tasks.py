@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 
 from offload_rt import SamplingParams
 from offload_rt.core import CHUNK
@@ -260,7 +261,7 @@ def test_a_document_is_prefilled_once_for_all_variants() -> None:
     full.generate_until(asked)
     sparse.generate_until(asked)
     prompt = len(full.tok_encode(asked[0].args[0]))
-    [again] = sparse.llm.generate([full.tok_encode(asked[0].args[0])], SamplingParams(max_new_tokens=1))
+    [again] = completed(sparse.llm.generate([full.tok_encode(asked[0].args[0])], SamplingParams(max_tokens=1)))
     assert again.stats.reused_tokens == (prompt - 1) // CHUNK * CHUNK > 0
 
 

@@ -26,7 +26,7 @@ from offload_rt.eval.simulate.selection_replay import ReplayConfig, ShrunkPool, 
 from offload_rt.pool.eviction import PRIOR_STEPS
 from offload_rt.select.infinigen import InfiniGenState
 
-GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 OPTIONS = {"budget": 0.2, "sinks": 2, "recent": 8, "dense_layers": (0,)}
 
 
@@ -97,7 +97,7 @@ def test_repaired_rows_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_with_eviction_positions_are_recorded_not_slots(tmp_path: Path) -> None:
     options = {"budget": 0.3, "sinks": 2, "recent": 8}
     llm = LLM(tiny_model("llama"), policy="infinigen", policy_options=options, host_memory="256KiB", eviction="lru")
-    params = SamplingParams(max_new_tokens=120, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
     list(llm.stream(tiny_prompt(60), params, tmp_path / "run"))
     run = Recording.open(tmp_path / "run")
     assert llm.last_stats is not None and llm.last_stats.kv_bytes_host <= 256 << 10

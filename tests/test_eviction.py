@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.outputs import completed
 from support.plain_decode import Kept, plain_step
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
@@ -54,7 +55,7 @@ def test_generation_goes_on_far_past_the_limit_in_flat_memory(
     """Nearly twice as many tokens as the pool holds; the arena's own count is checked at every step."""
     llm = make_llm(policy, options, 2, eviction, layers=2)
     pool, runner = llm.runner.pool, llm.runner
-    for event in llm.stream(tiny_prompt(50), SamplingParams(max_new_tokens=3 * CHUNK, temperature=0)):
+    for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * CHUNK, temperature=0)):
         assert pool.bytes_used <= CHUNK_BYTES
         if event.index % 50 == 0:
             runner.check_integrity()
@@ -65,9 +66,9 @@ def test_generation_goes_on_far_past_the_limit_in_flat_memory(
 
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_eviction_changes_nothing_while_there_is_room(policy: str, options: dict[str, Any]) -> None:
-    params = SamplingParams(max_new_tokens=40, temperature=0)
-    [bounded] = make_llm(policy, options, 3, "counter").generate([tiny_prompt(150)], params)
-    [free] = make_llm(policy, options, 30, None).generate([tiny_prompt(150)], params)
+    params = SamplingParams(max_tokens=40, temperature=0)
+    [bounded] = completed(make_llm(policy, options, 3, "counter").generate([tiny_prompt(150)], params))
+    [free] = completed(make_llm(policy, options, 30, None).generate([tiny_prompt(150)], params))
     assert bounded.token_ids == free.token_ids
 
 
@@ -242,7 +243,7 @@ def test_what_cannot_be_evicted_is_refused() -> None:
         make_llm("full", {}, 3, {"policy": "fifo", "protects": "none"})
     llm = make_llm("infinigen", {"recent": 200}, 3, "counter")
     with pytest.raises(PoolFullError, match="none to overwrite: 4 sinks, 200 recent"):
-        llm.generate([tiny_prompt(100)], SamplingParams(max_new_tokens=200))
+        llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=200))
     assert llm.runner.pool.bytes_held == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
@@ -21,7 +22,7 @@ from offload_rt.forward.sequence import Sequence
 SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
 """So few rows that drafts are often wrong."""
 
-GREEDY = SamplingParams(max_new_tokens=24, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 
 def runtime(model: Any, policy: str = "infinigen", **fields: Any) -> LLM:
@@ -30,7 +31,7 @@ def runtime(model: Any, policy: str = "infinigen", **fields: Any) -> LLM:
 
 
 def texts(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
-    found = [completion.token_ids for completion in llm.generate(prompts, params)]
+    found = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
     llm.runner.check_integrity()
     return found
 
@@ -57,7 +58,7 @@ def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) 
     options = {"budget": 0.1, "sinks": 2, "recent": 8} if policy == "oracle" else None
     llm = runtime(model, policy, exact=exact, **({} if options is None else {"policy_options": options}))
     plain = runtime(model, "full")
-    sampled = [SamplingParams(max_new_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (24, 13, 1)]
+    sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (24, 13, 1)]
     for params in (GREEDY, sampled):
         assert texts(llm, PROMPTS, params) == texts(plain, PROMPTS, params)
 
@@ -70,7 +71,7 @@ def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
         runtime(model, policy_options=SMALL | {"budget": budget}, exact={"tokens": 4, "adaptive": False})
         for budget in (0.02, 1.0)
     )
-    few, all_right = (llm.generate([prompt], GREEDY)[0].stats for llm in (poor, rich))
+    few, all_right = (completed(llm.generate([prompt], GREEDY))[0].stats for llm in (poor, rich))
     assert few.accepted_tokens < few.drafted_tokens
     assert all_right.accepted_tokens == all_right.drafted_tokens and all_right.acceptance_rate == 1
     for stats in (few, all_right):
@@ -87,9 +88,9 @@ def test_what_was_written_before_is_found_for_nothing() -> None:
     """A trained model goes through a page for the second time: no step drafts, and a pass gives several tokens."""
     llm = LLM("reference", policy="full", host_memory="64MiB", exact=True)
     page = llm.encode(files("offload_rt").joinpath("data/black_arrow.txt").read_text(encoding="utf-8")[:1200])
-    params = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
-    [done] = llm.generate([page + page[:60]], params)
-    assert done.token_ids == runtime("reference", "full").generate([page + page[:60]], params)[0].token_ids
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    [done] = completed(llm.generate([page + page[:60]], params))
+    assert done.token_ids == completed(runtime("reference", "full").generate([page + page[:60]], params))[0].token_ids
     assert len(done.stats.attended_by_step) == done.stats.verifications, "no step drafted"
     assert done.stats.accepted_tokens >= 10
 
@@ -102,7 +103,7 @@ def test_rows_are_those_of_a_run_that_never_drafted() -> None:
     rows = []
     for llm in (runtime(model, exact={"adaptive": False}), runtime(model, "full")):
         runner = llm.runner
-        [done] = llm.generate([prompt], GREEDY)
+        [done] = completed(llm.generate([prompt], GREEDY))
         blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
         assert blocks.length == 128, "full chunks of verified tokens are shared as exact ones"
         rows.append(runner.pool.runs(blocks, 3, range(128))[0])
@@ -160,15 +161,15 @@ def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatc
     session.check_integrity()
     found = [event.token_id for event in session.send(tiny_prompt(5), GREEDY)]
     session.close()
-    plain = runtime(_LLAMA, "full").generate([*tiny_prompt(40), *seen, *tiny_prompt(5)], GREEDY)
+    plain = completed(runtime(_LLAMA, "full").generate([*tiny_prompt(40), *seen, *tiny_prompt(5)], GREEDY))
     assert found == plain[0].token_ids
 
 
 def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
     model = tiny_model("llama")
     llm, plain = runtime(model, exact={"adaptive": False}), runtime(model, "full")
-    several = SamplingParams(max_new_tokens=10, temperature=0.9, seed=3, n=3)
-    beams = SamplingParams(max_new_tokens=8, temperature=0, num_beams=3, n=2)
+    several = SamplingParams(max_tokens=10, temperature=0.9, seed=3, n=3)
+    beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
     for params in (several, beams):
         assert texts(llm, PROMPTS[:2], params) == texts(plain, PROMPTS[:2], params)
     mine, theirs = (one.score(PROMPTS[:2], [tiny_prompt(70, seed=5), tiny_prompt(3, seed=6)]) for one in (llm, plain))
@@ -180,7 +181,7 @@ def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
 def test_a_preempted_request_goes_on_exactly() -> None:
     """A pool for two of three: the youngest starts again, its tokens prefilled, since they are exact."""
     model = tiny_model("llama")
-    params = SamplingParams(max_new_tokens=70, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
     small = LLM(model, policy_options=SMALL, host_memory="600KiB", exact={"adaptive": False}, prefix_sharing=False)
     found = texts(small, PROMPTS, params)
     assert found == texts(runtime(model, "full"), PROMPTS, params)

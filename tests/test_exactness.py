@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 
-GREEDY = SamplingParams(max_new_tokens=64, temperature=0)
+GREEDY = SamplingParams(max_tokens=64, temperature=0)
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in NAMES),
@@ -55,7 +56,7 @@ def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any
     model = tiny_model(name, **options)
     prompt = tiny_prompt(length)
     llm = LLM(model, policy="full", host_memory="8MiB")
-    [completion] = llm.generate([prompt], GREEDY)
+    [completion] = completed(llm.generate([prompt], GREEDY))
     assert len(completion.token_ids) == 64
     assert_greedy(model, prompt, completion.token_ids)
     assert completion.finish_reason == "length"
@@ -98,9 +99,9 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="64MiB", dtype="float64")
     prompts = [tiny_prompt(length, seed=length) for length in (150, 1, 70)]
-    short = SamplingParams(max_new_tokens=12, temperature=0)
-    together = [completion.token_ids for completion in llm.generate(prompts, short)]
-    alone = [llm.generate([prompt], short)[0].token_ids for prompt in prompts]
+    short = SamplingParams(max_tokens=12, temperature=0)
+    together = [completion.token_ids for completion in completed(llm.generate(prompts, short))]
+    alone = [completed(llm.generate([prompt], short))[0].token_ids for prompt in prompts]
     assert together == alone
 
 
@@ -114,9 +115,11 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
 )
 def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:
     model = tiny_model(name)
-    prompt, params = tiny_prompt(80), SamplingParams(max_new_tokens=24, temperature=0)
+    prompt, params = tiny_prompt(80), SamplingParams(max_tokens=24, temperature=0)
     options = EVERYTHING | {"preset": "rows", "source": source, "scorer": scorer, "dense_layers": ()}
-    [sparse] = LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
+    [sparse] = completed(
+        LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
+    )
     assert_greedy(model, prompt, sparse.token_ids)  # as full's are
     assert sparse.stats.attended_fraction == 1.0
     if name == "mistral":  # every layer slides: nothing selects

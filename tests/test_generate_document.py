@@ -78,7 +78,7 @@ def test_an_interrupted_document_goes_on_where_it_stopped(
     stream = LLM.stream
 
     def counts(self: LLM, prompt: Any, params: Any) -> Any:
-        asked.append(params.max_new_tokens)
+        asked.append(params.max_tokens)
         assert self.encode(before)[-5:] == prompt[-5:]  # the context is the document as it stands
         return stream(self, prompt, params)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.outputs import completed
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -44,8 +45,11 @@ def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], load
     assert loaded.name == str(path)
     assert loaded.eos_token_ids == {model.config.eos_token_id}
     llm, own = LLM(path, dtype="float32", policy="full", host_memory="4MiB"), LLM(model, host_memory="4MiB")
-    greedy = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
-    assert llm.generate([[5, 9, 11]], greedy)[0].token_ids == own.generate([[5, 9, 11]], greedy)[0].token_ids
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    assert (
+        completed(llm.generate([[5, 9, 11]], greedy))[0].token_ids
+        == completed(own.generate([[5, 9, 11]], greedy))[0].token_ids
+    )
 
 
 def test_tokenizer_and_chat_template_come_from_the_file(loaded: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.device_link import linked
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -82,8 +83,10 @@ def tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
     """A batch that shares a prefix, twice, so that chunks change hands; then samples that fork."""
     stem = tiny_prompt(130)
     prompts = [stem + tiny_prompt(20, seed=i) for i in range(batch)]
-    found = [c.token_ids for _ in range(2) for c in llm.generate(prompts, SamplingParams(count, temperature=0))]
-    return found + [c.token_ids for c in llm.generate([stem], SamplingParams(count, seed=1, n=3))]
+    found = [
+        c.token_ids for _ in range(2) for c in completed(llm.generate(prompts, SamplingParams(count, temperature=0)))
+    ]
+    return found + [c.token_ids for c in completed(llm.generate([stem], SamplingParams(count, seed=1, n=3)))]
 
 
 SIMULATED = not torch.cuda.is_available()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import BatchEncoding
 
@@ -22,7 +23,7 @@ from offload_rt.select.options import InfiniGenOptions
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5 is float; it must be a whole number"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5 is float; it must be a whole number"),
         ({"n": 2.5}, "n=2.5 is float"),
         ({"seed": "a"}, "seed='a' is str; it must be a whole number or None"),
         ({"stop": [5]}, r"stop=\[5\] must be a text or a list of texts"),
@@ -32,7 +33,7 @@ from offload_rt.select.options import InfiniGenOptions
         ({"temperature": True}, "temperature=True is bool"),
         ({"temperature": 1e-320}, "too small"),
         ({"ignore_eos": 1}, "ignore_eos=1 is int; it must be True or False"),
-        ({"max_new_tokens": None}, "max_new_tokens=None is NoneType"),
+        ({"max_tokens": None}, "max_tokens=None is NoneType"),
     ],
 )
 def test_sampling_params_of_a_wrong_type(fields: dict[str, Any], said: str) -> None:
@@ -59,9 +60,9 @@ def test_configuration_of_a_wrong_type(kind: type, fields: dict[str, Any]) -> No
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    params = SamplingParams(max_new_tokens=np.int64(7), temperature=np.float32(0.5), top_p=1)
-    assert (params.max_new_tokens, params.temperature, params.top_p) == (7, 0.5, 1)
-    assert type(params.max_new_tokens) is int and type(params.temperature) is float
+    params = SamplingParams(max_tokens=np.int64(7), temperature=np.float32(0.5), top_p=1)
+    assert (params.max_tokens, params.temperature, params.top_p) == (7, 0.5, 1)
+    assert type(params.max_tokens) is int and type(params.temperature) is float
     assert type(params.top_p) is int, "an option's text is in names of stored rows: 1 stays 1"
 
 
@@ -137,13 +138,13 @@ def test_anything_is_a_prompt_or_an_input_error(value: Any) -> None:
 
 
 @given(
-    st.sampled_from(["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "num_beams"]),
+    st.sampled_from(["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "num_beams"]),
     st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=3) | st.binary(max_size=2)
     | st.lists(st.integers() | st.text(max_size=2), max_size=2),
 )  # fmt: skip
 def test_any_value_of_a_sampling_param_is_taken_or_refused(name: str, value: Any) -> None:
     """Any other exception than ours fails this; what is taken is of the types that the field has from then on."""
-    wanted = {"stop": tuple, "seed": int | None, "top_k": int | None, "n": int, "num_beams": int, "max_new_tokens": int}
+    wanted = {"stop": tuple, "seed": int | None, "top_k": int, "n": int, "num_beams": int, "max_tokens": int}
     try:
         params = SamplingParams(**{name: value})
     except OffloadError:
@@ -159,10 +160,10 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
         llm.stream([[1, 2], [3]])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="model=None is NoneType"):
         LLM(None)  # type: ignore[arg-type]
-    params, prompt = SamplingParams(max_new_tokens=2, temperature=0), tiny_prompt(9)
-    [expected] = llm.generate(prompt, params)
+    params, prompt = SamplingParams(max_tokens=2, temperature=0), tiny_prompt(9)
+    [expected] = completed(llm.generate(prompt, params))
     for same in (torch.tensor(prompt), np.array(prompt), {"input_ids": [prompt]}):
-        assert llm.generate(same, params)[0].token_ids == expected.token_ids  # type: ignore[arg-type]
+        assert completed(llm.generate(same, params))[0].token_ids == expected.token_ids  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 9), st.sampled_from(["head", "tail", "middle"]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
@@ -90,13 +91,13 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
 def test_formats_go_with_selection_forks_batches_and_eviction(kv_format: str) -> None:
     """A budget of everything is full, with full's window (resident rows are not rounded); a batch gives what each gets
     alone; forks and a bounded pool work on rounded rows."""
-    params = SamplingParams(max_new_tokens=12, temperature=0)
+    params = SamplingParams(max_tokens=12, temperature=0)
     prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 120)]
-    full = [c.token_ids for c in make_llm(kv_format).generate(prompts, params)]
+    full = [c.token_ids for c in completed(make_llm(kv_format).generate(prompts, params))]
     options = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "sinks": 0, "recent": 1}
     everything = make_llm(kv_format, "infinigen", **options)
-    assert [c.token_ids for c in everything.generate(prompts, params)] == full
-    assert [make_llm(kv_format).generate([prompt], params)[0].token_ids for prompt in prompts] == full
+    assert [c.token_ids for c in completed(everything.generate(prompts, params))] == full
+    assert [completed(make_llm(kv_format).generate([prompt], params))[0].token_ids for prompt in prompts] == full
     twice = make_llm(kv_format).score([prompts[1]] * 2, [full[1]] * 2)
     assert twice[0].logprobs == twice[1].logprobs
     bounded = LLM(
@@ -106,12 +107,12 @@ def test_formats_go_with_selection_forks_batches_and_eviction(kv_format: str) ->
         kv_format=kv_format,  # type: ignore[arg-type]
         eviction="lru",
     )
-    [long] = bounded.generate([prompts[1]], SamplingParams(max_new_tokens=90, temperature=0))
+    [long] = completed(bounded.generate([prompts[1]], SamplingParams(max_tokens=90, temperature=0)))
     assert len(long.token_ids) == 90 and bounded.runner.pool.bytes_used == 0
 
 
 def test_results_do_not_depend_on_what_ran_before() -> None:
     """A rounded prefix is not reused: its rows are not what an exact prefill would attend to."""
-    llm, params = make_llm("int4"), SamplingParams(max_new_tokens=20, temperature=0)
-    first, second = (llm.generate([tiny_prompt(150)], params)[0] for _ in range(2))
+    llm, params = make_llm("int4"), SamplingParams(max_tokens=20, temperature=0)
+    first, second = (completed(llm.generate([tiny_prompt(150)], params))[0] for _ in range(2))
     assert first.token_ids == second.token_ids and second.stats.reused_tokens == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.device_link import staged
+from support.outputs import completed
 from support.plain_decode import Kept, plain_step
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
@@ -46,7 +47,7 @@ def make(kind: str, *, memory: int | str = "64MiB", **options: Any) -> LLM:
 
 
 def greedy(count: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, temperature=0)
+    return SamplingParams(max_tokens=count, temperature=0)
 
 
 def held_windows(llm: LLM) -> int:
@@ -93,7 +94,7 @@ def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy:
         llm = staged(llm)
     prompts = [tiny_prompt(length, seed=length) for length in (30, 47, 220)]
     reference = model_of(kind)
-    for prompt, completion in zip(prompts, llm.generate(prompts, greedy(24)), strict=True):
+    for prompt, completion in zip(prompts, completed(llm.generate(prompts, greedy(24))), strict=True):
         assert len(completion.token_ids) == 24
         assert_greedy(reference, prompt, completion.token_ids)
     llm.runner.check_integrity()
@@ -121,13 +122,13 @@ def test_prompts_that_part_share_what_is_before(kind: str) -> None:
     llm = make(kind)
     document = tiny_prompt(400)
     prompts = [document + tiny_prompt(80, seed=seed) for seed in (1, 2)]
-    first, second = (llm.generate([prompt], greedy(34))[0] for prompt in prompts)
+    first, second = (completed(llm.generate([prompt], greedy(34)))[0] for prompt in prompts)
     for prompt, completion in zip(prompts, (first, second), strict=True):
         assert len(completion.token_ids) == 34
         assert_greedy(model_of(kind), prompt, completion.token_ids)
     assert first.stats.reused_tokens == 0 and second.stats.reused_tokens == 400 // CHUNK * CHUNK
     llm.runner.check_integrity()
-    together = llm.generate(prompts, greedy(34))
+    together = completed(llm.generate(prompts, greedy(34)))
     assert [completion.token_ids for completion in together] == [first.token_ids, second.token_ids]
     assert llm.runner.pool.bytes_held == 0
 
@@ -139,7 +140,7 @@ def test_rows_kept_for_others_leave_when_room_is_needed() -> None:
     small = make("half slide", memory=needed * pool.chunk_bytes)
     for seed in range(4):
         prompt = tiny_prompt(300, seed=seed)
-        assert_greedy(model_of("half slide"), prompt, small.generate([prompt], greedy(30))[0].token_ids)
+        assert_greedy(model_of("half slide"), prompt, completed(small.generate([prompt], greedy(30)))[0].token_ids)
         small.runner.check_integrity()
 
 
@@ -148,13 +149,13 @@ def test_samples_and_beams_fork(kind: str) -> None:
     """Forks share the window's chunks, copy the partly filled one, and slide on by themselves."""
     prompt = tiny_prompt(100)
     llm = make(kind)
-    for completion in llm.generate([prompt], SamplingParams(max_new_tokens=36, n=3, seed=5)):
+    for completion in completed(llm.generate([prompt], SamplingParams(max_tokens=36, n=3, seed=5))):
         continued = prompt + completion.token_ids
         logits = model_of(kind)(torch.tensor([continued])).logits[0, len(prompt) - 1 : -1].double()
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         [score] = make(kind).score([prompt], [completion.token_ids], len(prompt) - 1)
         assert score.logprobs == pytest.approx(logprobs.tolist(), abs=1e-6)
-    llm.generate([prompt], SamplingParams(max_new_tokens=36, num_beams=3, temperature=0))
+    llm.generate([prompt], SamplingParams(max_tokens=36, num_beams=3, temperature=0))
     llm.runner.check_integrity()
     assert llm.runner.pool.bytes_held == 0
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.device_link import staged
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import CHUNK, Selection, Visible
-from offload_rt.engine.request import Completion
+from offload_rt.outputs import CompletionOutput
 from offload_rt.pool.pool import HostPool
 from offload_rt.transfer.cuda import CudaLink
 from offload_rt.transfer.link import Ticket
@@ -32,7 +33,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
-    def run(prepare: bool) -> list[Completion]:
+    def run(prepare: bool) -> list[CompletionOutput]:
         llm = LLM(
             tiny_model(name, dtype=torch.float64),
             policy=policy,
@@ -42,7 +43,7 @@ def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[s
         )
         prompts = [tiny_prompt(length, seed=length) for length in (1, 58, 123)]
         runs = staged(llm) if prepare else llm
-        return runs.generate(prompts, SamplingParams(max_new_tokens=10, temperature=0))
+        return completed(runs.generate(prompts, SamplingParams(max_tokens=10, temperature=0)))
 
     for staged_run, in_place in zip(run(True), run(False), strict=True):
         assert staged_run.token_ids == in_place.token_ids
@@ -61,7 +62,7 @@ def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str
         chunk = 2 * 4 * 2 * 16 * 64 * 8
         llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * chunk, dtype="float64", eviction="lru")
         ready = staged(llm) if prepare else llm
-        [done] = ready.generate([tiny_prompt(110)], SamplingParams(max_new_tokens=60, temperature=0))
+        [done] = completed(ready.generate([tiny_prompt(110)], SamplingParams(max_tokens=60, temperature=0)))
         return done.token_ids
 
     assert run(True) == run(False)

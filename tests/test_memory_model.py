@@ -11,13 +11,14 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.commands.tables import plot_run, requirements_table, stats_table
 from offload_rt.core import CHUNK
-from offload_rt.engine.stats import Stats
 from offload_rt.models.registry import load_shape
+from offload_rt.outputs import Stats
 from offload_rt.planning.memory_model import DeviceCosts, Machine, Requirements, obstacles, requirements
 from offload_rt.select.options import FullOptions, InfiniGenOptions
 from offload_rt.select.registry import memory_demand
@@ -27,7 +28,7 @@ PROMPT, NEW = 500, 40
 
 
 def run(llm: LLM) -> Stats:
-    return llm.generate([tiny_prompt(PROMPT)], SamplingParams(max_new_tokens=NEW, temperature=0))[0].stats
+    return completed(llm.generate([tiny_prompt(PROMPT)], SamplingParams(max_tokens=NEW, temperature=0)))[0].stats
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.outputs import completed
 from support.sharing import greedy, make
 from support.tiny_models import tiny_prompt
 
@@ -21,7 +22,7 @@ from offload_rt.engine.swap import FOLDER, Swap
 from offload_rt.errors import StoreError
 
 PROMPTS = [tiny_prompt(CHUNK + 30) + tiny_prompt(28, seed=i) for i in range(3)]
-PARAMS = [greedy(50), SamplingParams(max_new_tokens=40, seed=3), greedy(35)]
+PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]
 
 
 def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
@@ -51,7 +52,9 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
 
 def roomy(**options: Any) -> list[list[int]]:
     llm = make(prefix_sharing=False, **options)
-    return [c.token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True) for c in llm.generate([prompt], p)]
+    return [
+        c.token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True) for c in completed(llm.generate([prompt], p))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
     swapped = []
     monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
     llm = make(chunks=6, swap=tmp_path)
-    assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == roomy()
+    assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
     assert swapped and not list(tmp_path.rglob("*.kv"))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.disk_chunks import FILE_BYTES, KILLS, blocks_of, chunk_files, fork_saver, load, open_store, save, tokens_of
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -23,7 +24,7 @@ from offload_rt.pool.prefix_tree import chunk_key
 from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import Document
 
-SHORT = SamplingParams(max_new_tokens=20, temperature=0)
+SHORT = SamplingParams(max_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
 
 
@@ -39,7 +40,7 @@ def answer(session: Session, turn: list[int]) -> list[int]:
 
 def expected(history: list[int], turn: list[int], seed: int = 0) -> list[int]:
     llm = make_llm(seed)
-    return llm.generate([history + turn], SHORT)[0].token_ids
+    return completed(llm.generate([history + turn], SHORT))[0].token_ids
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
     answer(session, TURNS[1])
     prompt = [*session.tokens, 5]
     session.close()
-    [done] = llm.generate([prompt], SHORT)
+    [done] = completed(llm.generate([prompt], SHORT))
     assert done.stats.reused_tokens == 0 and done.token_ids == expected([], prompt)
 
 

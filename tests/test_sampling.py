@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import PreTrainedTokenizerBase
 
@@ -58,26 +59,30 @@ def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, floa
 
 def test_the_same_seed_gives_the_same_text_whatever_is_beside_it() -> None:
     llm = LLM(tiny_model("llama", dtype=torch.float64), policy="full", host_memory="8MiB", dtype="float64")
-    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7)
-    alone = llm.generate([tiny_prompt(9)], params)[0].token_ids
-    beside = llm.generate([tiny_prompt(30, seed=3), tiny_prompt(9)], params)[1].token_ids
-    other = llm.generate([tiny_prompt(9)], SamplingParams(max_new_tokens=20, temperature=1.0, seed=8))[0].token_ids
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
+    alone = completed(llm.generate([tiny_prompt(9)], params))[0].token_ids
+    beside = completed(llm.generate([tiny_prompt(30, seed=3), tiny_prompt(9)], params))[1].token_ids
+    other = completed(llm.generate([tiny_prompt(9)], SamplingParams(max_tokens=20, temperature=1.0, seed=8)))[
+        0
+    ].token_ids
     assert alone == beside
     assert alone != other
 
 
 def test_eos_ends_a_text_unless_it_is_ignored() -> None:
     model = tiny_model("llama")
-    free = LLM(model, policy="full", host_memory="8MiB").generate(
-        [tiny_prompt(5)], SamplingParams(max_new_tokens=30, temperature=0)
+    free = completed(
+        LLM(model, policy="full", host_memory="8MiB").generate(
+            [tiny_prompt(5)], SamplingParams(max_tokens=30, temperature=0)
+        )
     )[0]
     eos = free.token_ids[10]
     model.config.eos_token_id = model.generation_config.eos_token_id = eos
     llm = LLM(model, policy="full", host_memory="8MiB")
-    [stopped] = llm.generate([tiny_prompt(5)], SamplingParams(max_new_tokens=30, temperature=0))
-    assert stopped.finish_reason == "eos"
+    [stopped] = completed(llm.generate([tiny_prompt(5)], SamplingParams(max_tokens=30, temperature=0)))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
-    [ignored] = llm.generate([tiny_prompt(5)], SamplingParams(max_new_tokens=30, temperature=0, ignore_eos=True))
+    [ignored] = completed(llm.generate([tiny_prompt(5)], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)))
     assert ignored.token_ids == free.token_ids and ignored.finish_reason == "length"
 
 
@@ -99,12 +104,12 @@ def test_nothing_of_a_stop_string_is_ever_shown(tokenizer: PreTrainedTokenizerBa
     stream, shown = TextStream(tokenizer, stop), ""
     for token in ids:
         shown += stream.push(token)
-        if stream.stopped:
+        if stream.stopped is not None:
             break
     shown += stream.flush()
     whole = tokenizer.decode(ids, skip_special_tokens=True)
     ends = [at for at in (whole.find(s) for s in stop) if at >= 0]
-    assert stream.stopped == bool(ends)
+    assert (stream.stopped is not None) == bool(ends)
     if ends:
         assert whole.startswith(shown) and not any(s in shown for s in stop)
         assert any(whole.startswith(s, len(shown)) for s in stop), "all that comes before it is shown"
@@ -123,16 +128,19 @@ def test_each_of_n_completions_has_a_seed_of_its_own() -> None:
 
 def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> None:
     llm = LLM("reference", policy="full", host_memory="64MiB")
-    params = SamplingParams(max_new_tokens=60, temperature=0)
-    [free] = llm.generate(["It was a dark night, and"], params)
+    params = SamplingParams(max_tokens=60, temperature=0)
+    [free] = completed(llm.generate(["It was a dark night, and"], params))
     stop = free.text[20:24]
-    [stopped] = llm.generate(["It was a dark night, and"], SamplingParams(max_new_tokens=60, temperature=0, stop=stop))
-    assert stopped.finish_reason == "stop"
+    [stopped] = completed(
+        llm.generate(["It was a dark night, and"], SamplingParams(max_tokens=60, temperature=0, stop=stop))
+    )
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stopped.text == free.text[: free.text.index(stop)]
-    events = list(llm.stream("It was a dark night, and", SamplingParams(max_new_tokens=60, temperature=0, stop=[stop])))
+    events = list(llm.stream("It was a dark night, and", SamplingParams(max_tokens=60, temperature=0, stop=[stop])))
     assert "".join(event.text for event in events) == stopped.text
     assert [event.index for event in events] == list(range(len(events)))
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
+    assert events[-1].stop_reason == stop
 
 
 @pytest.mark.parametrize(
@@ -145,7 +153,7 @@ def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> 
         {"top_k": 0},
         {"min_p": -0.1},
         {"repetition_penalty": 0},
-        {"max_new_tokens": 0},
+        {"max_tokens": 0},
         {"stop": [""]},
     ],
     ids=str,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto import AutoModelForCausalLM
@@ -84,13 +85,13 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("toy")
 def test_a_policy_from_outside_runs() -> None:
     settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float64"}
-    prompt, greedy = tiny_prompt(90), SamplingParams(max_new_tokens=6, temperature=0)
+    prompt, greedy = tiny_prompt(90), SamplingParams(max_tokens=6, temperature=0)
     model = tiny_model("llama", dtype=torch.float64)
-    [dense] = LLM(model, policy="full", host_memory="16MiB", dtype="float64").generate([prompt], greedy)
+    [dense] = completed(LLM(model, policy="full", host_memory="16MiB", dtype="float64").generate([prompt], greedy))
     options = {"sinks": 2, "recent": 4, "dense_layers": ()}
-    [every] = LLM(model, policy_options=options | {"stride": 1}, **settings).generate([prompt], greedy)
+    [every] = completed(LLM(model, policy_options=options | {"stride": 1}, **settings).generate([prompt], greedy))
     assert every.token_ids == dense.token_ids and every.stats.attended_fraction == 1
-    [third] = LLM(model, policy_options=options | {"stride": 3}, **settings).generate([prompt], greedy)
+    [third] = completed(LLM(model, policy_options=options | {"stride": 3}, **settings).generate([prompt], greedy))
     assert third.stats.policy == "every-nth"
     assert third.stats.attended_fraction == pytest.approx((2 + 4 + 84 / 3) / 90, abs=0.02)
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from support.disk_chunks import chunk_files
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, ModelError, PoolFullError, SamplingParams
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.truncate import SINKS, last_kept
 
-SHORT = SamplingParams(max_new_tokens=6, temperature=0)
+SHORT = SamplingParams(max_tokens=6, temperature=0)
 NAMES = ("ada", "bob", "cyd")
 POSITIONS = 260
 CHUNK_BYTES = 4 * 2 * 2 * 64 * 16 * 8
@@ -155,7 +156,7 @@ def test_what_is_left_of_a_session_with_lost_rows_is_computed_as_a_text_of_its_o
         got = answer(session, turn("ada", 0))
     kept = [*tokens[:SINKS], *tokens[-(POSITIONS // 2) :]]
     assert session.tokens == [*kept, *turn("ada", 0), *got] and session.history.shift == 0
-    assert got == make_llm().generate([[*kept, *turn("ada", 0)]], SHORT)[0].token_ids
+    assert got == completed(make_llm().generate([[*kept, *turn("ada", 0)]], SHORT))[0].token_ids
     session.close()
 
 
@@ -188,12 +189,12 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
 
 LONG = tiny_prompt(500, seed=5)
 KINDS: dict[str, Callable[[LLM], Any]] = {
-    "generate": lambda llm: [c.token_ids for c in llm.generate([LONG, [*LONG[:90], 3]], SHORT)],
+    "generate": lambda llm: [c.token_ids for c in completed(llm.generate([LONG, [*LONG[:90], 3]], SHORT))],
     "samples": lambda llm: [
-        c.token_ids for c in llm.generate([LONG], SamplingParams(n=3, max_new_tokens=6, seed=1, temperature=0.9))
+        c.token_ids for c in completed(llm.generate([LONG], SamplingParams(n=3, max_tokens=6, seed=1, temperature=0.9)))
     ],
     "beams": lambda llm: [
-        c.token_ids for c in llm.generate([LONG], SamplingParams(num_beams=3, max_new_tokens=6, temperature=0))
+        c.token_ids for c in completed(llm.generate([LONG], SamplingParams(num_beams=3, max_tokens=6, temperature=0)))
     ],
     "stream": lambda llm: [event.token_id for event in llm.stream(LONG, SHORT)],
     "score": lambda llm: [score.logprobs for score in llm.score([LONG, LONG[:90]], [[3, 4], [5]])],
@@ -229,7 +230,7 @@ def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> N
     answer(other, tiny_prompt(300, seed=2))
     assert one.kv.sequence is None and other.kv.sequence is not None
     history = [*tiny_prompt(300, seed=1), *first, *turn("ada", 0)]
-    assert answer(one, turn("ada", 0)) == make_llm().generate([history], SHORT)[0].token_ids
+    assert answer(one, turn("ada", 0)) == completed(make_llm().generate([history], SHORT))[0].token_ids
     one.close()
     other.close()
     assert llm.runner.reclaimables == []
@@ -251,7 +252,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
         llm.generate([LONG], SHORT)
     second += [event.token_id for event in events]
     history = [*tiny_prompt(250, seed=1), *first, *turn("ada", 0)]
-    assert second == make_llm().generate([history], SHORT)[0].token_ids
+    assert second == completed(make_llm().generate([history], SHORT))[0].token_ids
     llm.runner.check_integrity()
     with pytest.warns(UserWarning, match="not saved whole"):
         session.close()
@@ -268,7 +269,7 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
         if name:
             here, there = (answer(each[name], prompt) for each in sessions)
         else:
-            here, there = (llm.generate([prompt, prompt[:-3]], SHORT)[1].token_ids for llm in (small, roomy))
+            here, there = (completed(llm.generate([prompt, prompt[:-3]], SHORT))[1].token_ids for llm in (small, roomy))
         assert here == there, step
         if len(sessions[0][name].tokens if name else ()) > 320:
             for each in sessions:

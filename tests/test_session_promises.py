@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.disk_chunks import FILE_BYTES, load, open_store, save, tokens_of
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, PoolFullError, SamplingParams, StoreError
@@ -19,7 +20,7 @@ from offload_rt.engine.runner import Runner
 from offload_rt.sessions.session import Session
 from offload_rt.storage.disk_store import DiskStore
 
-SHORT = SamplingParams(max_new_tokens=8, temperature=0)
+SHORT = SamplingParams(max_tokens=8, temperature=0)
 
 
 @pytest.fixture(autouse=True)
@@ -79,16 +80,16 @@ def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_computed(
     with pytest.raises(PoolFullError, match=message):
         llm.generate([tiny_prompt(100, seed=1), tiny_prompt(300, seed=2)], SHORT)
     assert computed == []
-    long = SamplingParams(max_new_tokens=40, temperature=0)
+    long = SamplingParams(max_tokens=40, temperature=0)
     if options:
-        assert len(llm.generate([tiny_prompt(254, seed=1)], long)[0].token_ids) == 40
+        assert len(completed(llm.generate([tiny_prompt(254, seed=1)], long))[0].token_ids) == 40
 
 
 # ---------------------------------------------------------------------------------------------------- what was reused
 
 
 def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
-    stats = llm.generate([prompt], SHORT)[0].stats
+    stats = completed(llm.generate([prompt], SHORT))[0].stats
     return stats.reused_tokens, stats.diverged_at
 
 
@@ -174,8 +175,8 @@ def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatc
 
 def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
     llm = make_llm()
-    [completion] = llm.generate([tiny_prompt(20)], SHORT)
-    assert repr(completion) == "Completion('', tokens=8, finish_reason='length')"
+    [completion] = completed(llm.generate([tiny_prompt(20)], SHORT))
+    assert repr(completion) == "CompletionOutput('', tokens=8, finish_reason='length', stop_reason=None)"
     long = dataclasses.replace(completion, text="word " * 100)
     assert len(repr(long)) < 120 and "…" in repr(long)
     assert repr(llm) == f"LLM({llm.name!r}, policy='full', device='cpu', dtype='float64', host_memory='12.5 MiB')"
@@ -204,7 +205,7 @@ def test_blocks_close_what_they_open(tmp_path: Path) -> None:
         queue.step()
         with pytest.raises(InputError, match="answering"):
             queued.session.close()
-    assert list(events) == [] and queued.finish_reason == "cancelled"
+    assert list(events) == [] and queued.finish_reason == "abort"
     llm.close()
     for call in (lambda: llm.generate([[1]]), lambda: llm.stream([1]), lambda: llm.session("x", tmp_path)):
         with pytest.raises(InputError, match=r"LLM\(.*\) is closed"):

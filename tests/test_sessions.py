@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.disk_chunks import chunk_files
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams
@@ -20,7 +21,7 @@ from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
 from offload_rt.storage.loader import ChunkLoader, read_buffer_layers
 
-GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed=3), tiny_prompt(28, seed=4)]
 """Chunks end in the second turn's answer, the third turn and the fourth turn's answer."""
 POLICIES: dict[str, dict[str, Any]] = {
@@ -74,8 +75,8 @@ def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
     session = llm.session("s", tmp_path)
     first, second = answer(session, TURNS[0]), answer(session, TURNS[1])
     plain = make_llm(prefix_sharing=False)
-    assert plain.generate([TURNS[0]], GREEDY)[0].token_ids == first
-    assert plain.generate([TURNS[0] + first + TURNS[1]], GREEDY)[0].token_ids == second
+    assert completed(plain.generate([TURNS[0]], GREEDY))[0].token_ids == first
+    assert completed(plain.generate([TURNS[0] + first + TURNS[1]], GREEDY))[0].token_ids == second
     assert session.tokens == TURNS[0] + first + TURNS[1] + second
     stats = session.last_stats
     assert stats is not None and stats.new_tokens == 12 and stats.reused_tokens == len(TURNS[0] + first) - 1
@@ -132,7 +133,7 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
     got = answer(session, TURNS[2])
     if policy == "full" or damage != "late":
         plain = make_llm(prefix_sharing=False, **POLICIES[policy])
-        assert got == plain.generate([history + TURNS[2]], GREEDY)[0].token_ids
+        assert got == completed(plain.generate([history + TURNS[2]], GREEDY))[0].token_ids
     session.close()
     again = make_llm(**POLICIES[policy]).session("s", tmp_path)
     assert again.tokens == history + TURNS[2] + got
@@ -198,7 +199,7 @@ def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pyt
                 answer(session, TURNS[2])
             assert session.tokens == before
     plain = make_llm(prefix_sharing=False)
-    expected = plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY)[0].token_ids
+    expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
     assert answer(session, TURNS[2]) == expected
     session.close()
 
@@ -239,7 +240,7 @@ def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
     )
     session = make_llm().session("s", tmp_path)
     assert session.tokens == TURNS[0] + right[0] + TURNS[1] + right[1]
-    plain = make_llm(prefix_sharing=False).generate([session.tokens + TURNS[2]], GREEDY)[0].token_ids
+    plain = completed(make_llm(prefix_sharing=False).generate([session.tokens + TURNS[2]], GREEDY))[0].token_ids
     assert answer(session, TURNS[2]) == plain and session.loaded_tokens > 0
     session.close()
 
@@ -321,11 +322,11 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     model = tiny_model("llama", max_position_embeddings=200)
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
-    answer(session, TURNS[0][:100], SamplingParams(max_new_tokens=5, temperature=0))
+    answer(session, TURNS[0][:100], SamplingParams(max_tokens=5, temperature=0))
     original = llm.runner.pool.stored(session.kv.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
     for i in range(50):
         session.truncate(keep_last=60)
-        answer(session, tiny_prompt(95, seed=i), SamplingParams(max_new_tokens=5, temperature=0))
+        answer(session, tiny_prompt(95, seed=i), SamplingParams(max_tokens=5, temperature=0))
     history, sequence = session.history, session.kv.sequence
     assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
     now = llm.runner.pool.stored(sequence.blocks, 1, range(4))[0].k
@@ -424,7 +425,7 @@ def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
     loader._thread.join(5)
     assert loader._done == 4, "unmeasured, the buffer has all layers"
     plain = make_llm(prefix_sharing=False)
-    expected = plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY)[0].token_ids
+    expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
     assert answer(session, TURNS[2]) == expected and loader.stall_seconds < 0.05
     session.close()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.outputs import completed
 from support.sharing import CHUNK_BYTES, LAYERS, ROW, greedy, make
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
@@ -30,7 +31,9 @@ def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name
     model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
     bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", prefix_sharing=False)
     bare.runner.policy = llm.runner.policy
-    return [c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in bare.generate([prompt], p)]
+    return [
+        c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in completed(bare.generate([prompt], p))
+    ]
 
 
 def drain(engine: Engine) -> None:
@@ -68,8 +71,8 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
     prompts = tree(random.Random(3), 8)
     params = [greedy(5 + 4 * i) for i in range(8)]
     expected = alone(llm, prompts, params)
-    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
-    again = llm.generate(prompts, params)
+    assert [c.token_ids for c in completed(llm.generate(prompts, params))] == expected
+    again = completed(llm.generate(prompts, params))
     assert [c.token_ids for c in again] == expected, "everything is in the tree by now"
     reused = sum(c.stats.reused_tokens for c in again)
     assert reused == (0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // CHUNK * CHUNK for p in prompts))
@@ -86,7 +89,7 @@ def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
     params = [greedy(12)] * 5
     expected = alone(llm, prompts, params, name)
     for _ in range(2):
-        assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+        assert [c.token_ids for c in completed(llm.generate(prompts, params))] == expected
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -96,7 +99,7 @@ def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
     rng = random.Random(seed)
     prompts = tree(rng, 6)
     params = [greedy(rng.randint(1, 80)) for _ in prompts]
-    needed = max(len(p) + q.max_new_tokens for p, q in zip(prompts, params, strict=True))
+    needed = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
     llm = make(chunks=-(-needed // CHUNK) + rng.randint(0, 6))
     engine = Engine(llm.runner, max_batch=4)
     requests = []
@@ -121,12 +124,12 @@ def test_samples_and_beams_share_a_pool_with_others() -> None:
     llm = make()
     prompts = tree(random.Random(5), 4)
     params = [
-        SamplingParams(max_new_tokens=20, seed=1, n=3),
-        SamplingParams(max_new_tokens=30, temperature=0, num_beams=3, n=2),
+        SamplingParams(max_tokens=20, seed=1, n=3),
+        SamplingParams(max_tokens=30, temperature=0, num_beams=3, n=2),
         greedy(40),
-        SamplingParams(max_new_tokens=25, seed=2, temperature=0.7),
+        SamplingParams(max_tokens=25, seed=2, temperature=0.7),
     ]
-    assert [c.token_ids for c in llm.generate(prompts, params)] == alone(llm, prompts, params)
+    assert [c.token_ids for c in completed(llm.generate(prompts, params))] == alone(llm, prompts, params)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,7 @@ def test_preemption_loses_nothing(policy: str, kv_format: str) -> None:
         engine.step()
         engine.check_integrity()
     assert engine.scheduler.preemptions > 0
-    apart = [roomy.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
+    apart = [completed(roomy.generate([prompt], p))[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
     assert [one.completions()[0].token_ids for one in requests] == apart
     assert all(one.completions()[0].stats.prompt_tokens == 100 for one in requests)
 
@@ -156,7 +159,7 @@ def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
     llm = make(chunks=32 + 64 + 8)
     pool, shared, batch = llm.runner.pool, 32 * CHUNK, 32
     prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
-    done = llm.generate(prompts, greedy(16))
+    done = completed(llm.generate(prompts, greedy(16)))
     saved = sum(c.stats.reused_tokens for c in done)
     assert saved == (batch - 1) * shared
     assert pool.bytes_peak <= (32 + 2 * batch) * CHUNK_BYTES
@@ -255,7 +258,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     assert len(after.completions()[0].token_ids) == 5
     assert llm.runner.pool.bytes_held == 4 * CHUNK_BYTES
     llm.runner.pool.release(held)
-    assert len(llm.generate([tiny_prompt(100)], greedy(60))[0].token_ids) == 60
+    assert len(completed(llm.generate([tiny_prompt(100)], greedy(60)))[0].token_ids) == 60
 
 
 @pytest.mark.slow
@@ -280,7 +283,7 @@ def test_many_requests_in_a_pool_too_small_for_them() -> None:
             engine.cancel(requests[index])
         if steps % 100 == 0:
             engine.check_integrity()
-    assert {i for i, one in enumerate(requests) if one.finish_reason == "cancelled"} == cancelled
+    assert {i for i, one in enumerate(requests) if one.finish_reason == "abort"} == cancelled
     assert engine.scheduler.preemptions > 0 and REQUESTS / 40 < len(cancelled) < REQUESTS / 2
     checked = [i for i in range(0, REQUESTS, 10) if i not in cancelled]
     expected = alone(llm, [prompts[i] for i in checked], [params[i] for i in checked])
@@ -294,8 +297,8 @@ def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: boo
     options = {} if policy == "full" else {"recent": 8, "sinks": 2, "max_fraction": 0.1, "dense_layers": ()}
     llm = make(policy=policy, policy_options=options)
     prompt = tiny_prompt(2 * CHUNK + 5)
-    [first] = llm.generate([prompt], greedy(2 * CHUNK))
-    [again] = llm.generate([prompt + first.token_ids], greedy(1))
+    [first] = completed(llm.generate([prompt], greedy(2 * CHUNK)))
+    [again] = completed(llm.generate([prompt + first.token_ids], greedy(1)))
     assert again.stats.reused_tokens == (len(prompt + first.token_ids) // CHUNK if beyond else 2) * CHUNK
 
 
@@ -307,13 +310,13 @@ def test_another_policy_finds_what_was_prefilled() -> None:
     first = make(policy="full")
     first.generate([prompt], greedy(4))
     other = first.under("quest", options)
-    [done] = other.generate([prompt], greedy(24))
-    [own] = make(policy="quest", policy_options=options).generate([prompt], greedy(24))
+    [done] = completed(other.generate([prompt], greedy(24)))
+    [own] = completed(make(policy="quest", policy_options=options).generate([prompt], greedy(24)))
     assert done.token_ids == own.token_ids and done.stats.attended_fraction == own.stats.attended_fraction < 1
     assert (done.stats.reused_tokens, own.stats.reused_tokens) == (3 * CHUNK, 0)
     assert other.config.policy == "quest" and first.config.policy == "full"
     assert other.runner.adapter is first.runner.adapter
-    [back] = first.generate([prompt], greedy(4))
+    [back] = completed(first.generate([prompt], greedy(4)))
     assert back.stats.reused_tokens == 3 * CHUNK
     first.runner.check_integrity()
     with pytest.raises(ConfigError, match="planned for one policy"):

@@ -17,7 +17,7 @@ from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.turn_queue import TurnQueue
 from offload_rt.storage.chunk_store import Document, NamedChunk, StorageTier, read_through
 
-GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
+GREEDY = SamplingParams(max_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
 
 # ------------------------------------------------------------------------------------------- the whole of the toy tier

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import NAMES, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.select.low_bit_rows import LowBitRows
 from offload_rt.select.options import InfiniGenOptions
 
-GREEDY = SamplingParams(max_new_tokens=24, temperature=0)
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
 def make_llm(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float32, **more: Any) -> LLM:
@@ -24,14 +25,14 @@ def make_llm(name: str, options: dict[str, Any], dtype: torch.dtype = torch.floa
 
 def full_tokens(name: str, prompt: list[int]) -> list[int]:
     llm = LLM(tiny_model(name), policy="full", dtype="float32", host_memory="32MiB")
-    return list(llm.generate([prompt], GREEDY)[0].token_ids)
+    return list(completed(llm.generate([prompt], GREEDY))[0].token_ids)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
     options = {"tail": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
     prompt = tiny_prompt(150)
-    [found] = make_llm(name, options).generate([prompt], GREEDY)
+    [found] = completed(make_llm(name, options).generate([prompt], GREEDY))
     assert list(found.token_ids) == full_tokens(name, prompt)
 
 
@@ -76,7 +77,7 @@ def test_an_estimate_without_rounding_is_full(name: str, budget: float, monkeypa
     monkeypatch.setattr(LowBitRows, "write", spy)
     monkeypatch.setattr(LowBitRows, "write_values", spy_values)
     monkeypatch.setattr(LowBitRows, "attend", attend_exactly(kept, llm.runner.adapter.geometry.scales))
-    [found] = llm.generate([prompt], GREEDY)
+    [found] = completed(llm.generate([prompt], GREEDY))
     assert list(found.token_ids) == full_tokens(name, prompt)
     assert found.stats.attended_fraction < 0.4
 
@@ -86,14 +87,14 @@ def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
     """Forks share low-bit rows until one of them writes."""
     options = {"tail": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
     llm, prompt = make_llm("llama", options, torch.float64), tiny_prompt(100)
-    drawn = SamplingParams(max_new_tokens=16, temperature=1.0, seed=5, n=3)
-    samples = [c.token_ids for c in llm.generate([prompt], drawn)]
-    first = SamplingParams(max_new_tokens=16, temperature=1.0, seed=5)
-    assert samples[0] == llm.generate([prompt], first)[0].token_ids
+    drawn = SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3)
+    samples = [c.token_ids for c in completed(llm.generate([prompt], drawn))]
+    first = SamplingParams(max_tokens=16, temperature=1.0, seed=5)
+    assert samples[0] == completed(llm.generate([prompt], first))[0].token_ids
     assert len({tuple(sample) for sample in samples}) == 3
-    beams = SamplingParams(max_new_tokens=16, temperature=0, num_beams=3, n=1)
-    [best] = llm.generate([prompt], beams)
-    assert best.token_ids == make_llm("llama", options, torch.float64).generate([prompt], beams)[0].token_ids
+    beams = SamplingParams(max_tokens=16, temperature=0, num_beams=3, n=1)
+    [best] = completed(llm.generate([prompt], beams))
+    assert best.token_ids == completed(make_llm("llama", options, torch.float64).generate([prompt], beams))[0].token_ids
     llm.runner.check_integrity()
 
 
@@ -101,7 +102,7 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
     """Keys 4 bits and values 2 or 4, with one byte each for their steps; up to a sixteenth and a block more."""
     for tail, bits in (("int2", 2), ("int4", 4)):
         llm = make_llm("llama", {"tail": tail, "dense_layers": (0,)})
-        [found] = llm.generate([tiny_prompt(500)], GREEDY)
+        [found] = completed(llm.generate([tiny_prompt(500)], GREEDY))
         geometry = llm.runner.adapter.geometry
         row = geometry.head_dim * (4 + bits) // 8 + 2
         least = (geometry.layers - 1) * geometry.kv_heads * row * 523
@@ -109,7 +110,7 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
         assert found.stats.tail_bytes_device == found.stats.scoring_bytes_device
         assert found.stats.estimated_fraction == pytest.approx(1 - found.stats.sparse_attended_fraction)
         assert 0.5 < found.stats.estimated_fraction < 1
-    [plain] = make_llm("llama", {"preset": "rows"}).generate([tiny_prompt(90)], GREEDY)
+    [plain] = completed(make_llm("llama", {"preset": "rows"}).generate([tiny_prompt(90)], GREEDY))
     assert plain.stats.tail_bytes_device == plain.stats.estimated_fraction == 0
 
 
@@ -130,7 +131,7 @@ def test_a_tail_scores_with_its_own_keys() -> None:
 def test_the_default_estimates_what_it_does_not_select() -> None:
     """2 % of the candidates at most cross the link in every layer, beside the window; the others are estimated."""
     llm = make_llm("llama", {})
-    [found] = llm.generate([tiny_prompt(600)], GREEDY)
+    [found] = completed(llm.generate([tiny_prompt(600)], GREEDY))
     assert found.stats.dense_layers == () and found.stats.tail_bytes_device > 0
     assert 0 < found.stats.link_fraction <= 0.02
     assert found.stats.estimated_fraction == pytest.approx(1 - found.stats.attended_fraction)
@@ -155,12 +156,12 @@ def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> N
     prompt = tiny_prompt(150)
     model = tiny_model("llama", dtype=torch.float64)
     model.save_pretrained(tmp_path)
-    [plain] = make_llm("llama", options, torch.float64).generate([prompt], GREEDY)
+    [plain] = completed(make_llm("llama", options, torch.float64).generate([prompt], GREEDY))
     for more in ({"working_set": 32}, {"device_memory": "2.7MiB", "max_context": 256}):
         llm = LLM(
             str(tmp_path), policy="infinigen", policy_options=options, dtype="float64", host_memory="32MiB", **more
         )
-        [found] = llm.generate([prompt], GREEDY)
+        [found] = completed(llm.generate([prompt], GREEDY))
         assert found.token_ids == plain.token_ids
         assert (found.stats.link_bytes_weights > 0) == ("device_memory" in more)
         llm.runner.check_integrity()

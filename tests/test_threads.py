@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 
-SHORT = SamplingParams(max_new_tokens=12, temperature=0)
+SHORT = SamplingParams(max_tokens=12, temperature=0)
 POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": {"policy_options": {"recent": 16}}}
 
 
@@ -25,7 +26,7 @@ def make_llm(**options: Any) -> LLM:
 def work(llm: LLM, folder: Path, number: int) -> list[Any]:
     """Every kind of call: what it gives belongs to `number` alone."""
     prompts = [tiny_prompt(90 + 7 * number + i, seed=10 * number + i) for i in range(2)]
-    found: list[Any] = [completion.token_ids for completion in llm.generate(prompts, SHORT)]
+    found: list[Any] = [completion.token_ids for completion in completed(llm.generate(prompts, SHORT))]
     found.append([event.token_id for event in llm.stream(prompts[1], SHORT)])
     found.append([round(one, 9) for one in llm.score([prompts[0]], [[3, 4, 5]])[0].logprobs])
     with llm.session(f"s{number}", folder) as session:

@@ -20,7 +20,7 @@ from offload_rt.sessions.session_kv import SessionKV
 from offload_rt.sessions.turn import Turn
 from offload_rt.sessions.turn_queue import TurnQueue
 
-SHORT = SamplingParams(max_new_tokens=12, temperature=0)
+SHORT = SamplingParams(max_tokens=12, temperature=0)
 NAMES = ("ada", "bob", "cyd", "dan")
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
@@ -100,7 +100,7 @@ def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path)
 def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     """Three answers that outgrow the pool together: the youngest gives way in the middle of its answer, its session is
     as it was before the turn, and no token of it changes or comes twice."""
-    names, lengths = NAMES[:3], [SHORT, SamplingParams(max_new_tokens=40, temperature=0)]
+    names, lengths = NAMES[:3], [SHORT, SamplingParams(max_tokens=40, temperature=0)]
     right = {}
     for name in names:
         session = make_llm(**options).session(name, tmp_path / name)
@@ -306,7 +306,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
         with pytest.raises(PoolFullError, match="never"):
             list(queue.run())
     session = queue.store.session("ada")
-    assert lost.finish_reason == "cancelled" and not session.busy and queue.idle
+    assert lost.finish_reason == "abort" and not session.busy and queue.idle
     session.check_integrity()
     again = queue.add("ada", turn("ada", 2), SHORT)
     list(queue.run())
@@ -360,7 +360,7 @@ def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) 
         list(straight.send(turn("ada", 0), SHORT))
         got = len(kept) - len(straight.tokens) - len(turn("ada", 1))
         assert 0 < got < 12
-        list(straight.send(turn("ada", 1), SamplingParams(max_new_tokens=got, temperature=0)))
+        list(straight.send(turn("ada", 1), SamplingParams(max_tokens=got, temperature=0)))
         assert straight.tokens == kept
         assert [e.token_id for e in straight.send(turn("ada", 2), SHORT)] == answer
         straight.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
@@ -40,7 +41,7 @@ def make(working_set: int = 0, policy: str = "infinigen", chunks: int = 64, **se
 
 
 def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=tokens, temperature=0)
+    return SamplingParams(max_tokens=tokens, temperature=0)
 
 
 class PlainTable:
@@ -125,7 +126,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
 def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, settings: dict[str, Any]) -> None:
     """A ragged batch, checked against the pool after every step."""
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
-    plain = make(policy=policy, **settings).generate(prompts, greedy(12))
+    plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
     llm = make(rows, policy, **settings)
     engine = Engine(llm.runner, max_batch=3)
     requests = [engine.add(prompt, greedy(12)) for prompt in prompts]
@@ -145,8 +146,8 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
 def test_hits_bytes_and_fractions_agree() -> None:
     """Against the same selections without a working set: what was saved is what was hit, in bytes and in rows."""
     prompt, steps = tiny_prompt(150), 20
-    [plain] = make().generate([prompt], greedy(steps + 1))
-    [done] = make(9).generate([prompt], greedy(steps + 1))
+    [plain] = completed(make().generate([prompt], greedy(steps + 1)))
+    [done] = completed(make(9).generate([prompt], greedy(steps + 1)))
     before, after = plain.stats, done.stats
     assert before.working_set_hit_rate is None and before.working_set_bytes == 0
     rate, row = after.working_set_hit_rate, 2 * 16 * 8
@@ -166,7 +167,7 @@ def test_hits_bytes_and_fractions_agree() -> None:
 def test_a_working_set_of_everything_fetches_every_row_once() -> None:
     options = OPTIONS | {"dense_layers": (), "max_fraction": 1.0, "alpha": float("inf")}
     prompt = tiny_prompt(60)
-    [done] = make(256, policy_options=options).generate([prompt], greedy(31))
+    [done] = completed(make(256, policy_options=options).generate([prompt], greedy(31)))
     candidates = 60 + 30 - 2 - 8  # of the last step: each was fetched in some step
     assert done.stats.link_bytes_to_device == 4 * 2 * candidates * 2 * 16 * 8
 
@@ -191,13 +192,13 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
 def test_forks_take_the_rows_along() -> None:
     """Samples and beams: the same tokens, and a fork begins with what its origin has."""
     prompt = tiny_prompt(150)
-    sampled = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, n=3)
-    beams = SamplingParams(max_new_tokens=12, temperature=0, num_beams=3)
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
+    beams = SamplingParams(max_tokens=12, temperature=0, num_beams=3)
     for params in (sampled, beams):
-        plain, done = make().generate([prompt], params), make(25).generate([prompt], params)
+        plain, done = completed(make().generate([prompt], params)), completed(make(25).generate([prompt], params))
         assert [one.token_ids for one in done] == [one.token_ids for one in plain]
     rate = done[0].stats.working_set_hit_rate
-    [alone] = make(25).generate([prompt], greedy(12))
+    [alone] = completed(make(25).generate([prompt], greedy(12)))
     assert rate is not None and rate > 0.8 * (alone.stats.working_set_hit_rate or 0)
 
     runner = make(25).runner
@@ -218,7 +219,7 @@ def test_forks_take_the_rows_along() -> None:
 
 def test_preempted_requests_start_with_an_empty_set() -> None:
     prompts = [tiny_prompt(110, seed=i) for i in range(3)]
-    apart = [one.token_ids for one in make().generate(prompts, greedy(30))]
+    apart = [one.token_ids for one in completed(make().generate(prompts, greedy(30)))]
     engine = Engine(make(20, chunks=8).runner, max_batch=3)
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
     while not engine.idle:

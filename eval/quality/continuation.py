@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.stats import Stats
 from ...errors import InputError
 from ...llm import LLM
+from ...outputs import Stats
 from ..core.model_under_test import text_digest
 from ..core.report import Column, Report, Row
 

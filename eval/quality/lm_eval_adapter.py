@@ -25,9 +25,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ...config import DType, EngineConfig, SamplingParams
-from ...engine.stats import Stats
 from ...errors import ConfigError, InputError
 from ...llm import LLM
+from ...outputs import Stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,7 +186,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         texts: list[str] = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
-            for request, completion in zip(requests[part], self.llm.generate(prompts[part], params[part]), strict=True):
+            for request, output in zip(requests[part], self.llm.generate(prompts[part], params[part]), strict=True):
+                [completion] = output.outputs
+                assert completion.stats is not None
                 self._spent(completion.stats, request.task_name)
                 self.cache_hook.add_partial("generate_until", request.args, completion.text)
                 texts.append(completion.text)
@@ -276,7 +278,7 @@ def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
     if unknown:
         raise ConfigError(f"generation settings {', '.join(unknown)} are not supported; {sorted(known)} are")
     return SamplingParams(
-        max_new_tokens=int(kwargs["max_gen_toks"]),
+        max_tokens=int(kwargs["max_gen_toks"]),
         temperature=float(kwargs.get("temperature", 0.0)),
         stop=tuple(stop for stop in kwargs.get("until", ()) if stop),
         **{name: kwargs[name] for name in _SAMPLING if name in kwargs},

@@ -25,7 +25,7 @@ from ..core.needles import Haystack
 from ..core.report import Column, Report, Row
 from ..core.stats import paired_bootstrap, perplexity_change, share_error
 
-ONE = SamplingParams(max_new_tokens=1, temperature=0, ignore_eos=True)
+ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 VARIANTS = ("recomputed", "kept positions", "naive", "not truncated")
 KINDS = ("single", "several keys", "several queries")
 """Of facts: those that the reference model answers."""

@@ -54,7 +54,7 @@ SMALL = Scale(1, (1, 4), (0, 256), (64,), 4, 256, (4, 8), 3, (4.0,), 1 << 13)
 
 def greedy(count: int) -> SamplingParams:
     """Exactly `count` tokens."""
-    return SamplingParams(max_new_tokens=count, temperature=0, ignore_eos=True)
+    return SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
 
 
 def make(*, sharing: bool, policy: str = "full", host_memory: str = "2GiB", **fields: Any) -> LLM:
@@ -125,7 +125,7 @@ def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
         decode += 0.0 if prefilling else time.process_time() - step
     seconds = time.process_time() - began
     done = [one.completions()[0] for one in requests]
-    stats = [completion.stats for completion in done]
+    stats = [one.stats for one in done if one.stats is not None]
     prefilled = sum(s.prompt_tokens - s.reused_tokens for s in stats)
     link = sum(s.link_bytes_to_device for s in stats)
     return Answered([c.text for c in done], seconds, decode, prefilled, llm.runner.pool.bytes_peak, link)

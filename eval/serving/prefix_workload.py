@@ -47,7 +47,7 @@ def serve(llm: LLM, prompts: Sequence[list[int]], answer: int) -> Row:
         crossed += sum(trace.bytes_to_device for trace in traces) - before
         steps += whole
     assert steps, "the first has ended before the last begins: more new tokens, or more prefill a step"
-    stats = [one.completions()[0].stats for one in requests]
+    stats = [done.stats for one in requests for done in one.completions() if done.stats is not None]
     return {
         "prefilled": sum(s.prompt_tokens - s.reused_tokens for s in stats),
         "peak_mib": runner.pool.bytes_peak / 2**20,

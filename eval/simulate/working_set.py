@@ -13,9 +13,9 @@ from typing import Any
 
 from ...config import KVFormatName, SamplingParams
 from ...engine.recording import Recording, RunInfo
-from ...engine.stats import Stats
 from ...errors import InputError
 from ...llm import LLM
+from ...outputs import Stats
 from ...transfer.working_set import rows_within
 from ..core.model_under_test import text_digest
 from ..core.report import Column, Report, Row
@@ -77,7 +77,7 @@ class WorkingSetRun:
 
 def run(llm: LLM, prompt: Sequence[int], new_tokens: int, record: Path | None = None) -> WorkingSetRun:
     """Goes on with `prompt`."""
-    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.8, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, temperature=0.8, seed=1, ignore_eos=True)
     tokens = [event.token_id for event in llm.stream(list(prompt), params, record)]
     stats = llm.last_stats
     assert stats is not None

@@ -18,8 +18,8 @@ import torch
 
 from ...config import SamplingParams
 from ...core import CHUNK
-from ...engine.request import TokenOutput
 from ...llm import LLM
+from ...outputs import TokenOutput
 from ...storage.disk_store import DiskChunk, DiskStore
 from ..core.report import Column, Report, Row
 
@@ -29,7 +29,7 @@ LONG_TURN = 512
 """Tokens of the turn where pre-loading is compared: computing them takes about as long as loading."""
 EARLY = 0.5
 """Seconds that a read buffer has to fill before the turn begins."""
-SHORT = SamplingParams(max_new_tokens=2, temperature=0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 """An answer that goes on behind its first token: what ends a turn (writing the history) is not timed."""
 
 COLUMNS = (

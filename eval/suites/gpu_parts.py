@@ -100,17 +100,19 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
     for length in lengths:
         llm = LLM(model, policy="full", host_memory=job.size.host_memory, prefix_sharing=False)
         prompt = torch.randint(1, shape.vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-        llm.generate(prompt[:64], SamplingParams(max_new_tokens=1, temperature=0))  # what only the first call pays
+        llm.generate(prompt[:64], SamplingParams(max_tokens=1, temperature=0))  # what only the first call pays
         if job.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        [done] = llm.generate(prompt, SamplingParams(max_new_tokens=1, temperature=0))
+        [output] = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0))
         seconds = time.perf_counter() - began
+        stats = output.outputs[0].stats
+        assert stats is not None
         rows.append(
             {"tokens": length, "seconds": seconds, "tokens_per_second": length / seconds}
-            | {"peak_device_bytes": done.stats.peak_device_bytes, "weight_bytes": done.stats.weight_bytes}
-            | {"link_bytes_to_host": done.stats.link_bytes_to_host}
+            | {"peak_device_bytes": stats.peak_device_bytes, "weight_bytes": stats.weight_bytes}
+            | {"link_bytes_to_host": stats.link_bytes_to_host}
         )
         del llm
         yield {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}

@@ -11,7 +11,7 @@ from .common import add_command, given, stderr_console
 from .engine_flags import add_engine_flags, engine_config
 from .store_flags import add_store_flags, store_options
 
-SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
+SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     add_store_flags(parser)
     add_engine_flags(parser)
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", type=int, metavar="N")
+    sampling.add_argument("--max-new-tokens", dest="max_tokens", type=int, metavar="N")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     sampling.add_argument("--top-p", type=float, metavar="P")
     sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")

@@ -26,7 +26,7 @@ TAIL = 40
 """Tokens of the prompt that are shown before the new text."""
 
 SAMPLING = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos",
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    prompt = _prompt_ids(llm, text, args, params.max_new_tokens)
+    prompt = _prompt_ids(llm, text, args, params.max_tokens)
     finished = _write_stream(llm, prompt, params, args.record, console)
     _report(llm, args.stats_json, args.plot, console)
     if args.record is not None:
@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
     )
     add_engine_flags(parser)
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", type=int, metavar="N")
+    sampling.add_argument("--max-new-tokens", dest="max_tokens", type=int, metavar="N")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     sampling.add_argument("--top-k", type=int, metavar="K")
     sampling.add_argument("--top-p", type=float, metavar="P")
@@ -88,18 +88,18 @@ def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]
     """The context that the device's limit is planned for, where the flags tell it."""
     if args.max_context is not None or args.prompt_tokens is None:
         return {}
-    return {"max_context": max(1, args.prompt_tokens) + params.max_new_tokens}
+    return {"max_context": max(1, args.prompt_tokens) + params.max_tokens}
 
 
-def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_new_tokens: int) -> list[int]:
+def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
     """The first `--prompt-tokens` of the text; else all, shortened by `--truncate` to what leaves room for the new ones
     in the model's positions. Raises InputError where that was not asked for."""
     ids, wanted = llm.encode(text), args.prompt_tokens
-    room = llm.geometry.max_positions - max_new_tokens
+    room = llm.geometry.max_positions - max_tokens
     if wanted is None:
         if room < 1:
             raise InputError(
-                f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: {llm.name} has "
+                f"--max-new-tokens {max_tokens} leaves no room for a prompt: {llm.name} has "
                 f"{llm.geometry.max_positions} positions"
             )
         return shortened(ids, room, args.truncate, args.prompt_file)

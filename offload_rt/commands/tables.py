@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..engine.stats import Stats
 from ..errors import InputError
+from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
 from ..planning.memory_model import Machine, Requirements
 from ..units import format_size

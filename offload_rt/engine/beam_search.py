@@ -18,16 +18,16 @@ from ..core import Prompt
 from ..errors import InputError
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
-from .request import Completion, FinishReason, Request, SampledRequest, TokenOutput
+from ..outputs import CompletionOutput, FinishReason, Stats, StopReason, TokenOutput
+from .request import Request, SampledRequest
 from .runner import Runner
 from .sampler import Sampler
-from .stats import Stats
 
 _NEVER = -1.0e9
 """Score of what does not exist, as transformers has it: the order of ties depends on it."""
 
-Ended = Callable[[list[int]], FinishReason | None]
-"""Of a continuation's new tokens: why the last one ends it; None where it goes on."""
+Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
+"""Of a continuation's new tokens: why the last one ends it; (None, None) where it goes on."""
 
 
 class Beams:
@@ -63,7 +63,7 @@ class Beams:
         scores, flat = torch.topk(total, self._candidates)
         parents, tokens = (flat // logits.shape[1]).tolist(), (flat % logits.shape[1]).tolist()
         grown = [[*self.running[parent], token] for parent, token in zip(parents, tokens, strict=True)]
-        ends = torch.tensor([self._ended(candidate) is not None for candidate in grown])
+        ends = torch.tensor([self._ended(candidate)[0] is not None for candidate in grown])
         self._finish(grown, scores, ends)
         going_on = scores + ends.float() * _NEVER
         best = torch.topk(going_on, width).indices.tolist()
@@ -91,7 +91,7 @@ class Beams:
         """Whether the best running beam could still beat the worst finished one; `length` new tokens so far."""
         params = self._params
         if params.early_stopping == "never" and params.length_penalty > 0:
-            length = params.max_new_tokens
+            length = params.max_tokens
         best = self._scores[0] / length**params.length_penalty
         worst = torch.where(self._is_finished, self._finished_scores.min(), _NEVER)
         return bool((best > worst).any())
@@ -111,6 +111,7 @@ class BeamSearchRequest:
         self.prompt, self.params = prompt, params
         self.sequences: list[Sequence] = []
         self.finish_reason: FinishReason | None = None
+        self.cached_tokens = 0
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._beams = self._new_beams()
@@ -123,8 +124,8 @@ class BeamSearchRequest:
 
     @property
     def expected_tokens(self) -> int:
-        """Prompt and `max_new_tokens`."""
-        return len(self.prompt.token_ids) + self.params.max_new_tokens
+        """Prompt and `max_tokens`."""
+        return len(self.prompt.token_ids) + self.params.max_tokens
 
     @property
     def samples(self) -> list[Request]:
@@ -150,6 +151,7 @@ class BeamSearchRequest:
         runner.check_fits(self.expected_tokens)
         sequence = runner.retry_after_reclaim(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
         self.sequences = [sequence]
+        self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
         runner.retry_after_reclaim(lambda: runner.check_spare(self.width - 1))
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
@@ -177,7 +179,7 @@ class BeamSearchRequest:
         """One step of the search, from logits `[S, V]`; S is 1 after the prefill. All events come at the end."""
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:
-            self.finish_reason = self._ended(self._beams.finished[0]) or "length"
+            self.finish_reason = self._ended(self._beams.finished[0])[0] or "length"
             return self._events()
         self._move(runner, [(parent % len(self.sequences), token) for parent, token in chosen])
         return []
@@ -220,26 +222,34 @@ class BeamSearchRequest:
         """What the best beam's sequence cost; all beams shared its prefill."""
         return runner.stats(self.sequences[0]) if self.sequences else self._final
 
-    def completions(self) -> list[Completion]:
-        """The best `params.n` finished continuations, best first."""
-        assert self._final is not None
+    def completions(self) -> list[CompletionOutput]:
+        """The best `params.n` finished continuations, best first; none of them says anything before the end."""
         best = self._beams.finished[: self.params.n]
-        return [Completion(self._text(tokens), tokens, self._ended(tokens) or "length", self._final) for tokens in best]
+        return [self._completion(i, tokens) for i, tokens in enumerate(best)]
+
+    def _completion(self, index: int, tokens: list[int]) -> CompletionOutput:
+        if not self._beams.done:
+            return CompletionOutput(index, "", [], None, None, self.finish_reason, None, self._final)
+        reason, stopped = self._ended(tokens)
+        return CompletionOutput(index, self._text(tokens), tokens, None, None, reason or "length", stopped, self._final)
 
     def _new_beams(self) -> Beams:
         return Beams(self.params, self.prompt.token_ids, len(self._eos), self._ended)
 
-    def _ended(self, tokens: list[int]) -> FinishReason | None:
+    def _ended(self, tokens: list[int]) -> tuple[FinishReason | None, StopReason]:
         if tokens and tokens[-1] in self._eos:
-            return "eos"
-        if self.params.stop and any(stop in self._decode(tokens) for stop in self.params.stop):
-            return "stop"
-        return "length" if len(tokens) >= self.params.max_new_tokens else None
+            return "stop", None
+        if found := self._stops(self._decode(tokens)) if self.params.stop else []:
+            return "stop", min(found)[1]
+        return ("length" if len(tokens) >= self.params.max_tokens else None), None
 
     def _events(self) -> list[TokenOutput]:
+        done = self.completions()
         return [
-            TokenOutput(self.prompt.id, self._text(tokens), tokens[-1], len(tokens) - 1, self._ended(tokens), i)
-            for i, tokens in enumerate(self._beams.finished[: self.params.n])
+            TokenOutput(
+                self.prompt.id, c.text, c.token_ids[-1], len(c.token_ids) - 1, c.finish_reason, c.index, c.stop_reason
+            )
+            for c in done
         ]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -248,5 +258,8 @@ class BeamSearchRequest:
     def _text(self, tokens: list[int]) -> str:
         """What was generated, up to the first stop string."""
         text = self._decode(tokens)
-        found = [at for at in (text.find(stop) for stop in self.params.stop) if at >= 0]
-        return text[: min(found, default=len(text))]
+        return text[: min(self._stops(text), default=(len(text), ""))[0]]
+
+    def _stops(self, text: str) -> list[tuple[int, str]]:
+        """Where in a text each stop string is that it has."""
+        return [(at, stop) for stop in self.params.stop if (at := text.find(stop)) >= 0]

@@ -27,7 +27,7 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
         return
     needed = f"{tokens} positions (prompt and new tokens) are needed and {model.name} has"
     if geometry.absolute_positions:
-        raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_new_tokens")
+        raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_tokens")
     warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
 
 

@@ -22,10 +22,11 @@ class TextStream:
         # its neighbours (spaces, bytes of one character).
         self._from = self._to = 0
         self._held = ""
-        self.stopped = False
+        self.stopped: str | None = None
+        """The stop string that was found."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; sets `stopped` when a stop string is found, which is not returned."""
+        """The text that `token` completes; sets `stopped` to a stop string that is found, which is not returned."""
         self._ids.append(token)
         text = self._decode(self._ids[self._from :])
         if text.endswith(_PENDING):
@@ -39,16 +40,16 @@ class TextStream:
         tail = self._decode(self._ids[self._from :])[len(self._decode(self._ids[self._from : self._to])) :]
         self._from = self._to = len(self._ids)
         held, self._held = self._held + tail, ""
-        return "" if self.stopped else held
+        return held if self.stopped is None else ""
 
     def _decode(self, ids: list[int]) -> str:
         return "" if self._tokenizer is None else str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _release(self, text: str) -> str:
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            (at, self.stopped), self._held = min(found), ""
+            return text[:at]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

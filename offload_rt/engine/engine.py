@@ -13,9 +13,10 @@ from ..config import SamplingParams
 from ..core import Prompt
 from ..errors import PoolFullError
 from ..forward.batch import Recorder
+from ..outputs import TokenOutput
 from .beam_search import BeamSearchRequest
 from .drafting import Draft, Drafting
-from .request import Request, SampledRequest, StartAgainError, TokenOutput
+from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
 from .scheduler import Scheduler
 from .swap import Swap
@@ -129,7 +130,7 @@ class Engine:
 
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
-        request.finish(self.runner, "cancelled")
+        request.finish(self.runner, "abort")
 
     def check_integrity(self) -> None:
         """Asserts that queues, sequences and pool agree."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,48 +12,15 @@ from ..core import Prompt
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..forward.trace import Trace
+from ..outputs import CompletionOutput, FinishReason, RequestOutput, Stats, StopReason, TokenOutput
 from .detokenizer import TextStream
 from .runner import Runner
 from .sampler import Sampler
-from .stats import Stats
-
-_SHOWN = 60
-"""Characters of a completion's text in its `repr`."""
-
-FinishReason = Literal["length", "eos", "stop", "cancelled"]
 
 
 class StartAgainError(Exception):
     """A prefill cannot go on, but its request can start again at once. The engine drops the request and puts it first
     in the queue."""
-
-
-@dataclass(frozen=True)
-class TokenOutput:
-    """One new token of a request. `text` is what can be shown now (it may be empty, or hold text of earlier tokens);
-    `index` counts the completion's new tokens from 0; `finish_reason` is set on the last event; `sample` says which of
-    the request's n completions it belongs to. Of a beam search only the last events come, each with all its text."""
-
-    request_id: int
-    text: str
-    token_id: int
-    index: int
-    finish_reason: FinishReason | None
-    sample: int = 0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a prompt became. `text` ends before a stop string; `token_ids` are all new tokens, the last included."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: Stats
-
-    def __repr__(self) -> str:
-        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}…"
-        return f"Completion({text!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r})"
 
 
 class Request(Protocol):
@@ -63,6 +29,8 @@ class Request(Protocol):
 
     prompt: Prompt
     finish_reason: FinishReason | None
+    cached_tokens: int
+    """Of its prompt, those whose rows were there when it started first."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -128,14 +96,27 @@ class Request(Protocol):
         """What the request cost so far; None before it started."""
         ...
 
-    def completions(self) -> list[Completion]:
-        """The results, in order, when all have finished."""
+    def completions(self) -> list[CompletionOutput]:
+        """The results so far, in order."""
         ...
 
     @property
     def samples(self) -> list[Request]:
         """Every request that answers the same prompt, this one first."""
         ...
+
+
+def request_output(request: Request, text: str | None = None, name: str | None = None) -> RequestOutput:
+    """What has become of a request so far: of the prompt `text`, if it was one; `name` in place of its number."""
+    return RequestOutput(
+        request_id=str(request.prompt.id) if name is None else name,
+        prompt=text,
+        prompt_token_ids=list(request.prompt.token_ids),
+        prompt_logprobs=None,
+        outputs=request.completions(),
+        finished=all(sample.finish_reason is not None for sample in request.samples),
+        num_cached_tokens=request.cached_tokens,
+    )
 
 
 class SampledRequest:
@@ -153,6 +134,8 @@ class SampledRequest:
         self.prompt, self.params, self.sample = prompt, params, sample
         self.sequence: Sequence | None = None
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: StopReason = None
+        self.cached_tokens = 0
         self.new_tokens: list[int] = []
         self.text = ""
         others = range(1, params.n if sample == 0 else 0)
@@ -181,8 +164,8 @@ class SampledRequest:
 
     @property
     def expected_tokens(self) -> int:
-        """Prompt and `max_new_tokens`."""
-        return len(self.prompt.token_ids) + self.params.max_new_tokens
+        """Prompt and `max_tokens`."""
+        return len(self.prompt.token_ids) + self.params.max_tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -200,10 +183,16 @@ class SampledRequest:
             lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop)
         )
         self.sequence.trace.prompt_tokens = prompt
-        if self._trace is not None:
-            self._trace.reused_tokens += self.sequence.trace.reused_tokens
-            self.sequence.trace = self._trace
+        self._count_on(self.sequence)
         return runner.begin_prefill(self.sequence, stop, want_logits=True)
+
+    def _count_on(self, sequence: Sequence) -> None:
+        """Goes on with the counts of before, where there are any."""
+        if self._trace is None:
+            self.cached_tokens = sequence.trace.reused_tokens
+            return
+        self._trace.reused_tokens += sequence.trace.reused_tokens
+        sequence.trace = self._trace
 
     def resume(self, sequence: Sequence) -> None:
         """Takes the restored sequence, which goes on with the counts of before."""
@@ -231,7 +220,7 @@ class SampledRequest:
         """Tokens that may still come after the next one; none while it computes again what it has chosen before."""
         assert self.sequence is not None
         known = self.sequence.position + 1 < len(self.sequence.tokens)
-        return 0 if known else self.params.max_new_tokens - len(self.new_tokens) - 1
+        return 0 if known else self.params.max_tokens - len(self.new_tokens) - 1
 
     def draft_sampler(self) -> Sampler:
         """A copy of its own."""
@@ -247,15 +236,16 @@ class SampledRequest:
         self.new_tokens.append(token)
         text = self._stream.push(token)
         if token in self._eos:
-            self.finish_reason = "eos"
-        elif self._stream.stopped:
             self.finish_reason = "stop"
-        elif len(self.new_tokens) == self.params.max_new_tokens:
+        elif self._stream.stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", self._stream.stopped
+        elif len(self.new_tokens) == self.params.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None:
             text += self._stream.flush()
         self.text += text
-        return [TokenOutput(self.prompt.id, text, token, len(self.new_tokens) - 1, self.finish_reason, self.sample)]
+        index, ended = len(self.new_tokens) - 1, (self.finish_reason, self.sample, self.stop_reason)
+        return [TokenOutput(self.prompt.id, text, token, index, *ended)]
 
     def drop(self, runner: Runner) -> None:
         """Frees the sequence and keeps its tokens and counts."""
@@ -275,11 +265,12 @@ class SampledRequest:
         """What the completion cost so far; None before it started."""
         return self._final if self.sequence is None else runner.stats(self.sequence)
 
-    def completion(self) -> Completion:
-        """The result of a completion that has started and finished."""
-        assert self._final is not None and self.finish_reason is not None
-        return Completion(self.text, self.new_tokens, self.finish_reason, self._final)
+    def completion(self) -> CompletionOutput:
+        """The result so far; its statistics once it has started and finished."""
+        return CompletionOutput(
+            self.sample, self.text, list(self.new_tokens), None, None, self.finish_reason, self.stop_reason, self._final
+        )
 
-    def completions(self) -> list[Completion]:
+    def completions(self) -> list[CompletionOutput]:
         """The results of this completion and the others, in order."""
         return [self.completion(), *(other.completion() for other in self._others)]

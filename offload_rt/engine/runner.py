@@ -23,6 +23,7 @@ from ..forward.sequence import Sequence, key_reader
 from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
+from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
 from ..pool.pool import HostPool
 from ..select.base import Policy
@@ -32,7 +33,7 @@ from ..transfer.weights import WeightStream
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
-from .stats import Accounting, Stats
+from .stats import Accounting
 
 T = TypeVar("T")
 P = ParamSpec("P")

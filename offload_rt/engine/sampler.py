@@ -40,9 +40,9 @@ class Sampler:
             return
         if params.temperature != 1.0:
             self._processors.append(TemperatureLogitsWarper(params.temperature))
-        if params.top_k is not None:
+        if params.top_k != -1:
             self._processors.append(TopKLogitsWarper(params.top_k))
-        if params.top_p is not None and params.top_p < 1.0:
+        if params.top_p < 1.0:
             self._processors.append(TopPLogitsWarper(params.top_p))
         if params.min_p:
             self._processors.append(MinPLogitsWarper(params.min_p))

@@ -120,7 +120,7 @@ class Scheduler:
                 except PoolFullError:
                     if self.prefilling is None and self.running == [request]:
                         self.remove(request)
-                        request.finish(self._runner, "cancelled")
+                        request.finish(self._runner, "abort")
                         raise
                     self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
 

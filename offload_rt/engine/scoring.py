@@ -12,8 +12,8 @@ import torch
 
 from ..errors import PoolFullError
 from ..forward.sequence import Sequence
+from ..outputs import Stats
 from .runner import Runner
-from .stats import Stats
 from .verification import accept, verify
 
 VERIFIED_AT_ONCE = 64

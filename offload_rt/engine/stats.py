@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +10,7 @@ from ..config import EngineConfig
 from ..forward.sequence import Sequence
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
+from ..outputs import Stats
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
@@ -21,103 +21,6 @@ def _mean(rows: list[list[float]], tokens: int) -> float:
     """Mean over layers of the sum over steps, for each of `tokens` tokens."""
     layers = len(rows[0]) if rows else 0
     return sum(map(sum, rows)) / (layers * tokens) if layers and tokens else 0.0
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What one request cost and how much of the context it used. Times are wall-clock seconds, sizes bytes.
-
-    link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device. Rows that several sequences
-        share cross once a step and are counted for the first of them: the sum over the batch is what crossed.
-    reused_tokens: prompt tokens whose KV was there: another sequence had computed it, or it came, whole, from a
-        session's store. Prompts share full chunks of 64 tokens.
-    diverged_at: the first prompt token at which the prompt parts from all that was there (it may lie behind
-        `reused_tokens`, within a chunk); None where all of it was there, or nothing was looked for.
-    link_bytes_weights: weights that crossed for this sequence's prefill and steps, not in `link_bytes_to_device`; for a
-        batch they cross once and are counted for its first sequence.
-    kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
-    tail_bytes_device: of `scoring_bytes_device`, low-bit rows that are scoring keys and tail in one; 0 without a tail.
-    estimated_fraction: over the layers that select, mean share of the visible rows that the tail estimates: those that
-        are not attended; 0 without a tail, and with `exact`, where all are.
-    scoring_bytes_device / scoring_bytes_host: scoring keys of this sequence, on the device or where they are scored.
-    weight_bytes / weight_bytes_device: all weights / those on the device, buffers for the others included.
-    link_fraction, attended_fraction: mean over layers and new tokens, dense layers included; with `exact` of all passes
-        that a token took, drafts and verification.
-    drafted_tokens, accepted_tokens: with `exact`, tokens that were drafted, and those that full attention chose too.
-    verifications: passes over all rows, each of which gave one token besides those accepted.
-    sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
-    missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
-        `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured. With a tail it
-        is not lost: it is the mass that the tail estimates.
-    working_set_rows: rows of each KV head and layer that stay on the device (`working_set=`); working_set_bytes: what
-        this sequence's take, tables included, in `kv_bytes_device`; working_set_hit_rate: share of the selected rows
-        that they had, None without one. Such rows are not in `link_bytes_to_device` and `link_fraction`.
-    peak_device_bytes: on CUDA the allocator's peak; on the CPU weight_bytes_device + kv_bytes_device + scoring keys, as
-        counted.
-    """
-
-    model: str
-    policy: str
-    device: str
-    dtype: str
-    prompt_tokens: int
-    reused_tokens: int
-    diverged_at: int | None
-    new_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    link_bytes_to_device: int
-    link_bytes_to_host: int
-    link_bytes_weights: int
-    kv_bytes_host: int
-    kv_bytes_device: int
-    scoring_bytes_device: int
-    scoring_bytes_host: int
-    tail_bytes_device: int
-    weight_bytes: int
-    weight_bytes_device: int
-    peak_device_bytes: int
-    link_fraction: float
-    attended_fraction: float
-    sparse_link_fraction: float
-    sparse_attended_fraction: float
-    estimated_fraction: float
-    dense_layers: tuple[int, ...]
-    layers: int
-    missed_mass: float | None
-    missed_mass_worst_layer: float | None
-    working_set_rows: int
-    working_set_bytes: int
-    working_set_hit_rate: float | None
-    drafted_tokens: int
-    accepted_tokens: int
-    verifications: int
-    attended_by_step: list[list[float]]
-    missed_by_step: list[tuple[int, list[float]]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types only, ready for JSON."""
-        return asdict(self)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Decoded tokens per second of decoding."""
-        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-    @property
-    def decoded_tokens(self) -> int:
-        """New tokens but the first, which comes from the prefill."""
-        return self.accepted_tokens + (self.verifications or len(self.attended_by_step))
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Share of the drafted tokens that full attention chose too; None where none was drafted."""
-        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
-
-    @property
-    def mean_accepted_length(self) -> float | None:
-        """Tokens that a verification gives, its own included; None without `exact`."""
-        return 1 + self.accepted_tokens / self.verifications if self.verifications else None
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:

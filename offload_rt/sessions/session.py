@@ -12,9 +12,8 @@ from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ..config import SamplingParams
 from ..engine.engine import Engine
-from ..engine.request import TokenOutput
-from ..engine.stats import Stats
 from ..errors import InputError, ModelError
+from ..outputs import Stats, TokenOutput
 from .chat_template import TurnTokens, turn_tokens
 from .history import History
 from .host_tier import HostTier
@@ -137,7 +136,7 @@ class Session:
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a session has one answer to a turn: n and num_beams must be 1")
         tokens = self._tokens(prompt)
-        new = len(tokens.added) + params.max_new_tokens
+        new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)
         left = tokens_after(self.kv, new - tokens.dropped)
         if tokens.dropped > 1 and left < tokens.held:
@@ -153,7 +152,7 @@ class Session:
         most, held = self.kv.runner.adapter.geometry.max_positions, len(self.history.tokens)
         if self.context.options.overflow == "error" and held + new > most:
             raise ModelError(
-                f"session {self.name!r} has {held:,} tokens, {new:,} more (the turn and max_new_tokens) are needed, "
+                f"session {self.name!r} has {held:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
                 f"and {self.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
                 "store with overflow='truncate'"
             )

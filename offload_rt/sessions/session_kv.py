@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from ..core import CHUNK, BlockTable
-from ..engine.stats import Stats
 from ..forward.sequence import Sequence
+from ..outputs import Stats
 from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
 from ..storage.loader import ChunkLoader, DamagedChunkError
 from ..storage.saver import layer_bytes

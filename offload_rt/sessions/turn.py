@@ -10,11 +10,12 @@ import torch
 
 from ..config import SamplingParams
 from ..core import CHUNK, Prompt
-from ..engine.request import FinishReason, SampledRequest, StartAgainError, TokenOutput
+from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..forward.trace import Trace
+from ..outputs import FinishReason, TokenOutput
 from ..storage.loader import DamagedChunkError
 from ..storage.saver import Saving
 from .chat_template import TurnTokens
@@ -78,9 +79,7 @@ class Turn(SampledRequest):
             raise
         sequence.tokens = self.tokens
         self._known = sequence.position, 0 if arrived else min(sequence.position, kv.loaded_tokens)
-        if self._trace is not None:
-            self._trace.reused_tokens += sequence.trace.reused_tokens
-            sequence.trace = self._trace
+        self._count_on(sequence)
         sequence.trace.diverged_at = sequence.position
         self._seconds = sequence.trace.prefill_seconds
         self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(len(taken) // CHUNK * CHUNK)))
@@ -103,7 +102,7 @@ class Turn(SampledRequest):
     def _truncate(self) -> None:
         """Forgets the oldest tokens where this turn would outgrow the model's positions, and says so in a warning."""
         history = self.kv.history
-        new = len(self._tokens.added) + self.params.max_new_tokens - self._tokens.dropped
+        new = len(self._tokens.added) + self.params.max_tokens - self._tokens.dropped
         try:
             gone = truncate_for(self.kv, self._host, new)
         finally:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ..config import SamplingParams
 from ..engine.engine import Engine
-from ..engine.request import FinishReason, TokenOutput
-from ..engine.stats import Stats
 from ..errors import InputError, OffloadError
+from ..outputs import FinishReason, Stats, TokenOutput
 from .host_tier import TierStats
 from .session import Session
 from .session_kv import SessionKV
@@ -29,7 +28,7 @@ class QueuedTurn:
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None while it waits or runs."""
         if self._cancelled:
-            return "cancelled"
+            return "abort"
         return None if self.turn is None else self.turn.finish_reason
 
     @property

@@ -55,14 +55,14 @@ def answers(
         began = time.perf_counter()
         done = llm.generate(prompts, params)
         seconds = time.perf_counter() - began
-        computed = sum(c.stats.prompt_tokens - c.stats.reused_tokens for c in done)
-        total = sum(c.stats.prompt_tokens for c in done)
+        computed = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in done)
+        total = sum(len(output.prompt_token_ids) for output in done)
         print(
             f"[questions {start + 1}-{start + len(done)}: {seconds:.1f} s, {computed:,} of {total:,} prompt tokens "
             f"computed, the others shared]",
             file=sys.stderr,
         )
-        yield [c.text.strip() for c in done]
+        yield [output.outputs[0].text.strip() for output in done]
 
 
 def answered(path: Path, questions: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def answer_file(
 ) -> None:
     """Appends to `out` a JSON line for every question that has none yet."""
     encoded = [llm.encode(TEMPLATE.format(question=question), special_tokens=False) for question in questions]
-    room = max(map(len, encoded)) + params.max_new_tokens
+    room = max(map(len, encoded)) + params.max_tokens
     ids = document_tokens(llm, document, room, document_limit, truncate)
     start = answered(out, questions)
     with out.open("a", encoding="utf-8") as file:
@@ -128,7 +128,7 @@ def main() -> None:
             raise InputError(f"--batch {args.batch} must be at least 1")
         document = read_text(args.document)
         questions = read_prompts(args.questions)
-        params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0, stop="\n")
+        params = SamplingParams(max_tokens=args.max_new_tokens, temperature=0, stop="\n")
         llm = LLM(
             args.model,
             policy=args.policy,

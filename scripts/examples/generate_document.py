@@ -78,7 +78,7 @@ def write_tokens(llm: LLM, path: Path, count: int, seed: int | None) -> None:
     positions hold beside the new tokens."""
     context = llm.encode(read_document(path))[-(llm.geometry.max_positions - count) :]
     # A novel goes on after what the model takes for its end: the number of tokens alone decides.
-    params = SamplingParams(max_new_tokens=count, temperature=0.8, top_p=0.95, seed=seed, ignore_eos=True)
+    params = SamplingParams(max_tokens=count, temperature=0.8, top_p=0.95, seed=seed, ignore_eos=True)
     for event in llm.stream(context, params):
         append(path, event.text)
 

@@ -51,7 +51,7 @@ def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens:
     with tempfile.TemporaryDirectory() as store, closing(llm.session("chapter", store, overflow="error")) as session:
         for shown, turn in zip([*questions, CONTINUE], turns, strict=True):
             longest = 4 * new_tokens if turn == CONTINUE else new_tokens
-            sampling = SamplingParams(max_new_tokens=longest, temperature=0, repetition_penalty=1.1)
+            sampling = SamplingParams(max_tokens=longest, temperature=0, repetition_penalty=1.1)
             console.print(f"\n[bold]> {shown}[/bold]")
             for output in session.send(turn, sampling):
                 sys.stdout.write(output.text)

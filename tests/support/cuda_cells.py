@@ -15,6 +15,7 @@ from offload_rt.select.registry import memory_demand
 from offload_rt.transfer.weights import BUFFERS
 
 from .cuda_simulator import Late, Lazy, Schedule, Seeded
+from .outputs import completed
 from .tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 Answers = list[list[int]]
@@ -73,14 +74,14 @@ def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
     """Samples and beams."""
     llm, prompt = make(), tiny_prompt(70)
-    samples = llm.generate([prompt], SamplingParams(3, seed=1, n=3))
-    beams = llm.generate([prompt], SamplingParams(3, temperature=0, num_beams=2))
+    samples = completed(llm.generate([prompt], SamplingParams(3, seed=1, n=3)))
+    beams = completed(llm.generate([prompt], SamplingParams(3, temperature=0, num_beams=2)))
     return [done.token_ids for done in (*samples, *beams)]
 
 
 def session(make: Callable[..., LLM], folder: Path) -> Answers:
     """A conversation that is saved, loaded by another runtime, and forked."""
-    greedy = SamplingParams(max_new_tokens=3, temperature=0)
+    greedy = SamplingParams(max_tokens=3, temperature=0)
     first = make().session("s", folder)
     turns = [tiny_prompt(70, seed=1), tiny_prompt(9, seed=2), tiny_prompt(5, seed=3)]
     found = [[event.token_id for event in first.send(turns[0], greedy)]]
@@ -96,7 +97,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
     """Greedy answers, each with the bytes that crossed the link for it; the runtime is whole afterwards."""
-    done = llm.generate(prompts, SamplingParams(max_new_tokens=tokens, temperature=0))
+    done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
     llm.runner.check_integrity()
     return [[*one.token_ids, one.stats.link_bytes_to_device] for one in done]
 

@@ -20,7 +20,7 @@ ROW = 2 * 2 * 16 * 8
 
 
 def greedy(count: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, temperature=0)
+    return SamplingParams(max_tokens=count, temperature=0)
 
 
 def make(name: str = "llama", *, chunks: int = 200, staged: bool = False, **options: Any) -> LLM:

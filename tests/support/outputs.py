@@ -1,0 +1,12 @@
+"""Completions out of the outputs of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offload_rt.outputs import CompletionOutput, RequestOutput
+
+
+def completed(outputs: Iterable[RequestOutput]) -> list[CompletionOutput]:
+    """All completions of all prompts, in order."""
+    return [completion for output in outputs for completion in output.outputs]
