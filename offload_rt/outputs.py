@@ -59,7 +59,8 @@ class CompletionOutput:
     stats: Stats | None
 
     def __repr__(self) -> str:
-        ended = f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r}"
+        stopped = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
+        ended = f"finish_reason={self.finish_reason!r}{stopped}"
         return f"CompletionOutput({_short(self.text)}, tokens={len(self.token_ids)}, {ended})"
 
 

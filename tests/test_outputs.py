@@ -26,7 +26,7 @@ def test_one_output_a_prompt_holds_its_completions(llm: LLM) -> None:
     assert done.stats is not None and done.stats.new_tokens == 5
     assert repr(second).endswith(
         "prompt_tokens=70, num_cached_tokens=64, finished=True, outputs=[CompletionOutput('', tokens=5, "
-        "finish_reason='length', stop_reason=None)])"
+        "finish_reason='length')])"
     )
 
 

@@ -176,7 +176,7 @@ def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatc
 def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
     llm = make_llm()
     [completion] = completed(llm.generate([tiny_prompt(20)], SHORT))
-    assert repr(completion) == "CompletionOutput('', tokens=8, finish_reason='length', stop_reason=None)"
+    assert repr(completion) == "CompletionOutput('', tokens=8, finish_reason='length')"
     long = dataclasses.replace(completion, text="word " * 100)
     assert len(repr(long)) < 120 and "…" in repr(long)
     assert repr(llm) == f"LLM({llm.name!r}, policy='full', device='cpu', dtype='float64', host_memory='12.5 MiB')"
