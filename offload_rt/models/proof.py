@@ -236,11 +236,19 @@ _NAME = "offload_rt_noted"
 
 
 def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
-    """The eager attention of the model's own file, or torch's where it has none; notes its arguments."""
+    """The eager attention of the model's own file, or torch's where it has none; notes its arguments. In float32 at
+    least: where keys are large (Qwen's biases), scores that are rounded to half precision say nothing."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     notes = _notes.get()
     if notes is not None:
         notes.append(arguments)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
-    return eager(module, *tensors, **arguments)
+    dtype = tensors[0].dtype
+    exact = (x.to(torch.promote_types(dtype, torch.float32)) if _is_half(x) else x for x in tensors)
+    out, *rest = eager(module, *exact, **arguments)
+    return out.to(dtype), *rest
+
+
+def _is_half(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize == 2
