@@ -7,7 +7,7 @@
 #                kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
 #                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
 #                cuda (all that is run on a simulated device, under every schedule), gpu (tests marked gpu, there),
-#                kernels (all of them compiled for four GPUs) runs one
+#                kernels (all of them compiled for four GPUs), api (100,000 values and calls at random) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
@@ -59,7 +59,7 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels
+SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
@@ -69,11 +69,12 @@ SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_
 SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \
 	tests/test_attention.py tests/test_counted.py tests/test_links.py
 SOAK_kernels := tests/test_triton_compile.py
+SOAK_api := tests/test_fuzz_api.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 
 soak: $(READY)
 	$(foreach part,$(filter-out $(SOAK_PARTS),$(SOAK)),$(error PART=$(part) is unknown: one of $(SOAK_PARTS)))
-	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 OFFLOAD_RT_SCHEDULES=all $(BIN)/pytest --timeout 1800 $(foreach part,$(SOAK),$(SOAK_$(part)))
+	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 OFFLOAD_RT_FUZZ=100000 OFFLOAD_RT_SCHEDULES=all $(BIN)/pytest --timeout 1800 $(foreach part,$(SOAK),$(SOAK_$(part)))
 
 GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from .config_fields import check, check_choice, check_types, from_mapping, option
+from .config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
 from .units import parse_duration, parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
@@ -239,15 +240,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         parsed = {
-            "policy_options": dict(self.policy_options or {}),
+            "policy_options": _parsed_options(self.policy_options),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device_memory": _parsed_size(self.device_memory, "device_memory"),
             "host_memory": _parsed_size(self.host_memory, "host_memory"),
             "eviction": _parsed_eviction(self.eviction),
             "exact": _parsed_exact(self.exact, self.policy),
-            "skew": None if self.skew is None else Path(self.skew),
-            "swap": None if self.swap is None else Path(self.swap).expanduser(),
+            "skew": _parsed_path(self.skew, "skew"),
+            "swap": _parsed_path(self.swap, "swap"),
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
@@ -268,6 +269,26 @@ def _parsed_size(size: int | str | None, name: str) -> int | None:
     return None if size is None else parse_size(size, name)
 
 
+def _parsed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    if options is None:
+        return {}
+    check_mapping("policy_options", options)
+    wrong = next((key for key in options if not isinstance(key, str)), None)
+    check(wrong is None, f"policy_options has the key {wrong!r:.80}; options are named by text")
+    return dict(options)
+
+
+def _parsed_path(path: str | os.PathLike[str] | None, name: str) -> Path | None:
+    if path is None:
+        return None
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    check(
+        isinstance(text, str) and "\0" not in text,
+        f"{name}={path!r:.80} is {type(path).__name__}; it must be a path",
+    )
+    return Path(path).expanduser()
+
+
 def _parsed_eviction(eviction: EvictionOptions | str | Mapping[str, Any] | None) -> EvictionOptions | None:
     """`EvictionOptions` from a policy's name or from a mapping. Raises ConfigError for what does not exist."""
     if eviction is None or isinstance(eviction, EvictionOptions):
@@ -280,16 +301,17 @@ def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, p
     policy "full" is to draft for itself."""
     if exact is None or exact is False:
         return None
-    own = "lookup" if policy == "full" else "sparse"
+    full = isinstance(policy, str) and policy == "full"
+    own = "lookup" if full else "sparse"
     if isinstance(exact, DraftOptions):
         found = exact
     elif isinstance(exact, str):
         found = DraftOptions(exact)  # type: ignore[arg-type]
     else:
-        check(exact is True or isinstance(exact, Mapping), f"exact={exact!r}: True, a method's name, or a mapping")
+        check(exact is True or isinstance(exact, Mapping), f"exact={exact!r:.80}: True, a method's name, or a mapping")
         found = from_mapping(DraftOptions, {"method": own} | ({} if exact is True else dict(exact)))
     check(
-        policy != "full" or found.method == "lookup",
+        not full or found.method == "lookup",
         f"exact={found.method!r} lets the policy draft, and 'full' is what verifies: choose 'lookup', or policy "
         "'infinigen'",
     )

@@ -19,12 +19,16 @@ T = TypeVar("T")
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raises ConfigError, with the nearest spelling, where `value` is none of `choices`."""
     known = list(choices)
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
         raise ConfigError(
-            f"{name}={value!r} is unknown{f'; did you mean {near[0]!r}?' if near else ''} (one of: {', '.join(known)})"
+            f"{name}={value!r:.80} is unknown{f'; did you mean {near[0]!r}?' if near else ''} "
+            f"(one of: {', '.join(known)})"
         )
 
+
+LARGEST: Final = 1 << 1000
+"""Whole numbers beyond are no floats."""
 
 NEVER: Final = object()
 """The neutral value of an option that never had one: equal to no value."""
@@ -76,13 +80,24 @@ def check_types(config: Any) -> None:
         value, kinds = getattr(config, each.name), _scalars(hints[each.name])
         if kinds is None or type(value) in kinds:
             continue
-        if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
-            object.__setattr__(config, each.name, index(value))
-        elif float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
-            object.__setattr__(config, each.name, float(value))
-        else:
+        number = _number(value, kinds)
+        if number is None:
             wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in kinds)
             raise ConfigError(f"{each.name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
+        object.__setattr__(config, each.name, number)
+
+
+def _number(value: Any, kinds: set[type]) -> int | float | None:
+    """The number that another library's stands for, or None: a whole one also where `kinds` want a float."""
+    try:
+        if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
+            number = index(value)
+            return number if abs(number) < LARGEST or float not in kinds else None
+        if float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, or of none
+        pass
+    return None
 
 
 @cache
@@ -109,8 +124,15 @@ def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
     key that is no field."""
     if config is None:
         return from_mapping(cls, options)
+    check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")
     check_keys(type(config), options)
     return replace(config, **options)  # type: ignore[type-var]
+
+
+def check_mapping(name: str, options: object) -> None:
+    """Raises ConfigError where `options` are no mapping."""
+    mapping = isinstance(options, Mapping)
+    check(mapping, f"{name}={options!r:.80} is {type(options).__name__}; it must be a mapping of names to values")
 
 
 def check_keys(cls: type, options: Mapping[str, Any]) -> None:
@@ -121,6 +143,8 @@ def check_keys(cls: type, options: Mapping[str, Any]) -> None:
 
 
 def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """An instance of the configuration dataclass `cls`; a key it does not have raises ConfigError."""
+    """An instance of the configuration dataclass `cls`; what is no mapping, or has a key that it does not have, raises
+    ConfigError."""
+    check_mapping(cls.__name__, options)
     check_keys(cls, options)
     return cls(**options)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .arguments import folder_path, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .config import EngineConfig, SamplingParams, StoreOptions
 from .config_fields import configured
 from .core import CHUNK, ModelGeometry
@@ -92,7 +93,7 @@ class LLM:
         prefilled under one of them is not prefilled again under the other. For comparing policies, one after another.
         Raises ConfigError, also with `device_memory`."""
         other = LLM.__new__(LLM)
-        other._begin(build_beside(self._runner, policy, policy_options or {}))
+        other._begin(build_beside(self._runner, policy, {} if policy_options is None else policy_options))
         return other
 
     @property
@@ -141,13 +142,15 @@ class LLM:
         ModelError for too many positions, PoolFullError.
         """
         self._check_open()
-        params = sampling_params or SamplingParams()
+        params = sampling(sampling_params)
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
         if record is not None and self.config.exact is not None:
             raise InputError("a recording is of what steps select, and with exact=... all is attended: leave one out")
         ids = self.encode(prompt)
-        return self._stream(ids, params) if record is None else self._recorded(ids, params, Path(record))
+        return (
+            self._stream(ids, params) if record is None else self._recorded(ids, params, folder_path("record", record))
+        )
 
     def _recorded(self, prompt: list[int], params: SamplingParams, folder: Path) -> Iterator[TokenOutput]:
         tokens, writer = list(prompt), RunWriter(folder, self._run_info(prompt))
@@ -204,10 +207,7 @@ class LLM:
         self._check_open()
         given = each_prompt(prompts)
         encoded = [self.encode(prompt) for prompt in given]
-        params = sampling_params or SamplingParams()
-        each = list(params) if isinstance(params, Sequence) else [params] * len(encoded)
-        if len(each) != len(encoded):
-            raise InputError(f"{len(each)} SamplingParams for {len(encoded)} prompts: give one, or one per prompt")
+        each = sampling_of_each(sampling_params, len(encoded))
         for prompt, one in zip(encoded, each, strict=True):
             self._runner.check_room(len(prompt), len(prompt) + one.max_tokens)
         engine = Engine(self._runner, max_batch=self.config.max_batch, swap=self._swap)
@@ -241,15 +241,12 @@ class LLM:
         Raises InputError for empty prompts or continuations and lists of different lengths, PoolFullError.
         """
         self._check_open()
-        for name, given in (("prompts", prompts), ("continuations", continuations)):
-            if isinstance(given, (str, bytes)):
-                raise InputError(f"{name} is a text, which would be read letter by letter: give a list of texts")
-        if len(prompts) != len(continuations):
-            raise InputError(f"{len(prompts)} prompts but {len(continuations)} continuations: give one for each")
-        if decode_from is not None and decode_from < 0:
-            raise InputError(f"decode_from={decode_from} must not be negative")
-        encoded = [self.encode(prompt) for prompt in prompts]
-        targets = [self.encode(text, special_tokens=False) for text in continuations]
+        first, then = texts_or_ids("prompts", prompts), texts_or_ids("continuations", continuations)
+        if len(first) != len(then):
+            raise InputError(f"{len(first)} prompts but {len(then)} continuations: give one for each")
+        decode_from, batch = whole_or_none("decode_from", decode_from, 0), whole_or_none("batch", batch, 1)
+        encoded = [self.encode(prompt) for prompt in first]
+        targets = [self.encode(text, special_tokens=False) for text in then]
         with self._progress.items("score", len(encoded)) as on_done, self._runner.pool.lock:
             return score(
                 self._runner,
@@ -288,18 +285,19 @@ class LLM:
         configuration says); what waiting turns need comes from disk to host memory before they begin, and is not
         evicted. Options and errors as `session`."""
         with self._runner.pool.lock:
-            return TurnQueue(self._store(store, options, fields), max_batch or self.config.max_batch)
+            most = whole_or_none("max_batch", max_batch, 1) or self.config.max_batch
+            return TurnQueue(self._store(store, options, fields), most)
 
     def _store(self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any]) -> SessionStore:
         self._check_open()
-        folder = Path(store).expanduser().resolve()
+        folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:
             chosen = configured(StoreOptions, options, fields)
             known = self._stores[folder] = SessionStore.on_disk(self._runner, folder, chosen)
         return known
 
-    def encode(self, prompt: PromptLike, *, special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: PromptLike | object, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or the ids themselves (`engine.prompts`). Raises InputError where there are none, and
         for what is no prompt."""
         ids = one_prompt(prompt)

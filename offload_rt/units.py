@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from operator import index
 
 from .errors import ConfigError
 
@@ -12,6 +13,9 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
 }
+
+_LARGEST = 1 << 63
+"""No machine counts bytes beyond."""
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -26,9 +30,16 @@ def parse_size(size: int | str, name: str = "size") -> int:
         unit = next((u for u in _UNITS if match and u.lower() == match[2].lower()), None)
         if match is None or unit is None:
             raise ConfigError(f"{name}={size!r} is no size; write bytes or a number with a unit, such as '200GiB'")
-        size = int(float(match[1]) * _UNITS[unit])
-    if size <= 0:
-        raise ConfigError(f"{name}={size} must be positive")
+        number = float(match[1]) * _UNITS[unit]
+        size = int(number) if number < _LARGEST else 0
+    try:
+        size, truth = index(size), isinstance(size, bool)
+    except (TypeError, ValueError, RuntimeError):
+        truth = True
+    if truth:
+        raise ConfigError(f"{name}={size!r:.80} is no size; write bytes, or text such as '200GiB'")
+    if not 0 < size < _LARGEST:
+        raise ConfigError(f"{name}={size!r:.80} must be positive, and a number of bytes that there can be")
     return size
 
 
@@ -42,9 +53,13 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
         if match is None:
             raise ConfigError(f"{name}={duration!r} is no duration; write seconds, or a number with a unit as in '7d'")
         duration = float(match[1]) * _SECONDS[match[2].lower()]
-    if not 0 < duration < math.inf:
-        raise ConfigError(f"{name}={duration} must be positive and finite")
-    return float(duration)
+    try:
+        seconds = math.nan if isinstance(duration, bool) else float(duration)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ConfigError(f"{name}={duration!r:.80} is no duration; write seconds, or text such as '7d'") from None
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{name}={duration!r:.80} must be positive and finite")
+    return seconds
 
 
 def format_duration(seconds: float) -> str:

@@ -3,6 +3,7 @@ hand (tensors, arrays, a tokenizer's output, numpy's numbers) is taken."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParam
 from offload_rt.config import EngineConfig, StoreOptions
 from offload_rt.engine.prompts import each_prompt, one_prompt, shortened, token_ids
 from offload_rt.select.options import InfiniGenOptions
+from offload_rt.sessions.session import Session
 
 
 @pytest.mark.parametrize(
@@ -182,3 +184,45 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         shortened(ids, room, None, "it")
     with pytest.raises(ConfigError, match="truncate='end'"):
         shortened(ids, room, "end", "it")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda llm, _: llm.generate([[1, 2]], 5), "sampling_params=5 is int; it must be a SamplingParams"),
+        (lambda llm, _: llm.generate([[1, 2]], [None, None]), "2 SamplingParams for 1 prompts"),
+        (lambda llm, _: llm.score(None, [[1]]), "prompts=None is NoneType; it must be a list"),
+        (lambda llm, _: llm.score([[1]], [[1]], 0.0), "decode_from=0.0 is float; it must be a whole number"),
+        (lambda llm, _: llm.score([[1]], [[1]], batch=0), "batch=0 must be at least 1"),
+        (lambda llm, _: llm.session(7, "s"), "session name 7 must be a text of 1 to 200 characters"),
+        (lambda llm, _: llm.session("\ud800", "s"), "session name .* must be a text"),
+        (lambda llm, _: llm.session("s", None), "store=None is NoneType; it must be a path"),
+        (lambda llm, _: llm.session("s", "a\0b"), "store=.* must be a path"),
+        (lambda llm, _: llm.under("infinigen", 1), "policy_options=1 is int; it must be a mapping"),
+        (lambda llm, session: session.send(["5"], SHORT), "a text where token ids are wanted"),
+        (lambda llm, session: session.send([5], 5), "sampling_params=5 is int"),
+        (lambda llm, session: session.truncate(keep_last=1.5), "keep_last=1.5 is float"),
+        (lambda llm, session: session.truncate(drop="0"), "a text where token ids are wanted"),
+        (lambda llm, session: session.fork(b"x"), "session name b'x' must be a text"),
+        (lambda llm, _: LLM(llm.runner.model.name, SHORT), "it must be EngineConfig"),
+        (lambda llm, _: EngineConfig(policy_options={1: 2}), "options are named by text"),
+        (lambda llm, _: EngineConfig(host_memory=True), "host_memory=1 is no size"),
+        (lambda llm, _: StoreOptions(ttl=10**400), "is no duration"),
+        (lambda llm, _: InfiniGenOptions(dense_layers="0"), "dense_layers='0' is str; it must be a list of layers"),
+        (lambda llm, _: SamplingParams(temperature=np.array([1, 2])), "temperature=.* it must be a number"),
+    ],
+)
+def test_arguments_of_calls_of_a_wrong_type(call: Any, said: str, some: tuple[LLM, Session]) -> None:
+    with pytest.raises((InputError, ConfigError), match=said):
+        call(*some)
+
+
+SHORT = SamplingParams(max_tokens=2, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Session]]:
+    with LLM(tiny_model("llama"), policy="full", host_memory="8MiB") as llm:
+        session = llm.session("s", tmp_path_factory.mktemp("store"))
+        list(session.send([1, 2, 3], SHORT))
+        yield llm, session

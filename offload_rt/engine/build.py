@@ -77,8 +77,9 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any]) -> Runne
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy: make a runtime of its own for another")
     model, fingerprint = runner.model, runner.model.fingerprint
-    options = default_options(runner.config.skew, name, options, fingerprint)
     config = replace(runner.config, policy=name, policy_options=options)
+    options = default_options(config.skew, name, config.policy_options, fingerprint)
+    config = replace(config, policy_options=options)
     with on_device(model.adapter.device):
         policy = build_policy(model, name, options, artifact_loader(model, config))
     link = build_link(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserString
 from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, Protocol
@@ -39,8 +40,8 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
     """One prompt or several: a text, ids `[T]` and a tokenizer's output of one text are one; a list of these, ids
     `[B, T]` and a tokenizer's output of several are several. Of a tokenizer's output what its mask leaves out
     (padding) is no part of a prompt. Raises InputError, with what it got."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, (str, UserString)):
+        return [str(prompts)]
     if isinstance(prompts, (bytes, bytearray)):
         raise InputError(f"a prompt is {type(prompts).__name__}: decode it to text, or {WANTED}")
     if _encoding(prompts):
@@ -50,7 +51,10 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
         raise InputError(f"a prompt is {prompts!r:.80}, of type {type(prompts).__name__}: {WANTED}")
     if not values or _whole(values[0]):
         return [_ids(values)]
-    return [one_prompt(value) for value in values]
+    try:
+        return [one_prompt(value) for value in values]
+    except RecursionError:
+        raise InputError(f"a prompt is {type(prompts).__name__}, in which lists have no end: {WANTED}") from None
 
 
 def token_ids(ids: object) -> list[int]:
@@ -114,7 +118,12 @@ def _rows(values: Any) -> list[list[int]]:
 def _plain(values: Any) -> Any:
     """Lists of what has a length and an order; tensors and arrays as their nested lists."""
     if hasattr(values, "tolist"):
-        return values.tolist()
+        try:
+            return values.tolist()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"a prompt is {type(values).__name__} whose numbers cannot be read: {error!s:.80}"
+            ) from error
     return list(values) if isinstance(values, (Sequence, range)) and not isinstance(values, (str, bytes)) else values
 
 

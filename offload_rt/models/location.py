@@ -54,9 +54,13 @@ def locate(model: str | os.PathLike[str]) -> Location:
             raise ModelError(f"model {name!r} does not ship with this version; name a folder or a hub id")
         return Location(str(folder), shipped=True)
     path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r:.80} is no name of a folder or a file: {error!s:.80}") from None
+    if is_folder:
         return Location(str(path), _only_gguf(path))
-    if path.exists():
+    if is_there:
         if path.suffix.lower() != ".gguf":
             raise ModelError(
                 f"model {name!r} is a file; name the folder that holds config.json and *.safetensors, or a GGUF file"

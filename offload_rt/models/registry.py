@@ -148,7 +148,7 @@ def load_model(
         _refuse_unproved(type(loaded).__name__, verify)
         loaded.train(False)
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
-    used = read_tokenizer(locate(tokenizer)) if isinstance(tokenizer, str) else tokenizer or own_tokenizer
+    used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer)
     identity = fingerprint(loaded)
     if verify == "always":
         prove(loaded, adapter_for(loaded))
@@ -165,6 +165,15 @@ def load_model(
         weight_bytes=_weight_bytes(loaded),
         layers=tuple(decoder_layers(loaded)),
     )
+
+
+def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or the one of the model with this name. Raises ConfigError for anything else, ModelError."""
+    if isinstance(tokenizer, str):
+        return read_tokenizer(locate(tokenizer))
+    if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise ConfigError(f"tokenizer={tokenizer!r:.80} is {type(tokenizer).__name__}; it must be a tokenizer")
+    return tokenizer
 
 
 def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify) -> None:

@@ -3,17 +3,29 @@ from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any, ClassVar, Literal, get_args
 
 from ..config import SkewMethod, Source
 from ..config_fields import check, check_choice, option
+from ..errors import ConfigError
 from .registry import PolicyOptions, register_policy
 
 Scorer = Literal["auto", "partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
 TailBits = Literal["off", "int4", "int2"]
+
+
+def _layers(named: Iterable[int]) -> tuple[int, ...]:
+    """Layers as Python's own numbers. Raises ConfigError for what is no list of whole numbers."""
+    try:
+        if not isinstance(named, (str, bytes)):
+            return tuple(index(layer) for layer in named)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ConfigError(f"dense_layers={named!r:.80} is {type(named).__name__}; it must be a list of layers")
 
 
 def _check_window(sinks: int, recent: int, dense_layers: tuple[int, ...]) -> None:
@@ -105,7 +117,7 @@ class InfiniGenOptions(PolicyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
         check(self.alpha is None or self.alpha >= 0, f"alpha={self.alpha} must not be negative")
         check(0 < self.partial_ratio <= 1, f"partial_ratio={self.partial_ratio} must be in (0, 1]")
         check(0 < self.max_fraction <= 1, f"max_fraction={self.max_fraction} must be in (0, 1]")
@@ -160,7 +172,7 @@ class BudgetOptions(PolicyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
         check(0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
         _check_window(self.sinks, self.recent, self.dense_layers)
 

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..core import CHUNK, ranges_of
+from ..errors import InputError
 from ..storage.chunk_store import Document, DocumentStore
 
 FORMAT = 1
@@ -158,6 +159,16 @@ class History:
 def document_name(name: str) -> str:
     """Returns the name of the document of the session `name` in a store."""
     return quote(name, safe="")
+
+
+def check_name(name: object) -> None:
+    """Raises InputError for what cannot be a session's name, which its files are named after."""
+    try:
+        possible = isinstance(name, str) and 0 < len(document_name(name)) <= 200
+    except UnicodeEncodeError:  # half of a character
+        possible = False
+    if not possible:
+        raise InputError(f"session name {name!r:.80} must be a text of 1 to 200 characters (as a file name)")
 
 
 def unreadable(documents: Mapping[str, Document | None]) -> set[str]:

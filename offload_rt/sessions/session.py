@@ -10,12 +10,14 @@ from collections.abc import Sequence as Seq
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
+from ..arguments import sampling
 from ..config import SamplingParams
 from ..engine.engine import Engine
+from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError
 from ..outputs import Stats, TokenOutput
 from .chat_template import TurnTokens, turn_tokens
-from .history import History
+from .history import History, check_name
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .truncate import SINKS, tokens_after, truncate
@@ -125,7 +127,7 @@ class Session:
         Raises InputError, ModelError and PoolFullError as `LLM.stream`.
         """
         self.check_idle()
-        params = params or SamplingParams()
+        params = sampling(params)
         events = self._send(prompt, self.encode(prompt, params), params)
         self._answers.add(events)
         return events
@@ -163,7 +165,7 @@ class Session:
             if runner.model.tokenizer is None:
                 raise InputError(f"{runner.model.name} has no tokenizer: give token ids, or pass tokenizer=")
             return turn_tokens(runner.model.tokenizer, self.history, prompt, runner.model.eos_token_ids)
-        added, vocab = [int(token) for token in prompt], runner.adapter.geometry.vocab
+        added, vocab = token_ids(prompt), runner.adapter.geometry.vocab
         if not added or any(not 0 <= token < vocab for token in added):
             raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
         return TurnTokens(len(self.history.tokens), 0, tuple(added))
@@ -224,6 +226,7 @@ class Session:
         """A second session that goes on from here; rows are shared until one of the two writes. Raises InputError where
         the name is taken."""
         self.check_idle()
+        check_name(name)
         if self._siblings.exists(name):
             raise InputError(f"there is a session {name!r} already: choose another name")
         kv, runner, host, forked = self.kv, self.kv.runner, self.host, None

@@ -17,7 +17,7 @@ from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
 from .context import SessionContext
-from .history import History, document_name, remove_orphans
+from .history import History, check_name, document_name, remove_orphans
 from .host_tier import HostTier
 from .session import Session
 from .session_kv import SessionKV
@@ -65,8 +65,7 @@ class SessionStore:
         """Returns the session `name` as it was left, or a new one; where its history is damaged as it was before that,
         with a warning. Raises InputError where it is open already, StoreError where nothing of its history can be read,
         or it is not understood."""
-        if not name or len(document_name(name)) > 200:
-            raise InputError(f"session name {name!r} must have 1 to 200 characters (as a file name)")
+        check_name(name)
         if name in self._open:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
         return self.enter(self._history(name) or History(name, self.context.runner.model.name))
@@ -108,6 +107,7 @@ class SessionStore:
 
     def session(self, name: str) -> Session:
         """Returns the session `name`, opened if it is not open yet. Raises InputError."""
+        check_name(name)
         return self._open.get(name) or self.open(name)
 
     def exists(self, name: str) -> bool:

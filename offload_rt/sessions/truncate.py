@@ -14,7 +14,9 @@ from copy import copy
 
 import torch
 
+from ..arguments import whole, whole_or_none
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, ranges_of
+from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError, PoolFullError, StoreError
 from ..forward.sequence import Sequence
 from ..models.adapter import ModelAdapter
@@ -33,8 +35,6 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
     if (keep_last is None) == (drop is None):
         raise InputError("truncate needs either keep_last or drop: how many tokens to keep, or which to drop")
     if keep_last is not None:
-        if keep_last < 1:
-            raise InputError(f"keep_last={keep_last} must be at least 1")
         return [*range(min(sinks, max(0, computed - keep_last))), *range(max(0, computed - keep_last), computed)]
     assert drop is not None
     gone = set(drop)
@@ -87,6 +87,8 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
     """Cuts tokens out of a session that is not parked, as `Session.truncate` says. Returns how many are gone."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
+    sinks, keep_last = whole("sinks", sinks, 0), whole_or_none("keep_last", keep_last, 1)
+    drop = None if drop is None else token_ids(drop)
     if not 0 <= sinks < CHUNK:
         raise InputError(f"sinks={sinks} must be from 0 to {CHUNK - 1}")
     history = kv.history

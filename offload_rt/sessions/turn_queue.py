@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from ..arguments import sampling
 from ..config import SamplingParams
 from ..engine.engine import Engine
 from ..errors import InputError, OffloadError
@@ -78,11 +79,12 @@ class TurnQueue:
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
         """Queues a turn of the session `name`, which is opened, or begun, if it is not open. What cannot be answered at
         all raises when the turn begins: `step` then raises InputError, ModelError or PoolFullError."""
+        params = sampling(params)
         session = self.store.session(name)
         if session.busy and not any(one.session is session for one in [*self._backlog, *self._running]):
             raise InputError(f"session {name!r} is answering elsewhere: take all events first")
         self._opened[name] = session
-        queued = QueuedTurn(next(self._ids), session, prompt, params or SamplingParams())
+        queued = QueuedTurn(next(self._ids), session, prompt, params)
         self._backlog.append(queued)
         return queued
 
