@@ -6,7 +6,7 @@ llm = LLM("reference")
 for event in llm.stream("It was a dark night", SamplingParams(max_tokens=100)):
     print(event.text, end="", flush=True)
 
-Importing the package is quick: torch and transformers are imported with `LLM`, when it is first asked for.
+Importing the package is quick: torch and transformers are imported with `LLM` or `AsyncLLM`, when first asked for.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from .errors import (
     ModelError,
     OffloadError,
     PoolFullError,
+    QueueFullError,
     StoreError,
 )
 from .outputs import CompletionOutput, Logprob, RequestOutput
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
     from .llm import LLM
 
     __version__: str
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "ArtifactError",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "ModelError",
     "OffloadError",
     "PoolFullError",
+    "QueueFullError",
     "RequestOutput",
     "SamplingParams",
     "StoreError",
@@ -52,10 +56,13 @@ __all__ = [
 ]
 
 
+_LATER = {"LLM": ".llm", "AsyncLLM": ".async_llm"}
+
+
 def __getattr__(name: str) -> Any:
     """What is imported when it is first asked for (PEP 562)."""
-    if name == "LLM":
-        found = importlib.import_module(".llm", __name__).LLM
+    if name in _LATER:
+        found = getattr(importlib.import_module(_LATER[name], __name__), name)
     elif name == "__version__":
         found = importlib.import_module("importlib.metadata").version("offload-rt")
     else:

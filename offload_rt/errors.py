@@ -8,6 +8,7 @@
     ├── MemoryLimitError     (MemoryError)  more memory asked than there is, or than the limit allows
     │   └── PoolFullError                   the host pool has no chunk left for a sequence
     │       └── DeviceFullError             device_memory leaves no room for it
+    ├── QueueFullError                      as many prompts wait as may wait
     └── StoreError           (OSError)      the session store: lock, path, limit
 
 `assert` is for invariants of our own code; nothing a user does may trip one.
@@ -49,6 +50,10 @@ class PoolFullError(MemoryLimitError):
 
 class DeviceFullError(PoolFullError):
     """A sequence could take more of the device than `device_memory` leaves: like a full pool, it waits for others."""
+
+
+class QueueFullError(OffloadError):
+    """As many prompts wait for the engine as may wait: the same prompt can be asked again later."""
 
 
 class StoreError(OffloadError, OSError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -204,13 +204,12 @@ class LLM:
         What prompts have in common is found, computed and stored once, and attended to together. `sampling_params` is
         one for all or one per prompt. Raises as `stream`; nothing is returned if one prompt fails.
         """
-        self._check_open()
         given = each_prompt(prompts)
         encoded = [self.encode(prompt) for prompt in given]
         each = sampling_of_each(sampling_params, len(encoded))
         for prompt, one in zip(encoded, each, strict=True):
             self._runner.check_room(len(prompt), len(prompt) + one.max_tokens)
-        engine = Engine(self._runner, max_batch=self.config.max_batch, swap=self._swap)
+        engine = self.make_engine()
         requests = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:
             with self._progress.items("generate", sum(one.n for one in each)) as on_done:
@@ -223,6 +222,12 @@ class LLM:
                 engine.cancel(request)
         texts = (prompt if isinstance(prompt, str) else None for prompt in given)
         return [request_output(request, text) for request, text in zip(requests, texts, strict=True)]
+
+    def make_engine(self, on_failure: Callable[[Request, Exception], None] | None = None) -> Engine:
+        """An engine over this runtime, for front ends that add requests and take steps themselves. `on_failure` hears
+        of requests that cannot go on; without it a step raises."""
+        self._check_open()
+        return Engine(self._runner, max_batch=self.config.max_batch, swap=self._swap, on_failure=on_failure)
 
     def score(
         self,

@@ -77,7 +77,7 @@ def test_table_says_where_nothing_was_selected(infinigen: Stats) -> None:
     """100 tokens under a budget of 20: the sinks and the window have 68."""
     options = {"budget": 0.2, "dense_layers": ()}
     llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
-    [done] = llm.generate([tiny_prompt(100)], SamplingParams(max_new_tokens=4, temperature=0))
+    [done] = completed(llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=4, temperature=0)))
     assert "nothing was selected" in row(shown(stats_table(done.stats)), "in layers that select")
     assert "nothing" not in row(shown(stats_table(infinigen)), "in layers that select")
 

@@ -26,7 +26,8 @@ class Engine:
     """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
     layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
     `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select; `swap`
-    may keep what is preempted."""
+    may keep what is preempted; `on_failure` is called for a request that cannot go on, where `step` raises its error
+    without one."""
 
     def __init__(
         self,
@@ -36,13 +37,14 @@ class Engine:
         on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
         recorder: Recorder | None = None,
         swap: Swap | None = None,
+        on_failure: Callable[[Request, Exception], None] | None = None,
     ) -> None:
         self.runner = runner
         self._recorder = recorder
         exact = runner.config.exact
         self._drafting = None if exact is None else Drafting(runner, exact, recorder)
         self.scheduler = Scheduler(runner, max_batch, swap)
-        self._on_prefill = on_prefill
+        self._on_prefill, self._on_failure = on_prefill, on_failure
         self._ids = itertools.count()
 
     def add(self, token_ids: Seq[int], params: SamplingParams) -> Request:
@@ -60,17 +62,26 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits, prefills or runs."""
-        return self.scheduler.idle
+        """Whether nothing waits, prefills or runs, and nothing has failed that `step` has not said."""
+        return self.scheduler.idle and not self.scheduler.failed
 
     def step(self) -> list[TokenOutput]:
-        """One step: a new token for everything that runs, and prefill work for at most one request. Raises
-        PoolFullError for one that can never fit, before anything else happens (it has left the queue; the others go on
-        with the next step). Engines of several threads take turns on their pool, step by step."""
+        """One step: a new token for everything that runs, and prefill work for at most one request. Raises the error
+        of one that has failed (PoolFullError where it can never fit), before anything else happens: it has left the
+        queue, and the others go on with the next step. Engines of several threads take turns on their pool, step by
+        step."""
         with self.runner.pool.lock:
             self.scheduler.allocate()
             self.scheduler.admit()
+            self._report_failures()
             return self._decode() + self._advance_prefill()
+
+    def _report_failures(self) -> None:
+        while self.scheduler.failed:
+            request, error = self.scheduler.failed.popleft()
+            if self._on_failure is None:
+                raise error
+            self._on_failure(request, error)
 
     def cancel(self, request: Request) -> None:
         """Ends a request with all its completions where they stand; nothing happens to those that have ended."""
@@ -118,11 +129,11 @@ class Engine:
     def _accept(self, request: Request, logits: torch.Tensor) -> list[TokenOutput]:
         try:
             events = request.accept(self.runner, logits)
-        except PoolFullError:  # beams that fork; they start again when there is room
+        except PoolFullError as error:  # beams that fork; they start again when there is room
             if self.scheduler.running == [request]:
-                self._retire(request)
-                raise
-            self.scheduler.preempt(request)
+                self.scheduler.fail(request, error)
+            else:
+                self.scheduler.preempt(request)
             return []
         if request.finish_reason is not None:
             self._retire(request)

@@ -18,7 +18,8 @@ class Scheduler:
     `swap` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest is
     never preempted, so something always finishes; one that would not fit an empty pool is refused at once.
 
-    Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them."""
+    Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them. What could
+    not go on has left them and is in `failed`, with its error, until the engine says so."""
 
     def __init__(self, runner: Runner, max_batch: int, swap: Swap | None = None) -> None:
         self._runner, self._max_batch, self._swap = runner, max_batch, swap
@@ -26,6 +27,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefilling: tuple[Request, Prefill] | None = None
         self.running: list[Request] = []
+        self.failed: deque[tuple[Request, Exception]] = deque()
         self.preemptions = self.restored = 0
         self._full = False
 
@@ -40,11 +42,8 @@ class Scheduler:
 
     def admit(self) -> None:
         """Starts the prefill of the next request, if none is running, one waits and it fits now; one that comes back
-        from disk runs at once.
-
-        Raises what `Request.start` raises, PoolFullError only where nothing runs that could free chunks; the request is
-        taken out of the queue.
-        """
+        from disk runs at once. One whose `start` raises fails; of a PoolFullError only where nothing runs that could
+        free chunks."""
         if self.prefilling is not None or not self.waiting or self._full:
             return
         request = self.waiting[0]
@@ -63,8 +62,8 @@ class Scheduler:
             if isinstance(error, PoolFullError) and self.running:
                 self._full = True  # until somebody leaves: trying every step would cost every step
                 return
-            self.remove(request)
-            raise
+            self.fail(request, error)
+            return
         self.waiting.popleft()
         self._discard_swapped(request)
         if swapped_in:
@@ -108,21 +107,24 @@ class Scheduler:
         return started
 
     def allocate(self) -> None:
-        """Allocates the next step of all that run, oldest first, and preempts the youngest where the pool is full.
-
-        Raises PoolFullError where not even one alone can go on; it is then in no queue and holds nothing.
-        """
+        """Allocates the next step of all that run, oldest first, and preempts the youngest where the pool is full. One
+        that cannot go on alone fails."""
         for request in list(self.running):
             while request in self.running:
                 try:
                     request.reserve(self._runner)
                     break
-                except PoolFullError:
+                except PoolFullError as error:
                     if self.prefilling is None and self.running == [request]:
-                        self.remove(request)
-                        request.finish(self._runner, "abort")
-                        raise
+                        self.fail(request, error)
+                        break
                     self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Ends a request that cannot go on; it holds nothing any more, and what it has written stays with it."""
+        self.remove(request)
+        request.finish(self._runner, "abort")
+        self.failed.append((request, error))
 
     def preempt(self, request: Request) -> None:
         """Sends a request back to the head of the queue and frees what it holds; its rows may go to disk."""

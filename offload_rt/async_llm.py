@@ -1,0 +1,282 @@
+"""`AsyncLLM`: many callers, one engine loop in a thread of its own, over one `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Self
+
+from .config import SamplingParams
+from .engine.prompts import PromptLike, one_prompt
+from .engine.request import Request, request_output
+from .errors import InputError, QueueFullError
+from .llm import LLM
+from .outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has to do, and what it has done since it began.
+
+    waiting, running: prompts that wait for room; completions that are computed, the prompt that is prefilled included.
+    pool_used_bytes, pool_limit_bytes: KV of requests in host memory, and its limit.
+    prompt_tokens, cached_tokens: of all prompts that have ended; those that had been computed before.
+    generated_tokens, link_bytes: new tokens so far; rows that crossed to the device for what has ended.
+    """
+
+    waiting: int
+    running: int
+    pool_used_bytes: int
+    pool_limit_bytes: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    link_bytes: int
+
+
+class Mailbox:
+    """The latest output of one request, on the event loop of its caller. One that is not taken in time gives way to the
+    next, which says all that it said: a slow reader costs no memory."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._latest: RequestOutput | Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def post(self, latest: RequestOutput | Exception) -> None:
+        """From any thread. Raises RuntimeError where the event loop has been closed."""
+        self._loop.call_soon_threadsafe(self._put, latest)
+
+    def _put(self, latest: RequestOutput | Exception) -> None:
+        self._latest = latest
+        self._arrived.set()
+
+    async def take(self) -> RequestOutput:
+        """Waits for the next output. Raises what was posted, if that is an error."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        latest, self._latest = self._latest, None
+        assert latest is not None
+        if isinstance(latest, Exception):
+            raise latest
+        return latest
+
+
+@dataclass(eq=False)
+class Caller:
+    """Somebody who waits for an answer. `text` is the prompt, None where token ids were given."""
+
+    request_id: str
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
+    mailbox: Mailbox
+    request: Request | None = None
+    counted: int = 0
+    """Of its new tokens, those that are among the engine's."""
+
+
+class AsyncLLM:
+    """Many callers, one engine loop in a thread of its own, over one `LLM`, which it takes over: `close` closes it.
+
+    Callers may be on several event loops. What they ask is answered in one batch that requests join and leave, and what
+    prompts have in common is computed once; nobody's tokens depend on who else is there. An error of one request is
+    that request's alone.
+
+    max_waiting: so many prompts may wait for room; one more raises QueueFullError. None lets any number wait.
+    """
+
+    def __init__(self, llm: LLM, *, max_waiting: int | None = None) -> None:
+        if max_waiting is not None and max_waiting < 1:
+            raise InputError(f"max_waiting={max_waiting} must be at least 1")
+        self._llm, self._max_waiting = llm, max_waiting
+        self._engine = llm.make_engine(on_failure=self._fail)
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._arriving = 0
+        self._closed = False
+        self._callers: dict[str, Caller] = {}  # this and what follows is the thread's
+        self._by_number: dict[int, Caller] = {}
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._link_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    @property
+    def llm(self) -> LLM:
+        """The runtime, for its tokenizer, name, geometry and configuration."""
+        return self._llm
+
+    # --------------------------------------------------------------------------------------------------------- callers
+
+    async def generate(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """What becomes of one prompt, as it comes: each item is all of it so far, the last has `finished`. Leaving the
+        iterator (break, a cancelled task, `aclose`) aborts the request. Of a beam search only the last item comes.
+
+        Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait.
+        """
+        caller = await self._arrive(prompt, sampling_params or SamplingParams(), request_id)
+        finished = False
+        try:
+            while not finished:
+                output = await caller.mailbox.take()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._calls.put(lambda: self._leave(caller))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request where it stands: its iterator ends with what there is, for the reason "abort". Nothing happens
+        where there is no such request any more."""
+        self._calls.put(lambda: self._abort(request_id))
+
+    def load(self) -> EngineLoad:
+        """How much there is to do, and has been done."""
+        scheduler, pool = self._engine.scheduler, self._llm.runner.pool
+        return EngineLoad(
+            waiting=self._arriving + len(scheduler.waiting),
+            running=len(scheduler.running) + (scheduler.prefilling is not None),
+            pool_used_bytes=pool.bytes_held,
+            pool_limit_bytes=pool.limit_bytes,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            link_bytes=self._link_bytes,
+        )
+
+    async def close(self) -> None:
+        """Aborts what runs, ends the thread and closes the runtime. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            self._calls.put(self._abort_all)
+        await asyncio.to_thread(self._thread.join)
+        self._llm.close()
+
+    async def _arrive(self, prompt: PromptLike, params: SamplingParams, request_id: str | None) -> Caller:
+        """Hands a prompt to the engine's thread; a text is tokenized beside the event loop."""
+        with self._lock:
+            self._check_open()
+            waiting = self._arriving + len(self._engine.scheduler.waiting)
+            if self._max_waiting is not None and waiting >= self._max_waiting:
+                raise QueueFullError(f"{waiting:,} prompts wait, and max_waiting={self._max_waiting:,}: try later")
+            self._arriving += 1
+        handed = False
+        try:
+            given = one_prompt(prompt)
+            text = given if isinstance(given, str) else None
+            ids = await asyncio.to_thread(self._llm.encode, given) if text is not None else self._llm.encode(given)
+            caller = Caller(request_id or f"request-{next(self._ids)}", text, ids, params, Mailbox())
+            with self._lock:
+                self._check_open()  # behind the last call of all nobody answers
+                self._calls.put(lambda: self._join(caller))
+            handed = True
+            return caller
+        finally:
+            if not handed:
+                self._arrived()
+
+    def _arrived(self) -> None:
+        with self._lock:
+            self._arriving -= 1
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError(f"the engine of {self._llm!r} is closed: make another one")
+
+    # -------------------------------------------------------------------------------------------------- engine's thread
+
+    def _run(self) -> None:
+        """The loop: what callers want, then a step for everything that runs; waits where there is nothing to do."""
+        while not (self._closed and self._engine.idle and self._calls.empty()):
+            try:
+                call = self._calls.get(block=self._engine.idle)
+            except Empty:
+                self._step()
+            else:
+                call()
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+        except Exception as error:  # of no request alone: what is half computed is nobody's answer
+            for caller in list(self._callers.values()):
+                self._tell(caller, error)
+                self._leave(caller)
+            return
+        for number in dict.fromkeys(event.request_id for event in events):
+            if number in self._by_number:
+                self._report(self._by_number[number])
+
+    def _join(self, caller: Caller) -> None:
+        if caller.request_id in self._callers:
+            self._tell(caller, InputError(f"request {caller.request_id!r} is being answered: give another request_id"))
+        elif self._closed:
+            self._tell(caller, InputError(f"the engine of {self._llm!r} is closed: make another one"))
+        else:
+            self._add(caller)
+        self._arrived()
+
+    def _add(self, caller: Caller) -> None:
+        try:
+            caller.request = self._engine.add(caller.ids, caller.params)
+        except Exception as error:
+            self._tell(caller, error)
+        else:
+            self._callers[caller.request_id] = self._by_number[caller.request.prompt.id] = caller
+
+    def _report(self, caller: Caller) -> None:
+        """Says what has become of a request so far; where all of it has ended, it is counted and leaves."""
+        assert caller.request is not None
+        output = request_output(caller.request, caller.text, caller.request_id)
+        written = sum(len(completion.token_ids) for completion in output.outputs)
+        self._generated_tokens += written - caller.counted
+        caller.counted = written
+        if output.finished:
+            self._leave(caller)
+        self._tell(caller, output)
+
+    def _tell(self, caller: Caller, said: RequestOutput | Exception) -> None:
+        try:
+            caller.mailbox.post(said)
+        except RuntimeError:  # its event loop has ended, and nobody asks any more
+            self._leave(caller)
+
+    def _leave(self, caller: Caller) -> None:
+        """Ends a request, if it has not ended by itself, and forgets it. Nothing happens to one that has left."""
+        request = caller.request
+        if request is None or self._by_number.pop(request.prompt.id, None) is None:
+            return
+        del self._callers[caller.request_id]
+        self._engine.cancel(request)
+        self._prompt_tokens += len(request.prompt.token_ids)
+        self._cached_tokens += request.cached_tokens
+        ended = (completion.stats for completion in request.completions())
+        self._link_bytes += sum(stats.link_bytes_to_device for stats in ended if stats is not None)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Tells whose request it is; its other completions end too."""
+        if (caller := self._by_number.get(request.prompt.id)) is not None:
+            self._leave(caller)
+            self._tell(caller, error)
+
+    def _abort(self, request_id: str) -> None:
+        if (caller := self._callers.get(request_id)) is not None and caller.request is not None:
+            self._engine.cancel(caller.request)
+            self._report(caller)
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._callers):
+            self._abort(request_id)
