@@ -27,6 +27,7 @@ from ..config import DType, SkewMethod
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
 from ..models.location import locate
+from ..models.packed import refuse_packed
 from ..models.registry import LoadedModel, architectures, load_model
 from .artifact import SkewArtifact
 from .calibrate import TOKENS, Progress, default_tokens, fit, measure, reach, text_tokens
@@ -80,7 +81,8 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
     (module docstring: up to rounding). `model` is left alone; parameters other than the query and key projections are
     shared with it, so the copy costs only those.
 
-    Raises ModelError for a model without absolute positions or with its weights elsewhere, ArtifactError where the
+    Raises ModelError for a model without absolute positions, with packed weights or with its weights elsewhere,
+    ArtifactError where the
     artifact's shapes are another model's.
     """
     family = _FAMILIES.get(model.config.model_type)
@@ -90,6 +92,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
             "their positions (RoPE) after the projection, and the skewing basis does not commute with that rotation; "
             f"use the side matrices in skew.safetensors instead (foldable: {', '.join(sorted(_FAMILIES))})"
         )
+    refuse_packed(model, "folding writes new numbers into them")
     own = {
         id(parameter)
         for attention in family.layers(model)

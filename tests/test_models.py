@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
+from support.tiny_models import NAMES, VOCAB, edit_config, tiny_model, tiny_prompt
 from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -263,11 +263,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
@@ -387,10 +382,6 @@ class TestRefusals:
         edit_config(folder, model_type="mine", auto_map={"AutoConfig": "modeling_mine.Mine"})
         self.refused(folder, "the configuration of .* is not valid")
         assert not (folder / "ran").exists()
-
-    def test_quantised(self, folder: Path) -> None:
-        edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-        self.refused(folder, r"quantised weights \(gptq\) are not supported")
 
     def test_a_file(self, folder: Path) -> None:
         self.refused(folder / "model.safetensors", "is a file")

@@ -2,7 +2,8 @@
 all.
 
 Weights come from safetensors or a GGUF file and remote code is never run. Whatever transformers raises leaves as one
-ModelError. GGUF weights are dequantised: transformers' own reader gives configuration, weights and tokenizer.
+ModelError. GGUF weights are dequantised: transformers' own reader gives configuration, weights and tokenizer. Weights
+that are packed in safetensors stay so: transformers makes the modules that compute with them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     if architecture not in supported and architecture not in CLASSES.values():
         raise ModelError(unsupported(architecture, supported))
-    refuse_quantised(raw.get("quantization_config"))
     with _one_error(f"the configuration of {location} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=False)
     if CLASSES.get(config.model_type) != architecture and _registered_class(config) != architecture:
@@ -91,13 +91,6 @@ def _registered_class(config: PreTrainedConfig) -> str | None:
 def unsupported(architecture: str, supported: Collection[str], why: str = "") -> str:
     """The message that refuses `architecture`."""
     return f"{architecture} is not supported{why and f': {why}'}; supported are {', '.join(supported)}"
-
-
-def refuse_quantised(quantisation: Any) -> None:
-    """Raises ModelError where a configuration has a quantisation entry."""
-    if quantisation:
-        method = dict(quantisation).get("quant_method") if isinstance(quantisation, dict) else quantisation
-        raise ModelError(f"quantised weights ({method}) are not supported; use the checkpoint they were made from")
 
 
 def read_weights(

@@ -12,12 +12,12 @@ def order_by_columns(model: nn.Module) -> None:
 
     A decode step is bound by reading weights, and the CPU's matrix-vector product reads such a matrix faster by
     columns, a small one above all; long prompts are equally fast. Matrices with out < in are faster as they are, half
-    precision goes another way, and a matrix that is also an embedding is read by rows. One matrix at a time is held
-    twice.
+    precision goes another way, and a matrix that is also an embedding is read by rows. Packed
+    ones stay as they are. One matrix at a time is held twice.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        if not isinstance(module, nn.Linear) or id(module.weight) in embeddings:
+        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter or id(module.weight) in embeddings:
             continue
         if module.weight.dtype == torch.float32 and module.out_features >= module.in_features:
             module.weight.data = module.weight.data.t().contiguous().t()

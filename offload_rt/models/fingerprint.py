@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .packed import packing, tensors_of
+
 _VERSION = 2
 _SAMPLES = 512
 """Elements of each tensor that are hashed: every element of a bias or gain of a small model, 0.3 MB of an 8B model."""
@@ -75,9 +77,12 @@ def fingerprint(model: Any) -> str:
     """
     digest = hashlib.sha256(f"offload-rt model {_VERSION}\n{_architecture(model)}\n".encode())
     samples = []
-    for name, weight in sorted(model.named_parameters()):
+    weights = dict(model.named_parameters())
+    if packing(model.config) is not None:  # some keep packed numbers in buffers
+        weights |= dict(model.named_buffers())
+    for name, weight in sorted(weights.items()):
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        samples.append(_sample(weight.detach()).to(torch.bfloat16))
+        samples += [_sample(tensor.detach()).to(torch.bfloat16) for tensor in tensors_of(weight)]
     # One copy to the host, not one per weight.
     digest.update(torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ModelError
 from .base import BaseAdapter, table_geometry
+from .packed import refuse_packed
 
 
 class GPT2Adapter(BaseAdapter):
@@ -15,6 +16,7 @@ class GPT2Adapter(BaseAdapter):
     in `geometry.scales`."""
 
     def __init__(self, model: Any) -> None:
+        refuse_packed(model, "GPT-2's queries, keys and values are cut out of one matrix")
         decoder, config = model.transformer, model.config
         if config.add_cross_attention:
             raise ModelError("this GPT-2 has cross-attention (an encoder's decoder); only plain decoders are supported")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ from .checkpoint import (
     read_config,
     read_tokenizer,
     read_weights,
-    refuse_quantised,
     resolve_device,
     resolve_dtype,
     unsupported,
@@ -29,6 +28,7 @@ from .checkpoint import (
 from .column_order import order_by_columns
 from .fingerprint import fingerprint
 from .location import Location, locate
+from .packed import held_bytes, packing, stays_packed, stored_bytes
 from .proof import prove, prove_once
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
@@ -194,13 +194,14 @@ def _refuse_unproved(architecture: str, verify: Verify) -> None:
 @dataclass(frozen=True)
 class ModelShape:
     """What is known of a model before its weights are read: `weight_bytes` as in `LoadedModel`, `sizes` what they are
-    made of."""
+    made of, `packing` what keeps them packed, if anything does."""
 
     geometry: ModelGeometry
     weight_bytes: int
     sizes: WeightSizes
     dtype: torch.dtype
     device: torch.device
+    packing: str | None = None
 
 
 def load_shape(
@@ -217,12 +218,17 @@ def load_shape(
         where = resolve_device(device)
         chosen = resolve_dtype(dtype, location, config, where) or torch.float32
         skeleton = build_skeleton(location, config, chosen)
+        geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
+        if stays_packed(config, where):
+            fixed, layers = stored_bytes(location, skeleton, chosen)
+            sizes = replace(sizes, fixed=fixed, layers=layers)
+            return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config))
     else:
         _check_is_model(model)
         skeleton, where, chosen = model, model.device, model.dtype
         _check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))
-    geometry = adapter_for(skeleton).geometry
-    return ModelShape(geometry, _weight_bytes(skeleton), weight_sizes(skeleton), chosen, where)
+        geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
+    return ModelShape(geometry, _weight_bytes(skeleton), sizes, chosen, where, packing(skeleton.config))
 
 
 def _check_is_model(model: object) -> None:
@@ -236,7 +242,6 @@ def _check_is_model(model: object) -> None:
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
     """Raises ModelError where a loaded model cannot run as it is, or is not where it was asked to be."""
-    refuse_quantised(getattr(model.config, "quantization_config", None))
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError("the model has PEFT adapters; merge them into the weights and save the model first")
     places = sorted({str(weight.device) for weight in model.parameters()})
@@ -262,4 +267,4 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 def _weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, tied ones counted once."""
-    return sum(tensor.nbytes for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+    return sum(held_bytes(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)

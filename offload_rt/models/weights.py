@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .packed import held_bytes, widest_side
+
 ALIGNMENT = 64
 """Every weight of a layer that moves as one block begins at a multiple of this many bytes."""
 
@@ -34,16 +36,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def layer_bytes(layer: nn.Module) -> int:
     """Bytes of one decoder layer's parameters, each aligned."""
-    return sum(-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for weight in layer.parameters())
+    return sum(-(-held_bytes(weight) // ALIGNMENT) * ALIGNMENT for weight in layer.parameters())
 
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
     """Of a loaded model, or of one on the meta device."""
     layers = decoder_layers(model)
     own = {id(weight) for layer in layers for weight in layer.parameters()}
-    fixed = sum(weight.nbytes for weight in model.parameters() if id(weight) not in own)
+    fixed = sum(held_bytes(weight) for weight in model.parameters() if id(weight) not in own)
     fixed += sum(buffer.nbytes for buffer in model.buffers())
-    widest = max(max(weight.shape) for layer in layers for weight in layer.parameters() if weight.dim() == 2)
+    widest = max(widest_side(layer) for layer in layers)
     return WeightSizes(fixed, tuple(layer_bytes(layer) for layer in layers), widest)
 
 

@@ -103,7 +103,14 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     geometry = shape.geometry
     pool = config.host_memory or available_memory() // 2
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
-    return plan_device(config.device_memory, costs_for(config, shape), config.max_context or held)
+    plan = plan_device(config.device_memory, costs_for(config, shape), config.max_context or held)
+    if plan.streamed and shape.packing is not None:
+        raise MemoryLimitError(
+            f"device_memory={format_size(plan.limit)} does not hold all weights beside {plan.context:,} tokens, and "
+            f"packed ones ({shape.packing}, {format_size(shape.weight_bytes)}) are not brought over layer by layer: "
+            "raise device_memory, or give a smaller max_context"
+        )
+    return plan
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Nothing in them is trivial: norm gains are not 1, biases are not 0, Qwen3's QK-n
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,9 @@ def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) 
     likeliest after all that is before it."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes entries of a saved model's configuration."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,139 @@
+"""Weights that stay packed: int8, int4, nf4, fp8 ... as transformers' quantisers keep them. Their modules compute; here
+is how many bytes they take, of a loaded model and of a checkpoint before its weights are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError
+from .location import Location
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_HEADER_LIMIT = 100 << 20
+"""Bytes: what the safetensors library itself takes for the longest header."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape there, whether its numbers are plain floating-point ones, its bytes."""
+
+    shape: tuple[int, ...]
+    floats: bool
+    bytes: int
+
+
+def packing(config: Any) -> str | None:
+    """What packs the weights of a model of this configuration, such as "bitsandbytes"; None where nothing does."""
+    given = getattr(config, "quantization_config", None)
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", given)
+    return str(getattr(method, "value", method))
+
+
+def stays_packed(config: Any, device: torch.device) -> bool:
+    """Whether a checkpoint of this configuration is still packed when it is loaded: transformers makes numbers of mxfp4
+    where it has no kernel, which is on a CPU."""
+    method = packing(config)
+    return method is not None and not (method == "mxfp4" and device.type == "cpu")
+
+
+def refuse_packed(model: Any, why: str) -> None:
+    """Raises ModelError where weights are packed that must be numbers."""
+    method = packing(model.config)
+    if method is not None:
+        raise ModelError(
+            f"the weights are packed ({method}), and {why}: use the checkpoint they were made from", reason="packed"
+        )
+
+
+def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that hold a weight: itself, or what a packed one is made of, scales included."""
+    if hasattr(weight, "__tensor_flatten__"):  # torchao
+        for name in weight.__tensor_flatten__()[0]:
+            yield from tensors_of(getattr(weight, name))
+        return
+    yield weight
+    if (state := getattr(weight, "quant_state", None)) is not None:  # bitsandbytes
+        yield from _tensors_in(state)
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    for value in vars(state).values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif hasattr(value, "absmax"):  # scales that are packed themselves
+            yield from _tensors_in(value)
+
+
+def held_bytes(weight: torch.Tensor) -> int:
+    """Bytes of a weight as it is held."""
+    return sum(tensor.nbytes for tensor in tensors_of(weight))
+
+
+def widest_side(layer: nn.Module) -> int:
+    """The longest side of any matrix of a layer, whichever way it is packed."""
+    sides = [0]
+    for module in layer.modules():
+        stated = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        if all(isinstance(size, int) for size in stated):
+            sides += [size for size in stated if isinstance(size, int)]
+        else:
+            sides += [size for w in module.parameters(recurse=False) if w.dim() == 2 for size in w.shape]
+    return max(sides)
+
+
+def stored_bytes(location: Location, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
+    """Bytes of a packed checkpoint's weights beside its layers, and of each layer, in a model of `dtype`: packed ones
+    as they are in the file, those that the model has as numbers in its own dtype. Raises ModelError where the files
+    cannot be read."""
+    named = {name: tuple(weight.shape) for name, weight in skeleton.named_parameters()}
+    depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
+    layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
+    for name, stored in _headers(location).items():
+        plain = stored.floats and named.get(name) == stored.shape
+        size = int(torch.Size(stored.shape).numel()) * dtype.itemsize if plain else stored.bytes
+        found = _LAYER.search(name)
+        if found is not None and int(found[1]) < depth:
+            layers[int(found[1])] += size
+        else:
+            fixed += size
+    return fixed, tuple(layers)
+
+
+def _headers(location: Location) -> dict[str, Stored]:
+    """What the safetensors files of a checkpoint hold, by name."""
+    try:
+        if location.folder is None:
+            from huggingface_hub import get_safetensors_metadata
+
+            files = get_safetensors_metadata(location.place).files_metadata.values()
+            listed = {name: info for file in files for name, info in file.tensors.items()}
+            return {name: _stored(i.shape, i.dtype, i.data_offsets) for name, i in listed.items()}
+        entries = [entry for file in sorted(location.folder.glob("*.safetensors")) for entry in _entries(file)]
+        return {name: _stored(i["shape"], i["dtype"], i["data_offsets"]) for name, i in entries}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"cannot read what the weights of {location} take: {error}") from error
+
+
+def _entries(file: Path) -> list[tuple[str, Any]]:
+    """Names and entries of a safetensors file's header."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > min(_HEADER_LIMIT, file.stat().st_size):
+            raise ValueError(f"{file.name} is damaged: its header would have {length} bytes")
+        header = json.loads(opened.read(length))
+    return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+
+
+def _stored(shape: Any, dtype: Any, offsets: Any) -> Stored:
+    floats = str(dtype) in ("F64", "F32", "F16", "BF16")
+    return Stored(tuple(int(size) for size in shape), floats, int(offsets[1]) - int(offsets[0]))
