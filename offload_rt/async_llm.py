@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Self
 
+from .arguments import sampling, whole_or_none
 from .config import SamplingParams
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
@@ -91,9 +92,7 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int | None = None) -> None:
-        if max_waiting is not None and max_waiting < 1:
-            raise InputError(f"max_waiting={max_waiting} must be at least 1")
-        self._llm, self._max_waiting = llm, max_waiting
+        self._llm, self._max_waiting = llm, whole_or_none("max_waiting", max_waiting, 1)
         self._engine = llm.make_engine(on_failure=self._fail)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ids = itertools.count()
@@ -127,7 +126,7 @@ class AsyncLLM:
 
         Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait.
         """
-        caller = await self._arrive(prompt, sampling_params or SamplingParams(), request_id)
+        caller = await self._arrive(prompt, sampling(sampling_params), request_id)
         finished = False
         try:
             while not finished:

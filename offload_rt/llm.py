@@ -24,6 +24,7 @@ from .errors import InputError, OffloadError
 from .forward.batch import Recorder
 from .outputs import RequestOutput, Stats, TokenOutput
 from .progress import Progress
+from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
@@ -205,7 +206,50 @@ class LLM:
         one for all or one per prompt. Raises as `stream`; nothing is returned if one prompt fails.
         """
         given = each_prompt(prompts)
-        encoded = [self.encode(prompt) for prompt in given]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+        return self._generate([self.encode(prompt) for prompt in given], texts, sampling_params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers to a conversation, or to each of several, as `generate` gives them. Each goes through the tokenizer's
+        chat template, with `tools` and the variables in `chat_template_kwargs` (`enable_thinking=False`, ...).
+
+        messages: `{"role": "user", "content": "..."}` and so on; a list of them, or a list of lists.
+
+        Raises InputError also where there is no template, or it refuses the conversation.
+        """
+        several = bool(messages) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in messages)
+        prompts = [
+            self.chat_prompt(
+                one,  # type: ignore[arg-type]
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for one in (messages if several else [messages])
+        ]
+        return self._generate([ids for _, ids in prompts], [text for text, _ in prompts], sampling_params)
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
+        """The text that `chat` makes of one conversation, and its token ids; the options are `chat`'s. Raises as it."""
+        if self.tokenizer is None:
+            raise InputError(f"{self.name} has no tokenizer: give token ids to generate, or pass tokenizer=")
+        text = render_chat(self.tokenizer, messages, **options)
+        return text, encode_rendered(self.tokenizer, text)
+
+    def _generate(
+        self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object
+    ) -> list[RequestOutput]:
+        """What becomes of tokenized prompts, whose texts are `texts`."""
         each = sampling_of_each(sampling_params, len(encoded))
         for prompt, one in zip(encoded, each, strict=True):
             self._runner.check_room(len(prompt), len(prompt) + one.max_tokens)
@@ -220,7 +264,6 @@ class LLM:
         finally:
             for request in requests:
                 engine.cancel(request)
-        texts = (prompt if isinstance(prompt, str) else None for prompt in given)
         return [request_output(request, text) for request, text in zip(requests, texts, strict=True)]
 
     def make_engine(self, on_failure: Callable[[Request, Exception], None] | None = None) -> Engine:

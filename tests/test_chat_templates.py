@@ -256,3 +256,70 @@ def test_templates_of_models_on_this_machine(model: str) -> None:
     messages = [*history.turns, ("user", "And then?")]
     rendered = [{"role": role, "content": content} for role, content in messages]
     assert text == tokenizer.apply_chat_template(rendered, tokenize=False, add_generation_prompt=True)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a town.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+
+
+def test_chat_sends_what_the_template_says_once() -> None:
+    """Of one conversation or several; special tokens are those of the template alone."""
+    llm, params, tokenizer = make_llm("llama3"), SamplingParams(max_tokens=4, temperature=0), tokenizer_of("llama3")
+    talks = [
+        [{"role": "user", "content": "U"}],
+        [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": [{"type": "text", "text": t} for t in "UV"]},
+        ],
+    ]
+    outputs = llm.chat(talks, params)
+    talks[1][1] = {"role": "user", "content": "UV"}
+    for talk, output in zip(talks, outputs, strict=True):
+        text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        assert (output.prompt, output.prompt_token_ids) == (text, ids("llama3", text))
+        assert text.count("<|begin_of_text|>") == 1
+        [alone] = llm.generate([output.prompt_token_ids], params)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert llm.chat(talk, params)[0].prompt == text
+    shut = llm.chat(talks[0], params, add_generation_prompt=False)[0].prompt
+    assert shut is not None and outputs[0].prompt == f"{shut}<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+def test_chat_gives_tools_and_variables_to_the_template() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("llama3")._tokenizer)
+    tokenizer.chat_template = "{{ messages[0].content }} {{ tools[0].function.name if tools }} {{ thinking }}"
+    llm, talk = make_llm("llama3", tokenizer), [{"role": "user", "content": "U"}]
+    options = {"tools": [WEATHER], "chat_template_kwargs": {"thinking": "hard"}}
+    [output] = llm.chat(talk, SamplingParams(max_tokens=1), **options)  # type: ignore[arg-type]
+    assert output.prompt == "U weather hard" and llm.chat_prompt(talk)[0] == "U  "
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ([{"role": "assistant", "content": "A"}], {}, "refuses this conversation"),
+        ([], {}, "at least one"),
+        ("Hello", {}, "give a list"),
+        ([{"content": "U"}], {}, "a message is {'content': 'U'}"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "only text is understood"),
+        ([{"role": "user", "content": "U"}], {"chat_template_kwargs": {"tokenize": True}}, "has tokenize: only"),
+        ([{"role": "user", "content": "U"}], {"tools": [3]}, "refuses this conversation"),
+    ],
+)
+def test_what_no_template_can_say_is_an_input_error(messages: Any, options: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_llm("mistral").chat(messages, **options)
+
+
+def test_without_a_template_there_is_no_chat() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("llama3")._tokenizer)
+    with pytest.raises(InputError, match="no chat template"):
+        make_llm("llama3", tokenizer).chat([{"role": "user", "content": "U"}])
+    with pytest.raises(InputError, match="no tokenizer"):
+        LLM(tiny_model("llama")).chat([{"role": "user", "content": "U"}])

@@ -28,6 +28,7 @@ from ...config import DType, EngineConfig, SamplingParams
 from ...errors import ConfigError, InputError
 from ...llm import LLM
 from ...outputs import Stats
+from ...sessions.chat_render import render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -210,13 +211,11 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         """The dialogue as the tokenizer's template writes it. Raises InputError where it has none."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise InputError(f"{self.llm.name} has no chat template: leave --apply_chat_template out")
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def get_model_info(self) -> dict[str, Any]:

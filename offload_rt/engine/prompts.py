@@ -87,8 +87,8 @@ def _encoding(prompts: Any) -> bool:
         return False
     if "input_ids" not in prompts:
         raise InputError(
-            f"a prompt is a mapping with {', '.join(map(str, prompts))}: messages of a chat go through "
-            "tokenizer.apply_chat_template, or a session's send"
+            f"a prompt is a mapping with {', '.join(map(str, prompts))}: messages of a chat go to chat, "
+            "or to a session's send"
         )
     return True
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
+from .chat_render import encode_rendered, render_chat
 from .history import History
 
 _MARKER = "offloadrtanswer"
@@ -46,14 +46,14 @@ def turn_tokens(
         raise InputError("the message is empty: give at least one character")
     tokens, dropped = history.tokens, 0
     if getattr(tokenizer, "chat_template", None) is None:
-        added = _ids(tokenizer, text, special_tokens=not tokens)
+        added = encode_rendered(tokenizer, text, special_tokens=not tokens)
     elif not tokens:
-        added = _ids(tokenizer, _render(tokenizer, [("user", text)]))
+        added = encode_rendered(tokenizer, _render_turns(tokenizer, [("user", text)]))
     elif (behind := _behind_answer(tokenizer, history, text)) is not None:
-        added = _ids(tokenizer, behind)
+        added = encode_rendered(tokenizer, behind)
         dropped = int(tokens[-1] in ends)
     else:
-        added = _ids(tokenizer, _render(tokenizer, [*history.turns, ("user", text)]))
+        added = encode_rendered(tokenizer, _render_turns(tokenizer, [*history.turns, ("user", text)]))
         same = _common(tokens, added[:-1])
         dropped, added = len(tokens) - same, added[same:]
         warnings.warn(
@@ -74,26 +74,15 @@ def _behind_answer(tokenizer: PreTrainedTokenizerBase, history: History, text: s
         marker += "x"
     earlier = [("user", "x"), ("assistant", "x")] * (len(history.turns) // 2 - 1)
     try:
-        whole = _render(tokenizer, [*earlier, ("user", "x"), ("assistant", marker), ("user", text)])
+        whole = _render_turns(tokenizer, [*earlier, ("user", "x"), ("assistant", marker), ("user", text)])
     except InputError:
         return None
     parts = whole.split(marker)
     return parts[1] if len(parts) == 2 else None
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]]) -> str:
-    messages = [{"role": role, "content": content} for role, content in turns]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"the tokenizer's chat template refuses this conversation ({error}): use another template, or send token "
-            "ids"
-        ) from error
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    return [int(token) for token in tokenizer(text, add_special_tokens=special_tokens)["input_ids"]]
+def _render_turns(tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]]) -> str:
+    return render_chat(tokenizer, [{"role": role, "content": content} for role, content in turns])
 
 
 def _common(one: Seq[int], other: Seq[int]) -> int:

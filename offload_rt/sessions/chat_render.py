@@ -1,0 +1,87 @@
+"""A conversation as text, through the tokenizer's chat template: what `LLM.chat`, sessions and servers all do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InputError
+
+Message = Mapping[str, Any]
+"""One message: `role`, `content` (a text, or a list of `{"type": "text", "text": ...}`), and what a template reads."""
+
+Tool = Mapping[str, Any] | Callable[..., Any]
+"""A function that the model may call: its JSON schema, or a Python function with annotations and a docstring."""
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Tool] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> str:
+    """The text that stands for a conversation, special tokens included; `add_generation_prompt` ends it where an answer
+    begins, `continue_final_message` within the last message. Raises InputError where there is no template, the
+    messages are none, or the template refuses them."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError("the tokenizer has no chat template: give it one, or send a prompt that is written out")
+    more = _template_options(tokenizer, chat_template_kwargs or {})
+    plain = [_message(message) for message in _several(messages)]
+    try:
+        rendered = tokenizer.apply_chat_template(
+            plain,
+            tools=list(tools) if tools else None,  # type: ignore[arg-type]
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **more,
+        )
+    except (TemplateError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(
+            f"the tokenizer's chat template refuses this conversation ({error}): use another template, or send token "
+            "ids"
+        ) from error
+    return str(rendered)
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
+    """Token ids of a text that has its special tokens already, if `special_tokens` does not ask for them."""
+    return [int(token) for token in tokenizer(text, add_special_tokens=special_tokens)["input_ids"]]
+
+
+def _several(messages: object) -> Sequence[Any]:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise InputError(f'messages={messages!r:.80}: give a list of {{"role": ..., "content": ...}}, at least one')
+    return messages
+
+
+def _message(message: object) -> dict[str, Any]:
+    """A message as templates take it: parts of text become one text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
+    found, content = dict(message), message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        found["content"] = "".join(_part(part) for part in content)
+    return found
+
+
+def _part(part: object) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise InputError(f"a part of a message is {part!r:.80}: only text is understood")
+    return text
+
+
+def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the template alone. Raises InputError for one that would change what is rendered, or how."""
+    taken = sorted(given.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
+    if taken:
+        raise InputError(f"chat_template_kwargs has {', '.join(taken)}: only variables of the template may stand there")
+    return dict(given)
