@@ -198,6 +198,8 @@ class EngineConfig:
         time it is loaded by this version (about a second; remembered in the cache folder), "always" each time; a model
         that differs is refused with the first layer that does. "off" trusts the architectures that are declared, and
         refuses all others.
+    revision, hf_token, download_dir: of a model on the hub.
+    trust_remote_code: run the code that a checkpoint brings, which may do anything. What its class computes is proved.
     progress: show progress bars on stderr for long work.
     """
 
@@ -236,6 +238,18 @@ class EngineConfig:
     prefill_tokens: int = option(512, help="prompt tokens prefilled per step while others decode", metavar="N")
     max_batch: int = option(32, help="sequences decoded together", metavar="N")
     verify: Verify = option("auto", help="compare the model with transformers' own when it is loaded", group="device")
+    revision: str | None = option(None, help="branch, tag or commit of a model on the hub", group="hub", plans=True)
+    hf_token: str | None = option(
+        None, help="the hub's token (default: $HF_TOKEN, or that of hf auth login)", repr=False, group="hub", plans=True
+    )
+    download_dir: str | None = option(
+        None,
+        help="where models of the hub are kept (default: its cache folder)",
+        metavar="DIR",
+        group="hub",
+        plans=True,
+    )
+    trust_remote_code: bool = option(False, help="run the code that a checkpoint brings", group="hub", plans=True)
     progress: bool = option(False, help="progress bars on stderr")
 
     def __post_init__(self) -> None:

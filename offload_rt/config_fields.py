@@ -54,9 +54,9 @@ class Option:
     neutral: Any = NEVER
 
 
-def option(default: Any, *, help: str, **more: Any) -> Any:
-    """A dataclass field with a default, described by an `Option` of the other arguments."""
-    return field(default=default, metadata={"option": Option(help, **more)})
+def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
+    """A dataclass field with a default, described by an `Option` of the other arguments. repr: whether it is shown."""
+    return field(default=default, repr=repr, metadata={"option": Option(help, **more)})
 
 
 def option_of(described: Field[Any]) -> Option:

@@ -18,12 +18,13 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from ..models.location import hub_of
     from ..models.registry import load_shape
     from ..planning.device_plan import costs_for, plan_for
     from ..planning.memory_model import Machine, obstacles, requirements
     from .tables import requirements_table
 
-    shape = load_shape(args.model, device=config.device, dtype=config.dtype)
+    shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config))
     machine, geometry = Machine.here(config.host_memory, shape.device), shape.geometry
     plan = None if config.device_memory is None else plan_for(config, shape)
     costs = costs_for(config, shape) if plan is None else plan.costs

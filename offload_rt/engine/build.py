@@ -14,6 +14,7 @@ from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
 from ..errors import ConfigError
 from ..models.checkpoint import resolve_device
+from ..models.location import hub_of
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..pool.pool import HostPool
@@ -55,6 +56,7 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
         dtype=config.dtype,
         on_host=on_host,
         verify=config.verify,
+        hub=hub_of(config),
     )
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
@@ -94,7 +96,7 @@ def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
     if config.device_memory is None:
         return None
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
-    shape = load_shape(model, device=config.device, dtype=config.dtype)
+    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config))
     return plan_for(replace(config, policy_options=options), shape)
 
 

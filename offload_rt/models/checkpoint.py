@@ -1,9 +1,10 @@
 """From the place of a checkpoint to a transformers model: whether it can run here, and its weights, complete or not at
 all.
 
-Weights come from safetensors or a GGUF file and remote code is never run. Whatever transformers raises leaves as one
-ModelError. GGUF weights are dequantised: transformers' own reader gives configuration, weights and tokenizer. Weights
-that are packed in safetensors stay so: transformers makes the modules that compute with them.
+Weights come from safetensors or a GGUF file; code of a checkpoint runs only where that was asked for. Whatever
+transformers raises leaves as one ModelError. GGUF weights are dequantised: transformers' own reader gives the
+configuration, weights and tokenizer. Weights that are packed in safetensors stay so: transformers makes the modules
+that compute with them.
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
         if (folder / "adapter_config.json").is_file():
             hint = "it is a PEFT adapter: merge it into its model (merge_and_unload) and save that"
         raise ModelError(f"{location} has no config.json; {hint}")
+    options, trusted = location.hub.options, location.hub.trust_remote_code
     with _one_error(f"cannot read the configuration of {location}"):
-        raw = dict(PreTrainedConfig.get_config_dict(place)[0])
+        raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
-    if architecture not in supported and architecture not in CLASSES.values():
+    own_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
+    if architecture not in supported and architecture not in CLASSES.values() and not own_code:
         raise ModelError(unsupported(architecture, supported))
     with _one_error(f"the configuration of {location} is not valid"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    if CLASSES.get(config.model_type) != architecture and _registered_class(config) != architecture:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(place, **options)
+    if not own_code and architecture not in (CLASSES.get(config.model_type), _registered_class(config)):
         raise ModelError(f"{location} contradicts itself: {architecture}, but model type {config.model_type!r}")
     return config
 
@@ -65,7 +68,9 @@ def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrai
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"{location} needs the package gguf to be read: pip install 'offload-rt[gguf]'")
     with _one_error(f"cannot read the configuration of {location}"), _quiet():
-        config: PreTrainedConfig = AutoConfig.from_pretrained(location.place, gguf_file=location.gguf)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            location.place, gguf_file=location.gguf, **location.hub.options
+        )
     if config.model_type not in CLASSES:
         raise ModelError(unsupported(f"model type {config.model_type!r}", supported))
     return config
@@ -75,7 +80,8 @@ def architecture_of(config: PreTrainedConfig) -> str:
     """The name of the class that transformers makes of a configuration."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    return _registered_class(config) or str(CLASSES.get(config.model_type))
+    named = next(iter(config.architectures or ()), None)  # a class of the checkpoint's own code
+    return _registered_class(config) or str(CLASSES.get(config.model_type, named))
 
 
 def _registered_class(config: PreTrainedConfig) -> str | None:
@@ -112,7 +118,7 @@ def read_weights(
             config=config,
             dtype=dtype or "auto",
             device_map=None if device.type == "cpu" else device,
-            trust_remote_code=False,
+            **location.hub.options,
             ignore_mismatched_sizes=True,  # reported below, with the others
             output_loading_info=True,
             **_format_options(location),
@@ -149,7 +155,9 @@ def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dt
 
     builder: Any = AutoModelForCausalLM
     with _one_error(f"the configuration of {location} is not valid"), init_empty_weights(include_buffers=True):
-        skeleton: PreTrainedModel = builder.from_config(config, dtype=dtype, trust_remote_code=False)
+        skeleton: PreTrainedModel = builder.from_config(
+            config, dtype=dtype, trust_remote_code=location.hub.trust_remote_code
+        )
     return skeleton
 
 
@@ -174,7 +182,7 @@ def read_tokenizer(location: Location) -> PreTrainedTokenizerBase | None:
     of_file = {} if gguf is None else {"gguf_file": gguf}
     with _one_error(f"cannot load the tokenizer of {location}; pass tokenizer="):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            location.place, trust_remote_code=False, **of_file
+            location.place, **location.hub.options, **of_file
         )
     return tokenizer
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.resources
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ..config import EngineConfig
 from ..errors import ModelError
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
@@ -18,17 +20,50 @@ _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", re.IGNORECAS
 
 
 @dataclass(frozen=True)
+class Hub:
+    """How what is not here is fetched from the hub, and whether code that comes with a checkpoint may run.
+
+    revision: a branch, a tag or a commit; None is the newest of the main branch.
+    token: for checkpoints that are not open to all; None takes what `hf auth login` left, or $HF_TOKEN.
+    folder: where files are kept; None is the hub's own cache folder.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    folder: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What transformers' `from_pretrained` is told of it."""
+        asked = {"revision": self.revision, "token": self.token, "cache_dir": self.folder}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**given, "trust_remote_code": self.trust_remote_code}
+
+
+def hub_of(config: EngineConfig) -> Hub:
+    """What a configuration says of it."""
+    return Hub(config.revision, config.hf_token, config.download_dir, config.trust_remote_code)
+
+
+OPEN = Hub()
+"""The newest of what is open to all, and no code but transformers'."""
+
+
+@dataclass(frozen=True)
 class Location:
     """Where a checkpoint is.
 
     place: a folder or a hub id, as transformers takes it.
     gguf: the GGUF file in it that holds configuration, weights and tokenizer; None where they are files of their own.
     shipped: whether it ships with the package.
+    hub: how it is fetched.
     """
 
     place: str
     gguf: str | None = None
     shipped: bool = False
+    hub: Hub = OPEN
 
     @property
     def folder(self) -> Path | None:
@@ -41,7 +76,7 @@ class Location:
         return f"'{what}'" if self.folder else f"'{what}' (no such folder, so sought on the hub)"
 
 
-def locate(model: str | os.PathLike[str]) -> Location:
+def locate(model: str | os.PathLike[str], hub: Hub = OPEN) -> Location:
     """What `model` means: a shipped name, a folder, a GGUF file, else a hub id ("name" or "owner/name"), or a GGUF file
     on the hub ("owner/name/file.gguf"). A folder without safetensors that holds one GGUF file means that file.
 
@@ -59,19 +94,19 @@ def locate(model: str | os.PathLike[str]) -> Location:
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r:.80} is no name of a folder or a file: {error!s:.80}") from None
     if is_folder:
-        return Location(str(path), _only_gguf(path))
+        return Location(str(path), _only_gguf(path), hub=hub)
     if is_there:
         if path.suffix.lower() != ".gguf":
             raise ModelError(
                 f"model {name!r} is a file; name the folder that holds config.json and *.safetensors, or a GGUF file"
             )
-        return Location(str(path.parent), path.name)
+        return Location(str(path.parent), path.name, hub=hub)
     if (file := _HUB_FILE.fullmatch(name)) and not Path(name.partition("/")[0]).exists():
-        return Location(file[1], file[2])
+        return Location(file[1], file[2], hub=hub)
     if not _HUB_ID.fullmatch(name):
         what = "file" if path.suffix.lower() == ".gguf" else "folder"
         raise ModelError(f"model {what} {name!r} does not exist")
-    return Location(name)
+    return Location(name, hub=hub)
 
 
 def _only_gguf(folder: Path) -> str | None:

@@ -115,7 +115,9 @@ def _headers(location: Location) -> dict[str, Stored]:
         if location.folder is None:
             from huggingface_hub import get_safetensors_metadata
 
-            files = get_safetensors_metadata(location.place).files_metadata.values()
+            files = get_safetensors_metadata(
+                location.place, revision=location.hub.revision, token=location.hub.token
+            ).files_metadata.values()
             listed = {name: info for file in files for name, info in file.tensors.items()}
             return {name: _stored(i.shape, i.dtype, i.data_offsets) for name, i in listed.items()}
         entries = [entry for file in sorted(location.folder.glob("*.safetensors")) for entry in _entries(file)]

@@ -27,7 +27,7 @@ from .checkpoint import (
 )
 from .column_order import order_by_columns
 from .fingerprint import fingerprint
-from .location import Location, locate
+from .location import OPEN, Hub, Location, locate
 from .packed import held_bytes, packing, stays_packed, stored_bytes
 from .proof import prove, prove_once
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
@@ -114,6 +114,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     on_host: Collection[int] = (),
     verify: Verify = "auto",
+    hub: Hub = OPEN,
 ) -> LoadedModel:
     """Loads "reference" (ships in the package), a local folder, a GGUF file ("model.gguf", a folder that holds one,
     "owner/name/file.gguf" on the hub; dequantised) or a hub id, or takes a loaded transformers model.
@@ -121,13 +122,14 @@ def load_model(
     A loaded model is put into eval mode and stays where it is, in its dtype. `tokenizer` is a tokenizer or a name or
     folder to read one from; None takes the checkpoint's own, if it has one. The parameters of the decoder layers
     `on_host` stay in host memory (the whole model goes through it, then): they cannot run before they are brought over.
-    `verify`: as in `EngineConfig`; weights that stay in host memory are proved there.
+    `verify`: as in `EngineConfig`; weights that stay in host memory are proved there. `hub`: how a checkpoint is
+    fetched, and a tokenizer that is named.
     Raises ModelError (unsupported, not proved, missing, incomplete or damaged), ConfigError (device or dtype; a loaded
     model with layers `on_host`), MemoryLimitError.
     """
     own_tokenizer: PreTrainedTokenizerBase | None = None
     if isinstance(model, (str, os.PathLike)):
-        location, name = locate(model), os.fspath(model)
+        location, name = locate(model, hub), os.fspath(model)
         config = read_config(location, architectures())
         chosen = resolve_device(device)
         _refuse_early(location, config, verify)
@@ -148,9 +150,9 @@ def load_model(
         _refuse_unproved(type(loaded).__name__, verify)
         loaded.train(False)
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
-    used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer)
+    used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer, hub)
     identity = fingerprint(loaded)
-    if verify == "always":
+    if verify == "always" or (verify == "auto" and not _is_of_transformers(loaded)):
         prove(loaded, adapter_for(loaded))
     elif verify == "auto":
         prove_once(loaded, adapter_for(loaded), identity)
@@ -167,10 +169,15 @@ def load_model(
     )
 
 
-def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str) -> PreTrainedTokenizerBase | None:
+def _is_of_transformers(model: PreTrainedModel) -> bool:
+    """Whether its class comes with transformers: the code of any other may have changed since it was proved."""
+    return type(model).__module__.startswith("transformers.")
+
+
+def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
     """The tokenizer, or the one of the model with this name. Raises ConfigError for anything else, ModelError."""
     if isinstance(tokenizer, str):
-        return read_tokenizer(locate(tokenizer))
+        return read_tokenizer(locate(tokenizer, replace(hub, revision=None)))
     if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ConfigError(f"tokenizer={tokenizer!r:.80} is {type(tokenizer).__name__}; it must be a tokenizer")
     return tokenizer
@@ -209,11 +216,12 @@ def load_shape(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    hub: Hub = OPEN,
 ) -> ModelShape:
     """What `load_model` would give, from the configuration alone (config.json, or the header of a GGUF file), or of a
     loaded model. Raises what `load_model` raises."""
     if isinstance(model, (str, os.PathLike)):
-        location = locate(model)
+        location = locate(model, hub)
         config = read_config(location, architectures())
         where = resolve_device(device)
         chosen = resolve_dtype(dtype, location, config, where) or torch.float32

@@ -1,0 +1,101 @@
+"""What is fetched from the hub, which folder of this machine stands for here, and code that a checkpoint brings."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.tiny_models import edit_config, tiny_checkpoint, tiny_prompt
+
+from offload_rt import LLM, ConfigError, EngineConfig, ModelError, SamplingParams
+from offload_rt.models.location import hub_of, locate
+from offload_rt.models.registry import load_model, load_shape
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is its cache folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache folder of the hub with two revisions of one model, of two sizes."""
+    repository = tmp_path / "cache" / "models--somebody--tiny"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit, layers in (("main", "a" * 40, 2), ("older", "b" * 40, 1)):
+        tiny_checkpoint(repository / "snapshots" / commit, "llama", num_hidden_layers=layers)
+        (repository / "refs" / revision).write_text(commit)
+    return tmp_path / "cache"
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_revision_from_a_folder_of_ones_own(cache: Path) -> None:
+    for revision, layers in ((None, 2), ("main", 2), ("older", 1), ("b" * 40, 1)):
+        config = EngineConfig(revision=revision, download_dir=str(cache), policy="full", host_memory="4MiB")
+        llm = LLM("somebody/tiny", config)
+        assert llm.geometry.layers == layers
+        assert llm.tokenizer is not None
+        assert load_shape("somebody/tiny", hub=hub_of(config)).geometry.layers == layers
+    with pytest.raises(ModelError, match="somebody/tiny"):
+        LLM("somebody/tiny", revision="none", download_dir=str(cache))
+    with pytest.raises(ModelError, match="somebody/tiny"):
+        LLM("somebody/tiny")
+
+
+def test_a_token_is_never_shown() -> None:
+    config = EngineConfig(hf_token="hf_secret")
+    assert hub_of(config).options["token"] == "hf_secret"
+    assert "secret" not in repr(config) + repr(hub_of(config)) + repr(locate("somebody/tiny", hub_of(config)))
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        EngineConfig(trust_remote_code="yes")  # type: ignore[arg-type]
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({ran!r}).touch()
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+    def forward(self, *args, **named):
+        out = super().forward(*args, **named)
+        out.logits = out.logits * {factor}
+        return out
+"""
+
+
+def with_code(folder: Path, factor: float) -> Path:
+    """A Llama under another name, whose code scales its logits by `factor`."""
+    tiny_checkpoint(folder, "llama")
+    (folder / "modeling_mine.py").write_text(CODE.format(ran=str(folder / "ran"), factor=factor))
+    names = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    edit_config(folder, model_type="mine", architectures=["MineForCausalLM"], auto_map=names)
+    return folder
+
+
+def test_code_runs_only_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it computes is proved: a forward that does more than its modules say is refused."""
+    for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
+        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
+    folder = with_code(tmp_path / "same", 1)
+    with pytest.raises(ModelError, match="MineForCausalLM is not supported"):
+        load_model(folder)
+    assert not (folder / "ran").exists()
+    shape = load_shape(folder, hub=hub_of(EngineConfig(trust_remote_code=True)))
+    ours = LLM(folder, trust_remote_code=True, policy="full", host_memory="4MiB")
+    assert (folder / "ran").exists() and shape.geometry == ours.geometry
+    plain = Path(shutil.copytree(folder, tmp_path / "plain"))
+    edit_config(plain, model_type="llama", architectures=["LlamaForCausalLM"], auto_map={})
+    theirs = LLM(plain, policy="full", host_memory="4MiB")
+    prompt = tiny_prompt(40)
+    assert [e.token_id for e in ours.stream(prompt, GREEDY)] == [e.token_id for e in theirs.stream(prompt, GREEDY)]
+    with pytest.raises(ModelError, match="the head differs") as refused:
+        load_model(with_code(tmp_path / "other", 0.5), hub=hub_of(EngineConfig(trust_remote_code=True)))
+    assert refused.value.reason == "proof"
