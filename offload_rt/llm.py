@@ -130,7 +130,8 @@ class LLM:
 
     @property
     def last_stats(self) -> Stats | None:
-        """What the latest `stream` has cost so far, also after it was interrupted; None before its prompt started."""
+        """What the latest `stream` has cost so far, also after it was interrupted; None before its prompt started, and
+        after a `generate` or `score`: what these cost stands in their results."""
         return self._last.stats(self._runner) if self._last is not None else None
 
     def stream(
@@ -250,7 +251,7 @@ class LLM:
         self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object
     ) -> list[RequestOutput]:
         """What becomes of tokenized prompts, whose texts are `texts`."""
-        each = sampling_of_each(sampling_params, len(encoded))
+        each, self._last = sampling_of_each(sampling_params, len(encoded)), None
         for prompt, one in zip(encoded, each, strict=True):
             self._runner.check_room(len(prompt), len(prompt) + one.max_tokens)
         engine = self.make_engine()
@@ -293,6 +294,7 @@ class LLM:
         if len(first) != len(then):
             raise InputError(f"{len(first)} prompts but {len(then)} continuations: give one for each")
         decode_from, batch = whole_or_none("decode_from", decode_from, 0), whole_or_none("batch", batch, 1)
+        self._last = None
         encoded = [self.encode(prompt) for prompt in first]
         targets = [self.encode(text, special_tokens=False) for text in then]
         with self._progress.items("score", len(encoded)) as on_done, self._runner.pool.lock:

@@ -112,6 +112,8 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
     stats = llm.last_stats
     assert stats is not None and (stats.prompt_tokens, stats.new_tokens) == (40, 10) and len(texts) == 10
     assert llm.runner.pool.bytes_held == 0
+    llm.generate([tiny_prompt(9)], greedy(2))
+    assert llm.last_stats is None, "a generate is not the stream before it"
 
 
 def test_statistics_count_what_full_moves() -> None:

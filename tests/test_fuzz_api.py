@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.call_machine import Calls
 from support.odd_values import ANYTHING
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -25,7 +26,7 @@ from offload_rt.sessions.session import Session
 from offload_rt.sessions.turn_queue import TurnQueue
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
-"""Of the soak: values; calls are a fifth as many."""
+"""Of the soak: values; calls (thirty in a row) are a fifth as many."""
 
 PROMPT, SHORT = tiny_prompt(70, seed=1), SamplingParams(max_tokens=2, temperature=0)
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
@@ -140,3 +141,14 @@ def test_any_value_at_any_door(place: Place, door: str, value: Any) -> None:
     only_ours(lambda: DOORS[door](place, value))
     place.llm.runner.check_integrity()
     assert place.llm.runner.pool.bytes_held == 0 and not place.llm.runner.reclaimables
+
+
+# -------------------------------------------------------------------------------------------------------------- calls
+
+TestCalls = pytest.mark.filterwarnings("ignore:session .* would outgrow")(Calls.TestCase)
+TestCalls.settings = settings(
+    max_examples=CASES // 150 or 10,
+    stateful_step_count=30 if CASES else 8,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
