@@ -30,7 +30,8 @@ def floors() -> list[list[str]]:
     found: list[list[str]] = []
     for rank in ORDER:
         names = rank.split()
-        found += EVAL if "eval" in names else [names]
+        beside = [name for name in names if name != "eval"]
+        found += [*EVAL[:-1], [*EVAL[-1], *beside]] if "eval" in names else [names]
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import offload_rt
 
-HEAVY = ("torch", "transformers", "tokenizers", "numpy", "matplotlib", "safetensors", "rich")
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "matplotlib", "safetensors", "rich", "fastapi")
 
 REPORT = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules], sep=' ', end='')"
 
@@ -51,7 +51,11 @@ assert code == {code}, code
         command("info", "reference", "--context", "0", code=2),
         command("skew", "reference", "--out", "x", "--method", "pca", code=2),
         command("sessions", "list", "--wrong", code=2),
-        *(command(name, "--help", code=0) for name in ("generate", "chat", "info", "sessions", "skew", "eval")),
+        command("serve", "reference", "--port", "70000", code=2),
+        *(
+            command(name, "--help", code=0)
+            for name in ("generate", "chat", "serve", "info", "sessions", "skew", "eval")
+        ),
     ],
 )
 def test_nothing_heavy_is_imported_before_a_model_is_loaded(code: str) -> None:

@@ -1,0 +1,63 @@
+"""`offload-rt serve`: the model behind OpenAI's and Anthropic's protocols, and a page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from dataclasses import fields
+from typing import Any
+
+from ..config_fields import option_of
+from ..errors import ConfigError
+from ..server.options import ServerOptions
+from .common import add_command
+from .engine_flags import add_engine_flags, engine_config
+from .option_flags import add_option, given_options
+
+KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
+"""Where a key may stand that shall not be seen in a list of processes."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers OpenAI's and Anthropic's clients over HTTP, and shows a page to talk with the model; on this machine
+    alone unless --host says otherwise."""
+    options, config = _options(args), engine_config(args, progress=True)
+    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
+    from ..async_llm import AsyncLLM
+    from ..llm import LLM
+    from ..server.run import bound, serve
+
+    listener = bound(options)
+    serve(AsyncLLM(LLM(args.model, config), max_waiting=options.max_waiting), options, listener)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    given = given_options(args, [field.name for field in fields(ServerOptions)], "server_")
+    keys = given.pop("api_keys", ())
+    if from_environment := os.environ.get(KEY_VARIABLE):
+        keys = (*keys, from_environment)
+    given |= {name: tuple(given[name]) for name in ("cors_origins", "allowed_hosts") if name in given}
+    return ServerOptions(api_keys=tuple(keys), **given)
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "serve", run)
+    groups: dict[str, Any] = {}
+    for field in fields(ServerOptions):
+        if "option" in field.metadata:
+            title = option_of(field).group or "server"
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            add_option(groups[title], ServerOptions, field, prefix="server_")
+    several = (
+        ("--api-key", "api_keys", "KEY", f"ask for this key; may be repeated; also from {KEY_VARIABLE}"),
+        ("--cors-origin", "cors_origins", "URL", "pages from here may call from a browser; may be repeated"),
+        ("--allowed-host", "allowed_hosts", "NAME", "another name by which a local server may be addressed"),
+    )
+    for flag, name, metavar, help in several:
+        groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)
+    add_engine_flags(parser)

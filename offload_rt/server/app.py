@@ -1,0 +1,175 @@
+"""The application: its paths, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from ..async_llm import AsyncLLM
+from ..errors import OffloadError
+from .anthropic_requests import CountRequest, MessagesRequest
+from .chat import chat
+from .completions import complete
+from .connection import ClientGoneError, json_answer
+from .conversation import Conversation, template_message, tool_options
+from .errors import RefusedError, error_response, refusal, refused
+from .gate import GONE, REQUEST_ID, Gate
+from .messages import count_tokens, messages
+from .openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .options import ServerOptions
+from .page import add_page
+from .response_store import ResponseStore
+from .responses import respond
+from .responses_requests import ResponsesRequest
+from .service import Service
+
+
+def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
+    """The application that answers for `engine`, which it closes when it ends."""
+    options = options or ServerOptions()
+    service = Service(engine, options)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.close()
+
+    # Its own pages of documentation would load scripts from elsewhere; the schema itself is at /openapi.json.
+    app = FastAPI(title="offload-rt", lifespan=life, docs_url=None, redoc_url=None)
+    _add_errors(app)
+    _add_openai(app, service)
+    _add_responses(app, service)
+    _add_anthropic(app, service)
+    _add_tools(app, service)
+    _add_state(app, service)
+    add_page(app)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_middleware(Gate, options=options)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def refuse(request: Request, error: Exception) -> Response:
+        said = refusal(error)
+        request.scope["state"]["notes"]["error"] = said.message
+        return error_response(said, request.url.path)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        request.scope["state"]["notes"]["client"] = "gone"
+        return Response(status_code=GONE)  # nobody reads it
+
+    for kind in (RefusedError, OffloadError, RequestValidationError, HTTPException, TimeoutError):
+        app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(ClientGoneError, gone)
+
+
+def _add_openai(app: FastAPI, service: Service) -> None:
+    def model() -> dict[str, Any]:
+        return {
+            "id": service.name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "offload-rt",
+            "max_model_len": service.room.positions,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model()
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await chat(service, body, request)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await complete(service, body, request)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise refused("this server generates text; it makes no embeddings: use a model and a server made for them")
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    store = ResponseStore()
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await respond(service, store, body, request)
+
+    @app.get("/v1/responses/{name}")
+    async def response(name: str, request: Request) -> Response:
+        return json_answer(store.get(name, request.scope["state"]["owner"]).response)
+
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str, request: Request) -> dict[str, Any]:
+        store.delete(name, request.scope["state"]["owner"])
+        return {"id": name, "object": "response", "deleted": True}
+
+
+def _add_anthropic(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages")
+    async def create(body: MessagesRequest, request: Request) -> Response:
+        return await messages(service, body, request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(body: CountRequest) -> Response:
+        return await count_tokens(service, body)
+
+
+def _add_tools(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise refused("give either prompt, a text, or messages", "prompt")
+        if body.messages is None:
+            ids = await service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
+        else:
+            messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+            tools, template = tool_options(body.tools, None), body.chat_template_kwargs or {}
+            conversation = Conversation(messages, **tools, template=template)
+            _, ids = await service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.room.positions, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = service.prompts.tokenizer.convert_ids_to_tokens(ids)
+        return found
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        return {"prompt": await service.prompts.text_of(body.tokens)}
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.figures.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/load")
+    async def load() -> Response:
+        return json_answer(service.figures.load())

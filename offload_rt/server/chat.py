@@ -1,0 +1,143 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .answers import Asked, Step, answer, asked
+from .completions import usage_json
+from .connection import event, json_answer, streamed, until_gone
+from .conversation import from_chat
+from .deltas import Usage
+from .errors import refused
+from .logprobs import chat_logprobs
+from .openai_requests import ChatRequest
+from .parsers.pieces import Content, Piece, Reasoning, ToolCall
+from .sampling import sampling_params
+from .service import Service
+from .structured import structured_outputs
+from .tool_choice import forced_call
+
+
+async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
+    """Answers a request, whole or as events."""
+    service.check_model(body.model)
+    what = await _asked(service, body)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = {
+        "id": f"chatcmpl-{request.scope['state']['request_id']}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name,
+    }
+    steps = answer(service, request, what)
+    if body.stream:
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return await streamed(request.receive, _events(steps, head, top, usage))
+    return json_answer(await until_gone(request.receive, _whole(steps, head, top, what.params.n)))
+
+
+async def _asked(service: Service, body: ChatRequest) -> Asked:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refused("top_logprobs is for logprobs: true", "top_logprobs")
+    conversation = from_chat(body)
+    text, ids = await service.prompts.of_conversation(conversation)
+    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+    structured = structured_outputs(body.response_format) or forced_call(conversation)
+    tokens = service.room.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
+    params = sampling_params(body, tokens, **more, **structured)
+    return asked(text, ids, conversation, params, structured=bool(structured))
+
+
+async def _events(
+    steps: AsyncGenerator[Step, None], head: dict[str, Any], top: int | None, with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    usage, calls = Usage(), dict[int, int]()
+    null = {"usage": None} if with_usage else {}
+
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+        return event(head | {"choices": [choice]} | null)
+
+    async with aclosing(steps):
+        async for step in steps:
+            usage = step.usage
+            if step.index not in calls:
+                calls[step.index] = 0
+                yield chunk(step.index, {"role": "assistant", "content": ""})
+            logprobs = _logprobs(step, top)
+            for piece in step.pieces:
+                delta = _delta(piece, calls[step.index])
+                calls[step.index] += isinstance(piece, ToolCall)
+                yield chunk(step.index, delta, logprobs=logprobs)
+                logprobs = None
+            if step.finish_reason is not None:
+                ends = {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
+                yield chunk(step.index, {}, logprobs=logprobs, **ends)
+            elif logprobs is not None:
+                yield chunk(step.index, {"content": ""}, logprobs=logprobs)
+    if with_usage:
+        yield event(head | {"choices": [], "usage": usage_json(usage)})
+    yield event("[DONE]")
+
+
+def _delta(piece: Piece, number: int) -> dict[str, Any]:
+    if isinstance(piece, Content):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning_content": piece.text}
+    return {"tool_calls": [{"index": number} | _call(piece)]}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _logprobs(step: Step, top: int | None) -> dict[str, Any] | None:
+    if top is None or step.logprobs is None or not step.token_ids:
+        return None
+    return chat_logprobs(step.token_ids, step.logprobs, top)
+
+
+async def _whole(
+    steps: AsyncGenerator[Step, None], head: dict[str, Any], top: int | None, count: int
+) -> dict[str, Any]:
+    usage, pieces = Usage(), [list[Piece]() for _ in range(count)]
+    choices: list[dict[str, Any]] = [{"index": i, "logprobs": None} for i in range(count)]
+    async with aclosing(steps):
+        async for step in steps:
+            usage = step.usage
+            pieces[step.index] += step.pieces
+            choice = choices[step.index]
+            if (found := _logprobs(step, top)) is not None:
+                before = choice["logprobs"] or {"content": []}
+                choice["logprobs"] = found | {"content": before["content"] + found["content"]}
+            choice |= {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
+    for choice, own in zip(choices, pieces, strict=True):
+        choice["message"] = _message(own)
+    return head | {"choices": choices, "usage": usage_json(usage)}
+
+
+def _message(pieces: list[Piece]) -> dict[str, Any]:
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [_call(piece) for piece in pieces if isinstance(piece, ToolCall)]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+        "refusal": None,
+    }
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,122 @@
+"""Work that ends when the client goes away, and answers that come piece by piece (server-sent events)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import RefusedError, error_body, refusal
+
+T = TypeVar("T")
+
+PATIENCE = 1.0
+"""Seconds that an answer's status waits for its first event: what is wrong by then gets a status of its own."""
+
+SILENCE = 10.0
+"""Seconds without an event after which a comment is sent, so that nothing between us and the client hangs up."""
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection."""
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. It is cancelled, and ClientGoneError raised, when the client closes the connection."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_answer(content: Any) -> Response:
+    """An answer that is JSON. What it repeats of a request may hold half a surrogate pair, which UTF-8 has not: hence
+    ASCII."""
+    return Response(json.dumps(content, ensure_ascii=True, separators=(",", ":")), media_type="application/json")
+
+
+def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {text}\n\n".encode()
+
+
+class EventStream(Response):
+    """An answer that is sent as its events come. Made by `streamed`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], first: asyncio.Future[bytes]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._next = events, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends all events; ends the work when the client is gone."""
+        try:
+            await until_gone(receive, self._send(scope, send))
+        except ClientGoneError:
+            scope["state"]["notes"]["client"] = "gone"
+        finally:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            while True:
+                done, _ = await asyncio.wait({self._next}, timeout=SILENCE)
+                chunk = self._next.result() if done else b": waiting\n\n"
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if done:
+                    self._next = asyncio.ensure_future(anext(self._events))
+        except StopAsyncIteration:
+            pass
+        except Exception as error:
+            said = refusal(error)
+            if said.status >= 500:
+                logger.error("an answer broke off", exc_info=error)
+            scope["state"]["notes"]["error"] = said.message
+            chunk = event(
+                error_body(said, scope["path"]), "error" if scope["path"].startswith("/v1/messages") else None
+            )
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def streamed(receive: Receive, events: AsyncGenerator[bytes, None]) -> EventStream:
+    """An answer of these events. What they raise before the first of them comes, within `PATIENCE` seconds, is raised
+    here; later it becomes an event that says so."""
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await until_gone(receive, asyncio.wait({first}, timeout=PATIENCE))
+        if first.done():
+            first.result()
+    except BaseException as error:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await events.aclose()
+        if isinstance(error, StopAsyncIteration):
+            raise RefusedError(500, "internal error: the server's log says more") from error
+        raise
+    return EventStream(events, first)

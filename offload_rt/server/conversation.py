@@ -1,0 +1,100 @@
+"""Conversations as chat templates take them, from what clients send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import refused
+from .openai_requests import ChatRequest, Message, NamedTool, Tool
+
+Choice = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is rendered: messages with `role` and `content` (a text), tools in OpenAI's shape. choice: whether tools may
+    or must be called; named: the one that must be."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: Choice = "auto"
+    named: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the chat template, such as `enable_thinking`."""
+
+    @property
+    def offered(self) -> list[str] | None:
+        """Names of the tools that an answer may call; None: it calls none."""
+        if not self.tools or self.choice == "none":
+            return None
+        return [self.named] if self.named else [tool["function"]["name"] for tool in self.tools]
+
+
+def from_chat(body: ChatRequest) -> Conversation:
+    """The conversation of a chat request. Raises RefusedError for parts that are no text."""
+    return Conversation(
+        [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
+        **tool_options(body.tools, body.tool_choice),
+        template=body.chat_template_kwargs or {},
+    )
+
+
+def tool_options(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> dict[str, Any]:
+    """The fields of a `Conversation` that say which tools there are and which must be called."""
+    given = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if named is not None and named not in [tool["function"]["name"] for tool in given]:
+        raise refused(f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
+    if not given and (choice == "required" or named):
+        raise refused("tool_choice asks for a call, but there are no tools", "tool_choice")
+    return {"tools": given, "choice": "required" if named else choice or "auto", "named": named}
+
+
+def template_message(message: Message, where: str) -> dict[str, Any]:
+    """A message as templates take it: its content one text, the arguments of its calls objects. None stays away."""
+    found = message.model_dump(exclude_none=True)
+    found["content"] = text_of(message.content, where)
+    if message.tool_calls is not None:
+        found["tool_calls"] = [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)]
+    return found
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None, where: str) -> str:
+    """The text of a content, whose parts stand on lines of their own. Raises RefusedError for other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type", "text")
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise refused(
+                f"{where}.content.{i}: {kind!r} is nothing this model reads: send text", f"{where}.content.{i}"
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise refused(f"{where}.content.{i}.text must be a text", f"{where}.content.{i}.text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
+    """A call that an earlier answer made, for an assistant's message."""
+    return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise refused(f"{where}.function needs a name", f"{where}.function")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise refused(f"{where}.function.arguments must be JSON", f"{where}.function.arguments") from None
+    if not isinstance(arguments, dict):
+        raise refused(f"{where}.function.arguments must be an object", f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}

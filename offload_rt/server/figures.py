@@ -1,0 +1,105 @@
+"""What is measured of the server: for Prometheus, and as JSON for the page. Names and buckets follow vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..async_llm import AsyncLLM
+from .deltas import Usage
+
+_FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_WHOLE = (0.3, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
+_TOKENS = (1, 10, 100, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000)
+"""Upper bounds of buckets: seconds, seconds a token, seconds, tokens."""
+
+_GAUGES = {
+    "num_requests_waiting": ("requests that wait for room", "waiting"),
+    "num_requests_running": ("requests that are computed", "running"),
+    "kv_pool_used_bytes": ("KV in host memory", "pool_used_bytes"),
+    "kv_pool_limit_bytes": ("most KV in host memory", "pool_limit_bytes"),
+}
+_TOTALS = {
+    "prompt_tokens": ("tokens of prompts", "prompt_tokens"),
+    "prompt_tokens_cached": ("tokens of prompts that had been computed before", "cached_tokens"),
+    "generation_tokens": ("new tokens", "generated_tokens"),
+    "link_bytes": ("rows that crossed between host and device", "link_bytes"),
+}
+"""What the engine counts: name, help, field of `EngineLoad`."""
+
+PREFIX = "offload_rt_"
+
+
+class Figures:
+    """A registry of its own: two servers in one process do not count together."""
+
+    def __init__(self, engine: AsyncLLM, model: str) -> None:
+        self._engine = engine
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model))
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Any:
+            made = Histogram(PREFIX + name, help, ["model_name"], registry=self._registry, buckets=buckets)
+            return made.labels(model)
+
+        self._first = histogram("time_to_first_token_seconds", "arrival to first token", _FIRST_TOKEN)
+        self._token = histogram("time_per_output_token_seconds", "mean of a request after its first token", _PER_TOKEN)
+        self._whole = histogram("e2e_request_latency_seconds", "arrival to last token", _WHOLE)
+        self._prompt = histogram("request_prompt_tokens", "prompt tokens of a request", _TOKENS)
+        self._new = histogram("request_generation_tokens", "new tokens of a request", _TOKENS)
+        self._ended = Counter(
+            PREFIX + "request_success",
+            "requests that ended",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._model = model
+
+    def began(self, seconds: float) -> None:
+        """The first token came so many seconds after its request."""
+        self._first.observe(seconds)
+
+    def ended(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
+        """A request ended: why, what it counted, how long it took in all and after its first token."""
+        self._ended.labels(self._model, reason).inc()
+        self._whole.observe(seconds)
+        self._prompt.observe(usage.prompt)
+        self._new.observe(usage.generated)
+        if usage.generated > 1:
+            self._token.observe(after_first / (usage.generated - 1))
+
+    def text(self) -> bytes:
+        """All, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def load(self) -> dict[str, int]:
+        """What the engine does now, and has done."""
+        load = self._engine.load()
+        return {field: int(getattr(load, field)) for _, field in (*_GAUGES.values(), *_TOTALS.values())}
+
+
+class _EngineCollector(Collector):
+    """Asks the engine when it is asked."""
+
+    def __init__(self, engine: AsyncLLM, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's counts."""
+        load = self._engine.load()
+        for name, (help, field) in _GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
+            gauge.add_metric([self._model], getattr(load, field))
+            yield gauge
+        used = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "share of the host pool in use", labels=["model_name"])
+        used.add_metric([self._model], load.pool_used_bytes / max(1, load.pool_limit_bytes))
+        yield used
+        for name, (help, field) in _TOTALS.items():
+            total = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
+            total.add_metric([self._model], getattr(load, field))
+            yield total

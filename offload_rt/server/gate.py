@@ -1,0 +1,152 @@
+"""What every request passes before the application sees it: its name in the log, the host it asked for, its key, and a
+limit on its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import RefusedError, error_response, refusal
+from .log import log_request
+from .options import LOCAL_HOSTS, ServerOptions
+
+OPEN_PATHS = ("/health", "/", "/page.css", "/page.js", "/favicon.ico")
+"""What is answered without a key: that the server lives, and the page, which asks for one."""
+
+REQUEST_ID = "x-request-id"
+
+GONE = 499
+"""What the log says of a client that left before its answer began."""
+
+logger = logging.getLogger(__name__)
+
+
+class Gate:
+    """Wraps the application. Every answer has the header `x-request-id`, every request one line in the log."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app, self._options = app, options
+        self._digests = [_digest(key) for key in options.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one connection."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        request_id = uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, owner="", notes={})
+        status = GONE
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, noted)
+        except Exception as error:
+            logger.exception("a request failed")
+            if status == GONE:
+                await error_response(refusal(error), scope["path"])(scope, receive, noted)
+        finally:
+            log_request(scope, status, time.perf_counter() - begun)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            self._check_host(headers)
+            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                scope["state"]["owner"] = self._owner(headers)
+            body = await self._body(headers, receive)
+        except RefusedError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replayed(body, receive), send)
+
+    def _check_host(self, headers: Headers) -> None:
+        """Refuses names that are not ours where only this machine may ask: a page from elsewhere whose own name was
+        made to point here."""
+        name = _host_name(headers.get("host", ""))
+        known = (*LOCAL_HOSTS, *self._options.allowed_hosts)
+        if self._options.local and name and name not in known:
+            raise RefusedError(
+                403, f"this server is not called {name!r}: ask for localhost, or start it with --allowed-host"
+            )
+
+    def _owner(self, headers: Headers) -> str:
+        """Whose request it is: the digest of its key; empty where no keys are asked for. All keys are compared, in
+        constant time each, so that the time says nothing of them."""
+        if not self._digests:
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
+        if sum(hmac.compare_digest(given, known) for known in self._digests) == 0:
+            raise RefusedError(
+                401,
+                "wrong or missing API key: send 'Authorization: Bearer KEY' (or 'x-api-key: KEY')",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return given.hex()
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; None where the client left before it had sent it."""
+        limit, parts, size = self._options.max_body, [], 0
+        announced = headers.get("content-length", "")
+        too_large = RefusedError(413, f"the request is larger than {limit:,} bytes, which is this server's limit")
+        if announced.isdecimal() and int(announced[:20]) > limit:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._options.timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RefusedError(408, "the request's body did not come in time") from None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without port and brackets, lower case."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Gives the body that was read, then what the connection says next: that the client left."""
+    left: Sequence[bytes] = [body]
+
+    async def again() -> Message:
+        nonlocal left
+        if left:
+            message: Message = {"type": "http.request", "body": left[0], "more_body": False}
+            left = ()
+            return message
+        return await receive()
+
+    return again

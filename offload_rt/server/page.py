@@ -1,0 +1,36 @@
+"""The page at `/`: files of the package, which load nothing from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+FOLDER = Path(__file__).parent / "static"
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""What a browser may do for the page: ask this server, and nothing else."""
+
+
+def add_page(app: FastAPI) -> None:
+    """Adds the page's files."""
+    for path, (name, kind) in FILES.items():
+        _add(app, path, (FOLDER / name).read_bytes(), kind)
+
+
+def _add(app: FastAPI, path: str, content: bytes, kind: str) -> None:
+    @app.get(path, include_in_schema=False)
+    async def file() -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)

@@ -1,0 +1,154 @@
+"""`/v1/responses`: OpenAI's protocol of items, whole and as events; conversations go on by `previous_response_id`."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..config import SamplingParams
+from .answers import Step, answer, asked
+from .connection import event, json_answer, streamed, until_gone
+from .conversation import call_message
+from .deltas import Usage
+from .errors import refused
+from .parsers.pieces import Content, Piece, ToolCall, joined
+from .response_items import Items
+from .response_store import Kept, ResponseStore
+from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
+from .service import Service
+from .structured import structured_outputs
+from .tool_choice import forced_call
+
+
+async def respond(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
+    """Answers a request, whole or as events, and keeps it unless it says otherwise."""
+    service.check_model(body.model)
+    if body.background:
+        raise refused("background: this server answers while the client waits", "background")
+    head = _head(service, body, request)
+    try:
+        json.dumps(head, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise refused("tools and metadata must be JSON, which has no NaN and no Infinity", "tools") from None
+    owner = request.scope["state"]["owner"]
+    before = store.get(body.previous_response_id, owner).messages if body.previous_response_id else ()
+    messages = [*before, *new_messages(body)]
+    conversation = from_responses(body, messages)
+    text, ids = await service.prompts.of_conversation(conversation)
+    given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+    shaped = structured_outputs(format_of(body)) or forced_call(conversation)
+    params = SamplingParams(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given, **shaped)
+    steps = answer(service, request, asked(text, ids, conversation, params, structured=bool(shaped)))
+
+    def keep(response: dict[str, Any], pieces: Sequence[Piece]) -> None:
+        if body.store is not False:
+            store.add(head["id"], Kept(owner, response, [*messages, _said(pieces)]))
+
+    if body.stream:
+        return await streamed(request.receive, _events(steps, head, keep))
+    return json_answer(await until_gone(request.receive, _whole(steps, head, keep)))
+
+
+def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
+    """A response before anything of it is there."""
+    return {
+        "id": f"resp_{request.scope['state']['request_id']}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": service.name,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+        "tools": [tool.model_dump() | {"strict": False} for tool in body.tools or ()],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _done(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response when all of it is there."""
+    cut = step.finish_reason == "length"
+    return head | {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output,
+        "usage": _usage(step.usage),
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.generated,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.generated,
+    }
+
+
+def _said(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The answer as a message of the conversation that goes on: without thinking."""
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    calls = [
+        call_message(piece.name, piece.arguments, f"call_{uuid.uuid4().hex[:24]}", "answer")
+        for piece in pieces
+        if isinstance(piece, ToolCall)
+    ]
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+async def _whole(steps: AsyncGenerator[Step, None], head: dict[str, Any], keep: Any) -> dict[str, Any]:
+    items, pieces = Items(), list[Piece]()
+    async with aclosing(steps):
+        async for step in steps:
+            pieces += step.pieces
+    for piece in joined(pieces):
+        items.push(piece)
+    items.close()
+    response = _done(head, step, items.output)
+    keep(response, pieces)
+    return response
+
+
+async def _events(steps: AsyncGenerator[Step, None], head: dict[str, Any], keep: Any) -> AsyncGenerator[bytes, None]:
+    items, pieces, number = Items(), list[Piece](), 0
+
+    def numbered(events: Sequence[dict[str, Any]]) -> bytes:
+        nonlocal number
+        found = b""
+        for each in events:
+            found += event(each | {"sequence_number": number}, each["type"])
+            number += 1
+        return found
+
+    begun = False
+    async with aclosing(steps):
+        async for step in steps:
+            if not begun:
+                begun = True
+                yield numbered([{"type": f"response.{name}", "response": head} for name in ("created", "in_progress")])
+            for piece in step.pieces:
+                pieces.append(piece)
+                yield numbered(items.push(piece))
+    yield numbered(items.close())
+    response = _done(head, step, items.output)
+    keep(response, pieces)
+    yield numbered([{"type": f"response.{response['status']}", "response": response}])

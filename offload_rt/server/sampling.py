@@ -1,0 +1,63 @@
+"""`SamplingParams` from what a client asked for, within what the model and the server allow."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ..config import SamplingParams
+from .errors import refused
+from .openai_requests import SampledBody
+from .options import ServerOptions
+
+_SAME = (
+    "n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids",
+    "include_stop_str_in_output",
+)  # fmt: skip
+"""Fields that mean the same in a request and in `SamplingParams`."""
+
+_KNOWN = {field.name for field in fields(SamplingParams)}
+
+
+class Room:
+    """How many tokens there may be: `positions` of the model, and the server's limit on an answer."""
+
+    def __init__(self, positions: int, options: ServerOptions) -> None:
+        self.positions, self._limit = positions, options.max_tokens_limit
+
+    def tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
+        """New tokens for a prompt of so many: as many as were asked for, else `default`, else what there is room for.
+        Raises RefusedError where there is no room, or less than was asked for."""
+        room = self.positions - prompt
+        if prompt == 0:
+            raise refused("the prompt is empty: give at least one token")
+        if room < 1 or (asked is not None and asked > room):
+            wanted = f"{prompt:,} in the prompt" + (f" and {asked:,} new ones" if asked else "")
+            raise refused(
+                f"this model's maximum context length is {self.positions:,} tokens, and you asked for {wanted}: "
+                "shorten the prompt, or ask for fewer",
+                code="context_length_exceeded",
+            )
+        if asked is not None and self._limit is not None and asked > self._limit:
+            raise refused(f"{asked:,} new tokens are more than this server's limit of {self._limit:,}", "max_tokens")
+        return min(n for n in (asked or default or room, room, self._limit) if n is not None)
+
+
+def sampling_params(body: SampledBody, max_tokens: int, **more: Any) -> SamplingParams:
+    """The parameters of a request; what it leaves out is as `SamplingParams` has it. `more` fields go on top. Raises
+    ConfigError, which is answered 400."""
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        given["logit_bias"] = _bias(body.logit_bias)
+    given |= {"max_tokens": max_tokens} | more
+    if unknown := [name for name in given if name not in _KNOWN and given[name]]:
+        raise refused(f"{unknown[0]}: this server cannot do that", unknown[0])
+    return SamplingParams(**{name: value for name, value in given.items() if name in _KNOWN})
+
+
+def _bias(bias: dict[str, float]) -> dict[int, float]:
+    for token in bias:
+        if not (token.isascii() and token.isdecimal() and len(token) < 19):
+            raise refused(f"logit_bias: {token!r:.80} is no token id", "logit_bias")
+    return {int(token): value for token, value in bias.items()}

@@ -1,0 +1,117 @@
+"""What all protocols ask of the engine: prompts, room, and a request's outputs as they come, with a time limit,
+figures and a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from ..async_llm import AsyncLLM
+from ..config import SamplingParams
+from ..outputs import RequestOutput
+from .deltas import Usage, usage_of
+from .errors import RefusedError
+from .figures import Figures
+from .options import ServerOptions
+from .parsers.choose import reasoning_parser, tool_parser
+from .prompts import Prompts
+from .sampling import Room
+
+
+class Service:
+    """One model behind all endpoints."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        self.engine, self.options = engine, options
+        self.name = options.served_model_name or _called(engine.llm.name)
+        self.created = int(time.time())
+        self.prompts = Prompts(engine.llm.tokenizer)
+        self.room = Room(engine.llm.geometry.max_positions, options)
+        self.figures = Figures(engine, self.name)
+        self.tools = tool_parser(options.tool_parser, self.prompts.template)
+        self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
+
+    def check_model(self, asked: str | None) -> None:
+        """Refuses another model than the one there is."""
+        if asked is not None and asked != self.name:
+            raise RefusedError(
+                404,
+                f"the model {asked!r} is not here: this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def outputs(
+        self, request: Request, ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The states of one request; the last is finished. Closing the iterator aborts it. Raises what the engine does,
+        TimeoutError, and RefusedError where the server ends."""
+        begun = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        deadline, first, last = loop.time() + self.options.timeout, 0.0, None
+        reason = "abort"
+        try:
+            async with aclosing(self.engine.generate(list(ids), params)) as states:
+                while last is None or not last.finished:
+                    async with asyncio.timeout_at(deadline):
+                        last = await anext(states)
+                    if not first and any(each.token_ids for each in last.outputs):
+                        first = time.perf_counter()
+                        self.figures.began(first - begun)
+                    reasons = [each.finish_reason for each in last.outputs]
+                    if "abort" in reasons:
+                        raise RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
+                    if last.finished:
+                        reason = reasons[0] or "abort"
+                    yield last
+        except TimeoutError:
+            reason = "timeout"
+            raise
+        finally:
+            now = time.perf_counter()
+            usage = Usage(len(ids)) if last is None else usage_of(last)
+            self.figures.ended(reason, usage, now - begun, now - first if first else 0.0)
+            self._note(request, ids, last, usage, reason, first - begun if first else None)
+
+    def _note(
+        self,
+        request: Request,
+        ids: Sequence[int],
+        last: RequestOutput | None,
+        usage: Usage,
+        reason: str,
+        first: float | None,
+    ) -> None:
+        """Adds what a request cost to its line in the log; several prompts of one request add up."""
+        notes: dict[str, Any] = request.scope["state"]["notes"]
+        for name, count in (
+            ("prompt_tokens", usage.prompt),
+            ("cached_tokens", usage.cached),
+            ("generated_tokens", usage.generated),
+        ):
+            notes[name] = notes.get(name, 0) + count
+        notes["finish"] = reason
+        if first is not None:
+            notes.setdefault("first_token_seconds", round(first, 4))
+        if self.options.log_prompts:
+            tokenizer = self.engine.llm.tokenizer
+            prompt = list(ids) if tokenizer is None else tokenizer.decode(list(ids))
+            notes.setdefault("prompts", []).append(prompt)
+            notes.setdefault("answers", []).append([each.text for each in last.outputs] if last else [])
+
+    async def close(self) -> None:
+        """Aborts what runs and ends all threads."""
+        self.prompts.close()
+        await self.engine.close()
+
+
+def _called(name: str) -> str:
+    """What clients call a model: a hub id as it is, of a path the last part, which says nothing of this machine."""
+    path = Path(name).expanduser()
+    return path.name if path.is_absolute() or path.exists() else name

@@ -1,0 +1,118 @@
+"""A server on a free port, in a thread; and an engine that says what a script says, for tests of protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from offload_rt.config import SamplingParams
+from offload_rt.models.location import locate
+from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput
+from offload_rt.server.app import make_app
+from offload_rt.server.options import ServerOptions
+from offload_rt.server.run import bound
+
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}{{ '\\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.q }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}{# <think> </think> #}"
+)
+"""A chat template with tools and thinking."""
+
+
+def reference_tokenizer() -> PreTrainedTokenizerBase:
+    """The reference model's, with a chat template."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate("reference").place)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class ScriptedEngine:
+    """What an `AsyncLLM` is for the server. `say(prompt)` is the text of every answer; each token is a step, after
+    `pause` seconds. `begun` and `aborted` count requests."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], str], pause: float = 0.0) -> None:
+        self.say, self.pause = say, pause
+        self.begun = self.aborted = 0
+        self.fails: Exception | None = None
+        self.params = SamplingParams()
+        self.closed = False
+        geometry = SimpleNamespace(max_positions=4096)
+        self.llm: Any = SimpleNamespace(tokenizer=tokenizer, name="scripted", geometry=geometry)
+
+    async def generate(
+        self, prompt: list[int], sampling_params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        if self.fails is not None:
+            raise self.fails
+        self.begun, self.params = self.begun + 1, sampling_params
+        tokenizer, text = self.llm.tokenizer, self.say(self.llm.tokenizer.decode(prompt))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        length, reason = len(ids), "stop"
+        if length > sampling_params.max_tokens:
+            length, reason = sampling_params.max_tokens, "length"
+        last = False
+        try:
+            for end in range(1, length + 1):
+                await asyncio.sleep(self.pause)
+                last = end == length
+                each = [
+                    self._output(i, tokenizer, ids[:end], reason if last else None) for i in range(sampling_params.n)
+                ]
+                yield RequestOutput("0", None, prompt, None, each, last, len(prompt) // 2)
+        finally:
+            self.aborted += not last
+
+    def _output(self, index: int, tokenizer: Any, ids: list[int], reason: Any) -> CompletionOutput:
+        text = str(tokenizer.decode(ids)).rstrip("\N{REPLACEMENT CHARACTER}")
+        logprobs = None
+        if getattr(self.params, "logprobs", None) is not None:
+            logprobs = [{i: Logprob(-0.5, 1, tokenizer.decode([i])), 0: Logprob(-float("inf"), 2, "no")} for i in ids]
+        return CompletionOutput(index, text, ids, logprobs, None, reason, None, None)
+
+    def load(self) -> Any:
+        names = (
+            "waiting running pool_used_bytes pool_limit_bytes prompt_tokens cached_tokens generated_tokens link_bytes"
+        )
+        return SimpleNamespace(**dict.fromkeys(names.split(), 7))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def served(engine: Any, **options: Any) -> Iterator[str]:
+    """The address of a server over `engine`, which ends with the block."""
+    chosen = ServerOptions(port=0, grace=5, **options)
+    listener = bound(chosen)
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(engine, chosen), log_config=None, timeout_graceful_shutdown=5, ws="none")
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Returns when the condition holds; fails where it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,81 @@
+"""The server over a real engine: everybody gets the text that they would get alone, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from support.serving import TEMPLATE, served, wait_until
+from support.tiny_models import tiny_checkpoint
+
+from offload_rt import LLM, AsyncLLM, SamplingParams
+
+WORDS = ("Dick", "Joan", "a dark night", "the river", "Sir Daniel", "arrows", "bread", "forest")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncLLM:
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "llama", num_hidden_layers=2)
+    llm = LLM(folder, policy="full", verify="off", host_memory="32MiB")
+    llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
+    return AsyncLLM(llm, max_waiting=64)
+
+
+@pytest.fixture(scope="module")
+def url(engine: AsyncLLM) -> Iterator[str]:
+    with served(engine) as address:
+        yield address
+
+
+def alone(engine: AsyncLLM, i: int) -> str:
+    """The text of the `i`-th request, asked of nobody but the model."""
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=i)
+    prompt = TEMPLATE and f"user: {WORDS[i % 8]} {i}\nassistant: "
+    ids = engine.llm.tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+    return engine.llm.generate(ids, params)[0].outputs[0].text
+
+
+def test_everybody_gets_their_own_text(url: str, engine: AsyncLLM) -> None:
+    expected = [alone(engine, i) for i in range(16)]
+
+    async def ask(client: openai.AsyncOpenAI, i: int) -> str:
+        messages: Any = [{"role": "user", "content": f"{WORDS[i % 8]} {i}"}]
+        asked: Any = {"model": "tiny", "messages": messages, "max_tokens": 12, "seed": i}
+        if i % 2:
+            return (await client.chat.completions.create(**asked)).choices[0].message.content or ""
+        stream = await client.chat.completions.create(**asked, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(16)))
+
+    assert asyncio.run(all_at_once()) == expected
+    assert len(set(expected)) > 8
+
+
+def test_what_was_computed_is_counted_as_cached(url: str) -> None:
+    asked = {"prompt": "It was a dark night. " * 20, "max_tokens": 2, "temperature": 0}
+    first, second = (httpx2.post(f"{url}/v1/completions", json=asked).json() for _ in range(2))
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 64 <= cached < second["usage"]["prompt_tokens"]
+
+
+def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM) -> None:
+    asked = {"prompt": "Dick", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with httpx2.stream("POST", f"{url}/v1/completions", json=asked) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        assert engine.load().running == 1
+    wait_until(lambda: engine.load().running == 0)
+    assert engine.load().pool_used_bytes == 0
+
+
+def test_errors_of_the_engine_are_the_clients(url: str) -> None:
+    for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x", "max_tokens": 5000}):
+        answer = httpx2.post(f"{url}/v1/completions", json=wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["message"], wrong

@@ -1,0 +1,156 @@
+"""Who is let in, how much of what, and what happens when a client leaves, time runs out or the server ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt import ConfigError
+from offload_rt.server.log import JsonLines
+from offload_rt.server.options import ServerOptions
+from offload_rt.server.run import bound
+
+SECRET = "Sedley of the Moat House"
+ASK = {"messages": [{"role": "user", "content": SECRET}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return reference_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: PreTrainedTokenizerBase) -> ScriptedEngine:
+    return ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 20)
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with served(engine, api_keys=("right", "other"), max_body=4096, timeout=1.5) as address:
+        yield address
+
+
+RIGHT = {"authorization": "Bearer right"}
+
+
+def test_keys(url: str) -> None:
+    with httpx2.Client(base_url=url) as http:
+        assert http.get("/health").status_code == http.get("/").status_code == 200
+        for path in ("/v1/models", "/metrics", "/v1/load", "/openapi.json", "/nothing"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}, {"x-api-key": "righ"}):
+                refused = http.get(path, headers=headers)
+                assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key", path
+                assert refused.headers["www-authenticate"] == "Bearer"
+        for headers in (RIGHT, {"authorization": "bearer other"}, {"x-api-key": "right"}):
+            answer = http.get("/v1/models", headers=headers)
+            assert answer.status_code == 200 and len(answer.headers["x-request-id"]) == 32
+
+
+def test_a_body_has_a_limit(url: str, engine: ScriptedEngine) -> None:
+    begun, large = engine.begun, json.dumps(ASK | {"user": "x" * 4096}).encode()
+    headers = RIGHT | {"content-type": "application/json"}
+    announced = httpx2.post(f"{url}/v1/chat/completions", content=large, headers=headers)
+    in_parts = httpx2.post(f"{url}/v1/chat/completions", content=iter([large[:2000], large[2000:]]), headers=headers)
+    assert announced.status_code == in_parts.status_code == 413 and engine.begun == begun
+    assert in_parts.json()["error"]["type"] == "request_too_large"
+
+
+def test_foreign_names_and_foreign_pages(url: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    for host, status in (("evil.example", 403), ("localhost:8000", 200), ("[::1]:9", 200), ("127.0.0.1", 200)):
+        assert httpx2.get(f"{url}/health", headers={"host": host}).status_code == status, host
+    asks = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in httpx2.options(f"{url}/v1/models", headers=asks).headers
+    scripted = ScriptedEngine(tokenizer, str)
+    with served(scripted, cors_origins=("https://a.example",), allowed_hosts=("b.example",)) as address:
+        allowed = httpx2.options(f"{address}/v1/models", headers=asks)
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        asks["origin"] = "https://c.example"
+        assert "access-control-allow-origin" not in httpx2.options(f"{address}/v1/models", headers=asks).headers
+        assert httpx2.get(f"{address}/health", headers={"host": "b.example"}).status_code == 200
+    assert scripted.closed  # with the server
+
+
+def send(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request has been sent."""
+    host, port = url.removeprefix("http://").split(":")
+    found, content = socket.create_connection((host, int(port))), json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer right\r\n"
+    found.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(url: str, engine: ScriptedEngine, stream: bool) -> None:
+    begun, aborted, engine.pause = engine.begun, engine.aborted, 0.02
+    connection = send(url, ASK | {"stream": stream, "max_tokens": 150})
+    wait_until(lambda: engine.begun == begun + 1)
+    if stream:
+        assert b"200" in connection.recv(100)
+    connection.close()
+    wait_until(lambda: engine.aborted == aborted + 1)
+    engine.pause = 0.0
+
+
+def test_time_runs_out(url: str, engine: ScriptedEngine) -> None:
+    aborted, engine.pause = engine.aborted, 0.05
+    whole = httpx2.post(f"{url}/v1/chat/completions", json=ASK, headers=RIGHT, timeout=20)
+    assert whole.status_code == 408 and whole.json()["error"]["type"] == "timeout_error"
+    streamed = httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"stream": True}, headers=RIGHT, timeout=20)
+    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
+    assert streamed.status_code == 200 and json.loads(events[-1])["error"]["type"] == "timeout_error"
+    assert engine.aborted == aborted + 2
+    engine.pause = 0.0
+
+
+def test_the_log_has_no_prompts_unless_asked(
+    url: str, engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    httpx2.post(f"{url}/v1/chat/completions", json=ASK, headers=RIGHT)
+    httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"temperature": SECRET}, headers=RIGHT)
+    wait_until(lambda: len(caplog.records) > 1)
+    lines = [JsonLines().format(record) for record in caplog.records]
+    assert SECRET not in "".join(lines) and "right" not in "".join(lines)
+    said = next(fields for line in lines if (fields := json.loads(line)).get("path") == "/v1/chat/completions")
+    assert {"id", "status", "seconds", "prompt_tokens", "cached_tokens", "generated_tokens", "finish"} <= said.keys()
+    caplog.clear()
+    with served(engine, log_prompts=True) as address:
+        httpx2.post(f"{address}/v1/chat/completions", json=ASK)
+    lines = [JsonLines().format(record) for record in caplog.records]
+    assert SECRET in "".join(lines) and "dark night" in "".join(lines)
+
+
+def test_answers_under_way_are_finished_when_the_server_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    slow = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night.", pause=0.1)
+    found: list[httpx2.Response] = []
+    with served(slow) as address:
+        asking = threading.Thread(target=lambda: found.append(httpx2.post(f"{address}/v1/chat/completions", json=ASK)))
+        asking.start()
+        wait_until(lambda: slow.begun == 1)
+    asking.join(20)
+    assert found[0].json()["choices"][0]["message"]["content"] == "It was a dark night."
+    assert (slow.aborted, slow.closed) == (0, True)
+
+
+def test_an_address_that_is_taken() -> None:
+    with bound(ServerOptions(port=0)) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            bound(ServerOptions(port=taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"port": 70000}, {"max_waiting": 0}, {"timeout": "soon"}, {"tool_parser": "x"}, {"api_keys": ("",)}]
+)
+def test_wrong_options(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerOptions(**wrong)

@@ -1,0 +1,288 @@
+"""OpenAI's own client against the server: sync, async, streaming; a streamed answer is the unstreamed one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from support.serving import ScriptedEngine, reference_tokenizer, served
+
+from offload_rt import SamplingParams
+from offload_rt.errors import InputError, PoolFullError, QueueFullError
+
+CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+SAID = {
+    "hello": "Good morning, “friend” and café.",
+    "think": "<think>\nWell…\n</think>\n\nYes.",
+    "call": f"Look: {CALL}",
+}
+
+
+def say(prompt: str) -> str:
+    return next((text for word, text in SAID.items() if f"user: {word}" in prompt), "It was a dark night.")
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(reference_tokenizer(), say)
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with served(engine, max_tokens_limit=1000) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def collected(chunks: Any) -> tuple[dict[str, Any], Any]:
+    """A streamed chat message's fields, and the last chunk's usage."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+    usage = None
+    for chunk in chunks:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            found["content"] += choice.delta.content or ""
+            found["reasoning_content"] += (choice.delta.model_extra or {}).get("reasoning_content", "")
+            found["tool_calls"] += [(c.function.name, c.function.arguments) for c in choice.delta.tool_calls or []]
+            assert found["finish_reason"] is None
+            found["finish_reason"] = choice.finish_reason
+    return found, usage
+
+
+@pytest.mark.parametrize("word", ["hello", "think", "call"])
+def test_streamed_is_unstreamed(client: openai.OpenAI, word: str) -> None:
+    options: Any = {"model": "scripted", "messages": user(word), "tools": TOOLS}
+    whole = client.chat.completions.create(**options)
+    message = whole.choices[0].message
+    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    found, usage = collected(stream)
+    assert found == {
+        "content": message.content or "",
+        "reasoning_content": (message.model_extra or {}).get("reasoning_content", ""),
+        "tool_calls": [(call.function.name, call.function.arguments) for call in message.tool_calls or []],
+        "finish_reason": whole.choices[0].finish_reason,
+    }
+    assert usage == whole.usage and usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 2 > 0
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_what_the_parsers_find(client: openai.OpenAI) -> None:
+    def ask(word: str, **more: Any) -> Any:
+        return client.chat.completions.create(model="scripted", messages=user(word), **more).choices[0]
+
+    assert ask("hello").message.content == SAID["hello"]
+    think = ask("think").message
+    assert (think.content, think.model_extra["reasoning_content"]) == ("Yes.", "Well…")
+    call = ask("call", tools=TOOLS)
+    assert (call.message.content, call.finish_reason) == ("Look:", "tool_calls")
+    assert json.loads(call.message.tool_calls[0].function.arguments) == {"q": "Dick"}
+    assert ask("call").message.content == SAID["call"]  # no tools: nothing is a call
+    assert ask("call", tools=TOOLS, tool_choice="none").message.content == SAID["call"]
+
+
+def test_a_conversation_with_calls_goes_back_to_the_template(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    seen: list[str] = []
+    engine.say = lambda prompt: seen.append(prompt) or "ok"  # type: ignore[func-returns-value]
+    calls = [{"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"q": "Joan"}'}}]
+    messages: list[Any] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        *user("Who?"),
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "Joan Sedley"},
+    ]
+    client.chat.completions.create(model="scripted", messages=messages)
+    engine.say = say
+    assert seen == [
+        "system: Be\nbrief.\nuser: Who?\nassistant: <tool_call>Joan</tool_call>\ntool: Joan Sedley\nassistant: "
+    ]
+
+
+def test_parameters_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    client.chat.completions.create(
+        model="scripted", messages=user("x"), temperature=0.5, top_p=0.9, seed=3, n=2, stop="Z",
+        max_completion_tokens=9,
+        extra_body={"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "unknown": {"x": 1}},
+    )  # fmt: skip
+    got = engine.params
+    assert (got.temperature, got.top_p, got.seed, got.n, tuple(got.stop), got.max_tokens) == (0.5, 0.9, 3, 2, ("Z",), 9)
+    assert (got.top_k, got.min_p, got.repetition_penalty) == (7, 0.1, 1.1)
+    client.chat.completions.create(model="scripted", messages=user("x"))
+    assert engine.params.max_tokens == 1000  # the server's limit
+
+
+def test_several_choices(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="scripted", messages=user("hello"), n=3, temperature=1)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in whole.choices} == {SAID["hello"]}
+    stream = client.chat.completions.create(model="scripted", messages=user("hello"), n=3, temperature=1, stream=True)
+    texts = ["", "", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [SAID["hello"]] * 3
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="scripted", prompt=["It", "Dick"], echo=True, max_tokens=100)
+    assert [choice.text for choice in whole.choices] == ["ItIt was a dark night.", "DickIt was a dark night."]
+    assert whole.usage is not None and whole.usage.completion_tokens % 2 == 0
+    stream = client.completions.create(
+        model="scripted", prompt=["It", "Dick"], echo=True, max_tokens=100, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    texts, usage = ["", ""], None
+    for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices] and usage == whole.usage
+    ids = client.completions.create(model="scripted", prompt=[5, 6, 7], max_tokens=2)
+    assert ids.usage is not None and (ids.usage.prompt_tokens, ids.usage.completion_tokens) == (3, 2)
+    assert ids.choices[0].finish_reason == "length"
+
+
+@pytest.mark.skipif("logprobs" not in {f.name for f in dataclasses.fields(SamplingParams)}, reason="not there yet")
+def test_logprobs(client: openai.OpenAI) -> None:
+    options: Any = {"model": "scripted", "messages": user("hello"), "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**options).choices[0].logprobs.content
+    assert "".join(entry.token for entry in whole).startswith("Good morning")
+    assert [one.logprob for one in whole[0].top_logprobs] == [-0.5, -9999.0]
+    assert bytes(whole[0].bytes).decode() == whole[0].token
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**options, stream=True)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert streamed == whole
+    found = client.completions.create(model="scripted", prompt="It", logprobs=1, max_tokens=100).choices[0].logprobs
+    assert found is not None and found.tokens is not None and found.text_offset is not None
+    assert "".join(found.tokens) == "It was a dark night."
+    assert found.text_offset[1] == len(found.tokens[0]) and not any(map(math.isinf, found.token_logprobs or []))
+
+
+def test_the_asynchronous_client(url: str) -> None:
+    async def ask() -> tuple[str, str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            whole = await client.chat.completions.create(model="scripted", messages=user("hello"))
+            text = ""
+            async for chunk in await client.chat.completions.create(
+                model="scripted", messages=user("hello"), stream=True
+            ):
+                text += chunk.choices[0].delta.content or ""
+        return whole.choices[0].message.content or "", text
+
+    assert asyncio.run(ask()) == (SAID["hello"], SAID["hello"])
+
+
+def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
+    assert [model.id for model in client.models.list()] == ["scripted"]
+    assert client.models.retrieve("scripted").id == "scripted"
+    with httpx2.Client(base_url=url) as http:
+        made = http.post("/tokenize", json={"prompt": "It was a dark night.", "return_token_strs": True}).json()
+        assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) and made["max_model_len"] == 4096
+        assert "dark night" in http.post("/detokenize", json={"tokens": made["tokens"]}).json()["prompt"]
+        chat = http.post("/tokenize", json={"messages": user("hello"), "add_generation_prompt": False}).json()
+        text = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+        assert text == "user: hello\n"
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/v1/load").json()["link_bytes"] == 7
+        lines = http.get("/metrics").text.splitlines()
+        for name in ("num_requests_running", "kv_cache_usage_perc", "prompt_tokens_cached_total", "link_bytes_total"):
+            assert any(line.startswith(f'offload_rt_{name}{{model_name="scripted"}}') for line in lines), name
+        first = next(line for line in lines if line.startswith("offload_rt_time_to_first_token_seconds_count"))
+        assert float(first.split()[-1]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hi"}, "messages", "list"),
+        ({}, "messages", "required"),
+        ({"messages": user("x"), "temperature": "0.5"}, "temperature", "number"),
+        ({"messages": user("x"), "temperature": True}, "temperature", "number"),
+        ({"messages": user("x"), "max_tokens": 0}, "max_tokens", "greater"),
+        ({"messages": user("x"), "max_tokens": 100_000}, None, "maximum context length is 4,096"),
+        ({"messages": user("x"), "max_tokens": 2000}, "max_tokens", "limit of 1,000"),
+        ({"messages": user("x"), "seed": 10**30}, "seed", "less"),
+        ({"messages": user("x"), "n": 2, "temperature": 0}, None, "temperature above 0"),
+        ({"messages": user("x"), "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"messages": user("x"), "logit_bias": {"a": 1}}, "logit_bias", "no token id"),
+        ({"messages": user("x"), "tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"messages": user("x"), "chat_template_kwargs": {"chat_template": "x"}}, None, "only variables"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "send text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content.str", "string"),
+        ({"messages": user("x" * 20_000)}, None, "maximum context length"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_400_in_openais_shape(client: openai.OpenAI, body: Any, param: str | None, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        client.post("/chat/completions", body=body, cast_to=object)
+    error: Any = caught.value.body
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param
+
+
+def test_what_is_no_json_and_what_is_not_there(client: openai.OpenAI, url: str) -> None:
+    with httpx2.Client(base_url=url) as http:
+        json_type = {"content-type": "application/json"}
+        bad = (
+            b"{",
+            b"\xff",
+            b"[]",
+            b"5",
+            b"",
+            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            b"[" * 100_000,
+        )
+        for body in bad:
+            for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+                answer = http.post(path, content=body, headers=json_type)
+                assert answer.status_code == 400 and answer.json()["error"]["message"], (path, body[:20])
+        assert http.post("/v1/chat/completions", content=b"{}").status_code == 400  # not said to be JSON
+        assert http.get("/v1/nothing").status_code == 404 and http.get("/v1/nothing").json()["error"]["message"]
+        assert http.get("/v1/chat/completions").status_code == 405
+        assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+    with pytest.raises(openai.NotFoundError, match="'gpt'"):
+        client.chat.completions.create(model="gpt", messages=user("x"))
+    with pytest.raises(openai.BadRequestError, match="no embeddings"):
+        client.embeddings.create(model="scripted", input="x")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (QueueFullError("the queue is full"), 429, "queue"),
+        (InputError("too long"), 400, "too long"),
+        (PoolFullError("no chunk"), 400, "no chunk"),
+        (RuntimeError("a secret of ours"), 500, "internal error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_of_the_engine(
+    url: str, engine: ScriptedEngine, error: Exception, status: int, says: str, stream: bool
+) -> None:
+    engine.fails = error
+    try:
+        answer = httpx2.post(f"{url}/v1/chat/completions", json={"messages": user("x"), "stream": stream})
+    finally:
+        engine.fails = None
+    assert answer.status_code == status and says in answer.json()["error"]["message"]
+    assert (answer.headers.get("retry-after") is not None) == (status == 429)
