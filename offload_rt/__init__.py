@@ -30,6 +30,7 @@ from .outputs import CompletionOutput, Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
+    from .drop_in import OffloadedCache, offload
     from .llm import LLM
 
     __version__: str
@@ -46,6 +47,7 @@ __all__ = [
     "MemoryLimitError",
     "ModelError",
     "OffloadError",
+    "OffloadedCache",
     "PoolFullError",
     "QueueFullError",
     "RequestOutput",
@@ -53,10 +55,11 @@ __all__ = [
     "StoreError",
     "StoreOptions",
     "__version__",
+    "offload",
 ]
 
 
-_LATER = {"LLM": ".llm", "AsyncLLM": ".async_llm"}
+_LATER = {"LLM": ".llm", "AsyncLLM": ".async_llm", "OffloadedCache": ".drop_in", "offload": ".drop_in"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "offload_rt"
 ORDER = (
     "errors core progress quiet", "units config_fields", "config outputs texts", "arguments",
     "kernels", "models pool", "skewing", "select", "transfer",
-    "forward storage planning", "engine", "sessions", "llm", "async_llm", "__init__", "eval server", "commands", "cli",
-    "__main__",
+    "forward storage planning", "engine", "sessions", "llm", "async_llm drop_in", "__init__", "eval server", "commands",
+    "cli", "__main__",
 )  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}
 LINKED = {"kernels", "skewing", "eval"}  # folders at the top that are never imported by that name
