@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, InputError
+from .small_files import read_small
 
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Suffixes of tables and what `datasets` calls their format."""
@@ -31,9 +32,9 @@ CHARACTERS = 50_000_000
 def read_file(path: str) -> str:
     """The text of a UTF-8 file, "-" for stdin. Raises InputError where it is missing, unreadable, binary or empty."""
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path!r}: {error.strerror}") from error
+        data = sys.stdin.buffer.read() if path == "-" else read_small(Path(path))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path!r}: {getattr(error, 'strerror', error)}") from error
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

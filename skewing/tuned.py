@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 from ..config import SkewMethod
 from ..config_fields import check
 from ..errors import ArtifactError
+from ..small_files import read_json
 from .artifact import SkewArtifact
 
 ARTIFACT: Final = "skew.safetensors"
@@ -40,14 +41,14 @@ class TunedPolicy:
         """The choice in `folder`; None where there is none. Raises ArtifactError where it is damaged, of another
         version or of another model (`fingerprint` None: whatever the model)."""
         path = folder / POLICY
-        if not path.is_file():
+        if not path.exists():
             return None
         again = "make it again with 'offload-rt tune'"
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path)
             form, version = record.pop("format"), record.pop("version")
             tuned = cls(**record)
-            options = dict(tuned.options)
+            options = {str(name): value for name, value in dict(tuned.options).items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"{path} is damaged ({error}); {again}") from error
         if (form, version) != (_FORMAT, VERSION):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...small_files import read_json
 
 Row = dict[str, Any]
 """Flat: column -> number, text, list or None."""
@@ -59,11 +60,13 @@ class RowStore:
     def get(self, key: Mapping[str, Any]) -> Row | None:
         """The row of `key`; None where it was not measured, or its file is damaged."""
         try:
-            found = json.loads(self._path(key).read_text(encoding="utf-8"))
+            found = read_json(self._path(key))
         except (OSError, ValueError):
             return None
-        complete = isinstance(found, dict) and found.get("key") == json.loads(json.dumps(key))
-        return dict(found["row"]) if complete and "row" in found else None
+        if not isinstance(found, dict) or found.get("key") != json.loads(json.dumps(key)):
+            return None
+        row = found.get("row")
+        return row if isinstance(row, dict) else None
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
         """The row of `key`, measured and kept where it is not there yet."""

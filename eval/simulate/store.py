@@ -16,7 +16,6 @@ is stored when the next turn that contains it has computed it: the trace has no 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, InputError
+from ...small_files import parse_json, read_small
 from ...storage.policies import (
     NEVER,
     POLICIES,
@@ -102,8 +102,8 @@ class Outcome:
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The requests of a Mooncake trace by arrival, at most `limit`. Raises InputError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[:limit]
-        rows = [json.loads(line) for line in lines]
+        lines = read_small(path).decode("utf-8").splitlines()[:limit]
+        rows = [parse_json(line) for line in lines]
         found = [
             TraceRequest(
                 float(row["timestamp"]) / 1000,
@@ -115,7 +115,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         ]
     except OSError as error:
         raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise InputError(
             f"{str(path)!r} is no request trace ({error!r}): each line must be a JSON object with timestamp (ms), "
             "input_length, output_length and hash_ids"

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save_file
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
+from ..small_files import read_json, read_small
 from .detokenizer import TextStream
 
 VERSION: Final = 1
@@ -51,6 +52,22 @@ class RunInfo:
     prompt_tokens: int
     tokens: tuple[int, ...]
     pieces: tuple[str, ...] = ()
+
+    def possible(self) -> bool:
+        """Whether the fields have their types and agree: a file can say anything."""
+        texts = (self.model, self.fingerprint, self.policy)
+        lists = (self.selecting, self.tokens, self.pieces)
+        counts = (self.layers, self.kv_heads, self.row_bytes, self.sinks, self.recent, self.prompt_tokens)
+        return (
+            all(isinstance(text, str) for text in texts)
+            and isinstance(self.options, Mapping)
+            and all(isinstance(each, tuple) for each in lists)
+            and all(isinstance(piece, str) for piece in self.pieces)
+            and all(type(n) is int and 0 <= n < 1 << 62 for n in (*counts, *self.selecting, *self.tokens))
+            and self.kv_heads > 0
+            and all(layer < self.layers for layer in self.selecting)
+            and self.prompt_tokens <= len(self.tokens)
+        )
 
 
 class RunWriter:
@@ -142,7 +159,7 @@ class Recording:
     def open(cls, folder: Path) -> Self:
         """Raises InputError where there is none, or one of another version."""
         try:
-            record = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+            record = read_json(folder / _ABOUT)
         except OSError as error:
             raise InputError(f"{str(folder)!r} is no recording ({error.strerror}): make one with --record") from error
         except ValueError as error:
@@ -156,6 +173,8 @@ class Recording:
             info = RunInfo(**fields)
         except TypeError as error:
             raise InputError(f"{str(folder / _ABOUT)!r} is damaged: {error}; record the run again") from error
+        if not info.possible():
+            raise InputError(f"{str(folder / _ABOUT)!r} is damaged: no run has such values; record the run again")
         return cls(folder, info)
 
     def steps(self) -> Iterator[tuple[int, StepSelections]]:
@@ -176,11 +195,12 @@ class Recording:
 
     def _shard(self, path: Path) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         try:
-            shard = load_file(path)
+            shard = load(read_small(path))
             counts, positions = shard["counts"], shard["positions"]
-        except (SafetensorError, OSError, KeyError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise InputError(f"{str(path)!r} is damaged: {error}; record the run again") from error
+        whole = counts.dtype == positions.dtype == np.int32 and counts.ndim == 2 and not (counts < 0).any()
         wanted = (len(self.info.selecting), int(counts.sum()) * self.info.kv_heads)
-        if counts.ndim != 2 or (counts.shape[1], positions.size) != wanted:
+        if not whole or (counts.shape[1], positions.size) != wanted:
             raise InputError(f"{str(path)!r} is damaged: it does not hold what it counts; record the run again")
         return counts, positions

@@ -20,6 +20,7 @@ from pathlib import Path
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
 from offload_rt.engine.prompts import shortened
 from offload_rt.quiet import quiet_transformers
+from offload_rt.small_files import parse_json, read_small
 from offload_rt.texts import read_prompts, read_text
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
@@ -70,8 +71,8 @@ def answered(path: Path, questions: Sequence[str]) -> int:
     if not path.exists():
         return 0
     try:
-        known = [json.loads(line)["question"] for line in path.read_text(encoding="utf-8").splitlines()]
-    except (ValueError, KeyError, TypeError):
+        known = [parse_json(line)["question"] for line in read_small(path).decode("utf-8").splitlines()]
+    except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{str(path)!r} is no file of answers: give another --out") from None
     if known != list(questions[: len(known)]):
         raise InputError(f"{str(path)!r} answers other questions: give another --out")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.quiet import quiet_transformers
+from offload_rt.small_files import read_small
 from offload_rt.texts import read_text
 
 HEADING = "\n\nCHAPTER {number}\n\n"
@@ -25,7 +26,7 @@ OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as
 
 def read_document(path: Path) -> str:
     """The document to the letter: line ends as they are, so that places in it stay."""
-    return path.read_bytes().decode("utf-8")
+    return read_small(path).decode("utf-8")
 
 
 def chapters_file(path: Path) -> Path:
@@ -37,7 +38,7 @@ def headings(path: Path, document: str) -> list[int]:
     """At which characters headings begin, as noted. What was noted and has not been written yet is left out. Where
     nothing was noted, or the text was edited since, they are found by their numbers: only the next one counts."""
     try:
-        noted = [int(place) for place in chapters_file(path).read_text(encoding="utf-8").split()]
+        noted = [int(place) for place in read_small(chapters_file(path)).split()]
     except (OSError, ValueError):
         noted = []
     if noted[-1:] == [len(document)]:
