@@ -8,6 +8,7 @@
 #                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
 #                cuda (all that is run on a simulated device, under every schedule), gpu (tests marked gpu, there),
 #                kernels (all of them compiled for four GPUs), api (100,000 values and calls at random),
+#                files (85,000 times, files that are read are damaged first),
 #                server (48,000 requests that are wrong in one place) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
@@ -60,7 +61,7 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api server
+SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files server
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
@@ -72,6 +73,7 @@ SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_trit
 	tests/test_attention.py tests/test_counted.py tests/test_links.py
 SOAK_kernels := tests/test_triton_compile.py
 SOAK_api := tests/test_fuzz_api.py
+SOAK_files := tests/test_fuzz_files.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 
 soak: $(READY)

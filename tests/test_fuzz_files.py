@@ -23,7 +23,7 @@ from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_model, tiny
 from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.engine.recording import Recording
-from offload_rt.errors import StoreError
+from offload_rt.errors import InputError, ModelError, StoreError
 from offload_rt.eval.core.report import RowStore
 from offload_rt.eval.simulate.store import read_trace
 from offload_rt.sessions.catalog import delete_stored, export_text, find_stored, read_catalog
@@ -135,8 +135,8 @@ def test_a_store_that_was_damaged(sessions: tuple[Path, dict[str, list[list[int]
                 session.close()
         llm.runner.check_integrity()
 
-    survives(whole, tmp_path / "store", CASES // 8 or 25, read)
-    assert opened > 10
+    survives(whole, tmp_path / "store", CASES // 40 or 12, read)
+    assert opened > 5
 
 
 def test_a_store_that_was_damaged_and_is_looked_at(
@@ -154,7 +154,7 @@ def test_a_store_that_was_damaged_and_is_looked_at(
         with suppress(OffloadError):
             delete_stored(folder, "ada")
 
-    survives(whole, tmp_path / "store", CASES // 8 or 25, read)
+    survives(whole, tmp_path / "store", CASES // 20 or 12, read)
 
 
 def test_a_history_that_says_anything(sessions: tuple[Path, dict[str, list[list[int]]]]) -> None:
@@ -170,12 +170,12 @@ def test_a_history_that_says_anything(sessions: tuple[Path, dict[str, list[list[
         history = History.from_bytes(text)
         if history is not None:
             possible += 1
-            assert history.document and history.exact <= len(history.tokens) and export_text(history) is not None
+            assert history.exact <= len(history.tokens) and export_text(history) is not None
             assert History.from_bytes(history.to_bytes()) == history
     assert possible > 10
 
 
-# --------------------------------------------------------------------------------------- what was made and is read again
+# -------------------------------------------------------------------------------------- what was made and is read again
 
 
 def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
@@ -224,7 +224,30 @@ def test_what_was_made_and_is_read_again(kind: str, tmp_path: Path) -> None:
     folder.mkdir()
     read = written(folder)[kind]
     read(folder / kind)
-    survives(folder / kind, tmp_path / "damaged", CASES // 16 or 40, read)
+    survives(folder / kind, tmp_path / "damaged", CASES // 16 or 20, read)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 5000, b"[1]", b"\xff", b"1e999", None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_no_end(kind: str, content: bytes | None, tmp_path: Path) -> None:
+    """Brackets without end (a RecursionError before), numbers that none is, a file without end (None)."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    read = written(folder)[kind]
+    for path in list((folder / kind).rglob("*.*")):
+        path.unlink()
+        path.symlink_to("/dev/zero") if content is None else path.write_bytes(content)
+    with suppress(OffloadError), memory_limit(MEMORY):
+        read(folder / kind)
+
+
+@pytest.mark.parametrize(("field", "value"), [("selecting", [99]), ("kv_heads", 0), ("tokens", "abc"), ("layers", None)])
+def test_a_recording_that_cannot_be(field: str, value: Any, tmp_path: Path) -> None:
+    shutil.copytree(BEFORE / "recording", tmp_path / "recording")
+    about = tmp_path / "recording" / "run.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {field: value}))
+    with pytest.raises(InputError, match="is damaged: no run has such values"):
+        list(Recording.open(tmp_path / "recording").steps())
 
 
 # -------------------------------------------------------------------------------------------------------------- models
@@ -251,8 +274,17 @@ def test_a_checkpoint_that_was_damaged(kind: str, tmp_path: Path) -> None:
             write_and_go_on(llm)
 
     read(whole)
-    refused = survives(whole, tmp_path / "damaged", CASES // (80 if kind == "folder" else 400) or 6, read, spread=4000)
-    assert refused > 0
+    refused = survives(whole, tmp_path / "damaged", CASES // (50 if kind == "folder" else 400) or 4, read, spread=4000)
+    assert refused > 0 or not CASES
+
+
+def test_a_configuration_that_cannot_be(tmp_path: Path) -> None:
+    """An OverflowError before."""
+    tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**30}))
+    with pytest.raises(ModelError, match="says what no model can be"):
+        LLM(str(tmp_path / "tiny"), policy="full", host_memory="2MiB", device="cpu")
 
 
 def test_the_command_line_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

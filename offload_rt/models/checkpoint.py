@@ -19,7 +19,7 @@ import torch
 
 from ..config import DType
 from ..config_fields import check_choice
-from ..errors import ConfigError, MemoryLimitError, ModelError
+from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from .location import Location
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
             hint = "it is a PEFT adapter: merge it into its model (merge_and_unload) and save that"
         raise ModelError(f"{location} has no config.json; {hint}")
     options, trusted = location.hub.options, location.hub.trust_remote_code
-    with _one_error(f"cannot read the configuration of {location}"):
+    with one_error(f"cannot read the configuration of {location}"):
         raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     own_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
     if architecture not in supported and architecture not in CLASSES.values() and not own_code:
         raise ModelError(unsupported(architecture, supported))
-    with _one_error(f"the configuration of {location} is not valid"):
+    with one_error(f"the configuration of {location} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, **options)
     if not own_code and architecture not in (CLASSES.get(config.model_type), _registered_class(config)):
         raise ModelError(f"{location} contradicts itself: {architecture}, but model type {config.model_type!r}")
@@ -67,7 +67,7 @@ def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrai
 
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"{location} needs the package gguf to be read: pip install 'offload-rt[gguf]'")
-    with _one_error(f"cannot read the configuration of {location}"), _quiet():
+    with one_error(f"cannot read the configuration of {location}"), _quiet():
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             location.place, gguf_file=location.gguf, **location.hub.options
         )
@@ -111,7 +111,7 @@ def read_weights(
 
     if location.gguf is None:
         _check_weight_files(location)
-    with _one_error(f"cannot load the weights of {location}"), _quiet():
+    with one_error(f"cannot load the weights of {location}"), _quiet():
         loader: Any = AutoModelForCausalLM
         model, report = loader.from_pretrained(
             location.place,
@@ -154,7 +154,7 @@ def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dt
     from transformers import AutoModelForCausalLM
 
     builder: Any = AutoModelForCausalLM
-    with _one_error(f"the configuration of {location} is not valid"), init_empty_weights(include_buffers=True):
+    with one_error(f"the configuration of {location} is not valid"), init_empty_weights(include_buffers=True):
         skeleton: PreTrainedModel = builder.from_config(
             config, dtype=dtype, trust_remote_code=location.hub.trust_remote_code
         )
@@ -180,7 +180,7 @@ def read_tokenizer(location: Location) -> PreTrainedTokenizerBase | None:
     if gguf is None and folder is not None and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
         return None
     of_file = {} if gguf is None else {"gguf_file": gguf}
-    with _one_error(f"cannot load the tokenizer of {location}; pass tokenizer="):
+    with one_error(f"cannot load the tokenizer of {location}; pass tokenizer="):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             location.place, **location.hub.options, **of_file
         )
@@ -234,11 +234,13 @@ def multiplies_bfloat16() -> bool:
 
 
 @contextmanager
-def _one_error(what: str) -> Iterator[None]:
-    """Turns whatever transformers raises into one ModelError that begins with `what`: files of strangers fail in too
-    many ways to list."""
+def one_error(what: str) -> Iterator[None]:
+    """Turns whatever is raised, but our own errors, into one ModelError that begins with `what`: files of strangers
+    fail in too many ways to list."""
     try:
         yield
+    except OffloadError:
+        raise
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(f"{what}: the device has no room for it ({_one_line(error)})") from error
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .adapter import ModelAdapter
 from .checkpoint import (
     architecture_of,
     build_skeleton,
+    one_error,
     read_config,
     read_tokenizer,
     read_weights,
@@ -151,22 +153,24 @@ def load_model(
         loaded.train(False)
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
     used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer, hub)
-    identity = fingerprint(loaded)
-    if verify == "always" or (verify == "auto" and not _is_of_transformers(loaded)):
-        prove(loaded, adapter_for(loaded))
-    elif verify == "auto":
-        prove_once(loaded, adapter_for(loaded), identity)
-    if on_host:
-        place_weights(loaded, chosen, on_host)
-    return LoadedModel(
-        adapter=adapter_for(loaded),
-        tokenizer=used,
-        fingerprint=identity,
-        name=name,
-        eos_token_ids=_eos_token_ids(loaded, used),
-        weight_bytes=_weight_bytes(loaded),
-        layers=tuple(decoder_layers(loaded)),
-    )
+    strange = one_error(f"the checkpoint {name!r} says what no model can be") if loaded is not model else nullcontext()
+    with strange:
+        identity = fingerprint(loaded)
+        if verify == "always" or (verify == "auto" and not _is_of_transformers(loaded)):
+            prove(loaded, adapter_for(loaded))
+        elif verify == "auto":
+            prove_once(loaded, adapter_for(loaded), identity)
+        if on_host:
+            place_weights(loaded, chosen, on_host)
+        return LoadedModel(
+            adapter=adapter_for(loaded),
+            tokenizer=used,
+            fingerprint=identity,
+            name=name,
+            eos_token_ids=_eos_token_ids(loaded, used),
+            weight_bytes=_weight_bytes(loaded),
+            layers=tuple(decoder_layers(loaded)),
+        )
 
 
 def _is_of_transformers(model: PreTrainedModel) -> bool:
@@ -226,7 +230,8 @@ def load_shape(
         where = resolve_device(device)
         chosen = resolve_dtype(dtype, location, config, where) or torch.float32
         skeleton = build_skeleton(location, config, chosen)
-        geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
+        with one_error(f"the checkpoint {location} says what no model can be"):
+            geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
         if stays_packed(config, where):
             fixed, layers = stored_bytes(location, skeleton, chosen)
             sizes = replace(sizes, fixed=fixed, layers=layers)

@@ -28,8 +28,8 @@ def change(path: Path, rng: random.Random, others: list[Path], spread: int) -> s
     was."""
     kinds = [flip, truncate, extend, zero, number, content, foreign, json_value, json_value, gone, folder, link, sparse]
     kind = rng.choice(kinds)
-    if not path.is_file():
-        return "gone"
+    if not path.is_file() or path.stat().st_size > 1 << 26:
+        return "damaged before"
     kind(path, rng, others if kind is foreign else spread)
     return kind.__name__
 
@@ -89,7 +89,12 @@ def content(path: Path, rng: random.Random, spread: int) -> None:
 
 def foreign(path: Path, rng: random.Random, others: Any) -> None:
     """Another file's content."""
-    path.write_bytes(rng.choice(others).read_bytes())
+    data = [
+        other.read_bytes()
+        for other in others
+        if other.is_file() and not other.is_symlink() and other.stat().st_size < 1 << 26
+    ]
+    path.write_bytes(rng.choice(data))
 
 
 def json_value(path: Path, rng: random.Random, spread: int) -> None:
