@@ -241,7 +241,7 @@ def test_what_has_no_end(kind: str, content: bytes | None, tmp_path: Path) -> No
         read(folder / kind)
 
 
-@pytest.mark.parametrize(("field", "value"), [("selecting", [99]), ("kv_heads", 0), ("tokens", "abc"), ("layers", None)])
+@pytest.mark.parametrize(("field", "value"), [("selecting", [99]), ("kv_heads", 0), ("tokens", "abc"), ("layers", -1)])
 def test_a_recording_that_cannot_be(field: str, value: Any, tmp_path: Path) -> None:
     shutil.copytree(BEFORE / "recording", tmp_path / "recording")
     about = tmp_path / "recording" / "run.json"
