@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import EngineConfig, SamplingParams, StoreOptions
+from .config import EngineConfig, StoreOptions
 from .errors import (
     ArtifactError,
     ConfigError,
@@ -27,6 +27,7 @@ from .errors import (
     StoreError,
 )
 from .outputs import CompletionOutput, Logprob, RequestOutput
+from .sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
@@ -54,6 +55,7 @@ __all__ = [
     "SamplingParams",
     "StoreError",
     "StoreOptions",
+    "StructuredOutputs",
     "__version__",
     "offload",
 ]

@@ -9,8 +9,8 @@ from operator import index
 from pathlib import Path
 from typing import SupportsIndex
 
-from .config import SamplingParams
 from .errors import InputError
+from .sampling_params import SamplingParams
 
 
 def shown(value: object) -> str:

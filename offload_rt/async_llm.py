@@ -11,12 +11,13 @@ from queue import Empty, SimpleQueue
 from typing import Self
 
 from .arguments import sampling, whole_or_none
-from .config import SamplingParams
+from .engine.constraints import check_answerable
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
 from .errors import InputError, QueueFullError
 from .llm import LLM
 from .outputs import RequestOutput
+from .sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ class AsyncLLM:
             given = one_prompt(prompt)
             text = given if isinstance(given, str) else None
             ids = await asyncio.to_thread(self._llm.encode, given) if text is not None else self._llm.encode(given)
+            if params.structured_outputs is not None:  # the first of a tokenizer takes a second
+                await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
             caller = Caller(request_id or f"request-{next(self._ids)}", text, ids, params, Mailbox())
             with self._lock:
                 self._check_open()  # behind the last call of all nobody answers

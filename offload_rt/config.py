@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -14,7 +13,6 @@ from .units import parse_duration, parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]
-EarlyStopping = bool | Literal["never"]
 KVFormatName = Literal["auto", "int8", "int4", "int2"]
 Overflow = Literal["truncate", "error"]
 EvictionName = Literal["fifo", "lru", "counter"]
@@ -28,91 +26,6 @@ Size = Annotated[int, "bytes"]
 
 Duration = Annotated[float, "seconds"]
 """Seconds; a configuration also takes text such as "7d"."""
-
-LEAST_TEMPERATURE = 1e-5
-"""Below it logits over it leave float32's range."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How new tokens are chosen. `temperature=0` is greedy; the filters apply in transformers' order: repetition
-    penalty, temperature, top-k, top-p, min-p. The same seed gives the same text. `stop` is one string or several.
-
-    n: completions of each prompt, which is computed once. Each has a seed of its own, made from `seed` and its number;
-        the first one's is `seed` itself, so that it equals the completion of n=1.
-    num_beams: above 1, beam search as transformers' `generate(num_beams=...)`, with `temperature=0` (it draws nothing);
-        `n` of the beams are returned, best first.
-    length_penalty: a beam's score is its log-probability over its length to this power: above 0 favours long ones.
-    early_stopping: True stops when there are `num_beams` finished ones, False when better ones are unlikely, "never"
-        when there cannot be any.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-    n: int = 1
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        check(
-            isinstance(stops, Sequence) and all(isinstance(stop, str) for stop in stops),
-            f"stop={self.stop!r:.80} must be a text or a list of texts",
-        )
-        object.__setattr__(self, "stop", tuple(stops))
-        check(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
-        check(
-            0 <= self.temperature < math.inf,
-            f"temperature={self.temperature} must be finite and not negative; 0 is greedy",
-        )
-        check(
-            self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
-            f"temperature={self.temperature} is too small to divide by: 0 is greedy, above that at least "
-            f"{LEAST_TEMPERATURE}",
-        )
-        check(self.top_k == -1 or self.top_k >= 1, f"top_k={self.top_k} must be at least 1; -1 is none")
-        check(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 is none")
-        check(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 is none")
-        check(
-            0 < self.repetition_penalty < math.inf,
-            f"repetition_penalty={self.repetition_penalty} must be positive; 1 is none",
-        )
-        check(all(self.stop), "a stop string must not be empty")
-        check(self.n >= 1, f"n={self.n} must be at least 1")
-        check(self.num_beams >= 1, f"num_beams={self.num_beams} must be at least 1; 1 is no beam search")
-        check(math.isfinite(self.length_penalty), f"length_penalty={self.length_penalty} must be finite")
-        check(
-            self.early_stopping in (True, False, "never"),
-            f"early_stopping={self.early_stopping!r}: True, False, 'never'",
-        )
-        self._check_beams()
-
-    def _check_beams(self) -> None:
-        if self.num_beams > 1:
-            check(
-                self.temperature == 0,
-                f"num_beams={self.num_beams} with temperature={self.temperature}: beam search draws no random tokens; "
-                "set temperature=0, or num_beams=1 and n completions",
-            )
-            check(
-                self.n <= self.num_beams, f"n={self.n} completions of num_beams={self.num_beams} beams: at most those"
-            )
-            return
-        changed = self.length_penalty != 1.0 or self.early_stopping is not False
-        check(not changed, "length_penalty and early_stopping are for beam search: set num_beams above 1")
-        check(
-            self.n == 1 or self.temperature > 0,
-            f"n={self.n} greedy completions would all be the same: set temperature above 0, or num_beams",
-        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Self
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .arguments import folder_path, sampling, sampling_of_each, texts_or_ids, whole_or_none
-from .config import EngineConfig, SamplingParams, StoreOptions
+from .config import EngineConfig, StoreOptions
 from .config_fields import configured
 from .core import CHUNK, ModelGeometry
 from .engine.build import build, build_beside
@@ -24,6 +24,7 @@ from .errors import InputError, OffloadError
 from .forward.batch import Recorder
 from .outputs import RequestOutput, Stats, TokenOutput
 from .progress import Progress
+from .sampling_params import SamplingParams
 from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
 from .sessions.session import Session
 from .sessions.store import SessionStore

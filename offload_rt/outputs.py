@@ -17,7 +17,8 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token at one place: its log-probability, its rank (1 is the most probable) and its text."""
+    """Of one token at one place: its log-probability, its rank (1 is the most probable) and its text (None without a
+    tokenizer)."""
 
     logprob: float
     rank: int
@@ -42,12 +43,14 @@ class TokenOutput:
     finish_reason: FinishReason | None
     sample: int = 0
     stop_reason: StopReason = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
     """One of the completions of a prompt, the `index`-th. `text` ends before a stop string; `token_ids` are all new
-    tokens, the last included. What is still being written has no `finish_reason` and no `stats` yet."""
+    tokens, the last included. `logprobs` has a mapping for each of them where `SamplingParams.logprobs` asks for it;
+    `cumulative_logprob` is the sum of theirs. What is still being written has no `finish_reason` and no `stats` yet."""
 
     index: int
     text: str
@@ -67,7 +70,8 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """What became of one prompt: its `outputs`, as many as `n` says. `prompt` is its text, None where token ids were
-    given; `num_cached_tokens` of its tokens had been computed before; `finished` once every completion has ended."""
+    given; `num_cached_tokens` of its tokens had been computed before; `prompt_logprobs`, where they are asked for, has
+    None for the first of them and a mapping for each other one. `finished` once every completion has ended."""
 
     request_id: str
     prompt: str | None

@@ -150,7 +150,7 @@ def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> 
         {"temperature": float("nan")},
         {"top_p": 0},
         {"top_p": 1.5},
-        {"top_k": 0},
+        {"top_k": -2},
         {"min_p": -0.1},
         {"repetition_penalty": 0},
         {"max_tokens": 0},

@@ -24,10 +24,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ...config import DType, EngineConfig, SamplingParams
+from ...config import DType, EngineConfig
 from ...errors import ConfigError, InputError
 from ...llm import LLM
 from ...outputs import Stats
+from ...sampling_params import SamplingParams
 from ...sessions.chat_render import render_chat
 
 if TYPE_CHECKING:

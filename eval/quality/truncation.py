@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import SamplingParams
 from ...errors import InputError
 from ...forward.sequence import Sequence as RunningSequence
 from ...llm import LLM
+from ...sampling_params import SamplingParams
 from ...sessions.session import Session
 from ...sessions.truncate import SINKS
 from ..core.model_under_test import ModelUnderTest

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import SamplingParams
 from ...engine.engine import Engine
 from ...engine.request import Request
 from ...errors import InputError
 from ...forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 from ...llm import LLM
+from ...sampling_params import SamplingParams
 from ..core.needles import FACTS, NAMES
 from ..core.report import Column, Report, Row
 

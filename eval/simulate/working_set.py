@@ -11,11 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...config import KVFormatName, SamplingParams
+from ...config import KVFormatName
 from ...engine.recording import Recording, RunInfo
 from ...errors import InputError
 from ...llm import LLM
 from ...outputs import Stats
+from ...sampling_params import SamplingParams
 from ...transfer.working_set import rows_within
 from ..core.model_under_test import text_digest
 from ..core.report import Column, Report, Row

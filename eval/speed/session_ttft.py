@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ...config import SamplingParams
 from ...core import CHUNK
 from ...llm import LLM
 from ...outputs import TokenOutput
+from ...sampling_params import SamplingParams
 from ...storage.disk_store import DiskChunk, DiskStore
 from ..core.report import Column, Report, Row
 

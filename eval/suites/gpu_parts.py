@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ...config import SamplingParams
 from ...llm import LLM
+from ...sampling_params import SamplingParams
 from ..speed import hardware, kernels, session_ttft
 from ..speed.baselines import SHAPES
 from ..speed.bench import BenchConfig, run_bench

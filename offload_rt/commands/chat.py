@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..config import SamplingParams
+from ..sampling_params import SamplingParams
 from ..texts import read_text
 from .common import add_command, given, stderr_console
 from .engine_flags import add_engine_flags, engine_config

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from ..config import SamplingParams
 from ..errors import InputError, OffloadError
+from ..sampling_params import SamplingParams
 from ..units import format_size
 from .interrupts import watched
 

@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import SamplingParams
 from ..engine.prompts import TRUNCATE, shortened
 from ..errors import ConfigError, InputError
+from ..sampling_params import SamplingParams
 from ..texts import check_writable, read_text
 from ..units import format_size
 from .common import INTERRUPTED, add_command, given, stderr_console

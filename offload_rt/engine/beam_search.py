@@ -6,19 +6,20 @@ step by step; `BeamSearchRequest` moves sequences as it says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import cast
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
-from ..config import SamplingParams
 from ..core import Prompt
 from ..errors import InputError
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
-from ..outputs import CompletionOutput, FinishReason, Stats, StopReason, TokenOutput
+from ..outputs import CompletionOutput, FinishReason, Logprobs, Stats, StopReason, TokenOutput
+from ..sampling_params import SamplingParams
+from .constraints import constraints
 from .request import Request, SampledRequest
 from .runner import Runner
 from .sampler import Sampler
@@ -34,14 +35,20 @@ class Beams:
     """The best `num_beams` unfinished continuations and the best finished ones. Scores are sums of log-probabilities
     (float32); a finished one's is divided by its length to the power `length_penalty`."""
 
-    def __init__(self, params: SamplingParams, prompt: tuple[int, ...], eos_tokens: int, ended: Ended) -> None:
-        """eos_tokens: how many tokens end a text; that many more candidates are kept, as any of them may end."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: tuple[int, ...],
+        ends: Collection[int],
+        ended: Ended,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        """ends: tokens that end a text; so many more candidates are kept, as any of them may end."""
         width = params.num_beams
         self._params, self._prompt, self._ended = params, prompt, ended
-        self._candidates = max(2, 1 + eos_tokens) * width
-        self._processors = LogitsProcessorList()
-        if params.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        self._candidates = max(2, 1 + len(ends)) * width
+        self._constraints = partial(constraints, params, len(prompt), ends, tokenizer)
+        self._processors: LogitsProcessorList | None = None
         self.running: list[list[int]] = [[]] * width
         self._scores = torch.full((width,), _NEVER)
         self._scores[0] = 0  # all beams are the prompt: only the first one's continuations count
@@ -56,6 +63,8 @@ class Beams:
         as (beam it continues, token); `done` says that nothing can improve any more."""
         params, width = self._params, self._params.num_beams
         log_probs = torch.log_softmax(logits.float(), dim=-1)
+        if self._processors is None:
+            self._processors = self._constraints(logits.device)
         if self._processors:
             history = torch.tensor([[*self._prompt, *tokens] for tokens in self.running], device=logits.device)
             log_probs = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, log_probs))
@@ -112,8 +121,10 @@ class BeamSearchRequest:
         self.sequences: list[Sequence] = []
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
+        self.prompt_logprobs: list[Logprobs | None] | None = None
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
+        self._ends = self._eos.union(params.stop_token_ids)
         self._beams = self._new_beams()
         self._final: Stats | None = None
 
@@ -234,12 +245,12 @@ class BeamSearchRequest:
         return CompletionOutput(index, self._text(tokens), tokens, None, None, reason or "length", stopped, self._final)
 
     def _new_beams(self) -> Beams:
-        return Beams(self.params, self.prompt.token_ids, len(self._eos), self._ended)
+        return Beams(self.params, self.prompt.token_ids, self._ends, self._ended, self._tokenizer)
 
     def _ended(self, tokens: list[int]) -> tuple[FinishReason | None, StopReason]:
-        if tokens and tokens[-1] in self._eos:
-            return "stop", None
-        if found := self._stops(self._decode(tokens)) if self.params.stop else []:
+        if tokens and tokens[-1] in self._ends:
+            return "stop", None if tokens[-1] in self._eos else tokens[-1]
+        if found := self._stops(tokens) if self.params.stop else []:
             return "stop", min(found)[1]
         return ("length" if len(tokens) >= self.params.max_tokens else None), None
 
@@ -257,9 +268,13 @@ class BeamSearchRequest:
 
     def _text(self, tokens: list[int]) -> str:
         """What was generated, up to the first stop string."""
-        text = self._decode(tokens)
-        return text[: min(self._stops(text), default=(len(text), ""))[0]]
+        keep = self.params.include_stop_str_in_output
+        text = self._decode(tokens[:-1] if tokens and tokens[-1] in self._ends and not keep else tokens)
+        at, stop = min(self._stops(tokens), default=(len(text), ""))
+        return text[: at + len(stop) * keep]
 
-    def _stops(self, text: str) -> list[tuple[int, str]]:
-        """Where in a text each stop string is that it has."""
-        return [(at, stop) for stop in self.params.stop if (at := text.find(stop)) >= 0]
+    def _stops(self, tokens: list[int]) -> list[tuple[int, str]]:
+        """Where in their text each stop string is that ends behind the first `min_tokens`."""
+        text, least = self._decode(tokens), self.params.min_tokens
+        early = len(self._decode(tokens[:least])) if least else 0
+        return [(at, stop) for stop in self.params.stop if (at := text.find(stop, early)) >= 0]

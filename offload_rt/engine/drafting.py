@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..config import DraftOptions
-from ..errors import PoolFullError
+from ..errors import InputError, PoolFullError
 from ..forward.batch import Recorder
 from ..forward.sequence import Sequence
 from .draft_source import Acceptance, Costs, Lookup
@@ -149,7 +149,11 @@ class Drafting:
             for draft, row in zip(going, logits, strict=True):
                 sequence = draft.sequence
                 sequence.trace.draft_steps += 1
-                token = samplers[draft].pick(row, sequence.tokens)
+                try:
+                    token = samplers[draft].pick(row, sequence.tokens, len(draft.request.prompt.token_ids))
+                except InputError:  # nothing may follow the draft; whether it is right is not known yet
+                    draft.decoded = len(draft.tokens)
+                    continue
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
 

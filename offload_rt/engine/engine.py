@@ -9,12 +9,13 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ..config import SamplingParams
 from ..core import Prompt
 from ..errors import PoolFullError
 from ..forward.batch import Recorder
 from ..outputs import TokenOutput
+from ..sampling_params import SamplingParams
 from .beam_search import BeamSearchRequest
+from .constraints import check_answerable
 from .drafting import Draft, Drafting
 from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
@@ -48,8 +49,10 @@ class Engine:
         self._ids = itertools.count()
 
     def add(self, token_ids: Seq[int], params: SamplingParams) -> Request:
-        """Queues a prompt of at least one token, and returns the request that answers it."""
+        """Queues a prompt of at least one token, and returns the request that answers it. Raises InputError where the
+        model has not what `params` name."""
         model = self.runner.model
+        check_answerable(params, model)
         prompt = Prompt(next(self._ids), tuple(token_ids))
         kind = BeamSearchRequest if params.num_beams > 1 else SampledRequest
         request: Request = kind(prompt, params, model.tokenizer, model.eos_token_ids)
@@ -134,6 +137,9 @@ class Engine:
                 self.scheduler.fail(request, error)
             else:
                 self.scheduler.preempt(request)
+            return []
+        except Exception as error:  # of a processor that a caller brought, or where nothing may be chosen
+            self.scheduler.fail(request, error)
             return []
         if request.finish_reason is not None:
             self._retire(request)

@@ -7,13 +7,14 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..config import SamplingParams
 from ..core import Prompt
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..forward.trace import Trace
-from ..outputs import CompletionOutput, FinishReason, RequestOutput, Stats, StopReason, TokenOutput
+from ..outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput, Stats, StopReason, TokenOutput
+from ..sampling_params import SamplingParams
 from .detokenizer import TextStream
+from .logprobs import PromptLogprobs, logprobs_of
 from .runner import Runner
 from .sampler import Sampler
 
@@ -31,6 +32,8 @@ class Request(Protocol):
     finish_reason: FinishReason | None
     cached_tokens: int
     """Of its prompt, those whose rows were there when it started first."""
+    prompt_logprobs: list[Logprobs | None] | None
+    """Of its prompt's tokens, where they were asked for."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -112,7 +115,7 @@ def request_output(request: Request, text: str | None = None, name: str | None =
         request_id=str(request.prompt.id) if name is None else name,
         prompt=text,
         prompt_token_ids=list(request.prompt.token_ids),
-        prompt_logprobs=None,
+        prompt_logprobs=request.prompt_logprobs,
         outputs=request.completions(),
         finished=all(sample.finish_reason is not None for sample in request.samples),
         num_cached_tokens=request.cached_tokens,
@@ -136,16 +139,20 @@ class SampledRequest:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason = None
         self.cached_tokens = 0
+        self.prompt_logprobs: list[Logprobs | None] | None = None
         self.new_tokens: list[int] = []
+        self.logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self.text = ""
         others = range(1, params.n if sample == 0 else 0)
         self._others = [SampledRequest(prompt, params, tokenizer, eos_token_ids, i) for i in others]
         self._pending = list(self._others)
         self._trace: Trace | None = None
         self._final: Stats | None = None
-        self._sampler = Sampler(params, sample)
-        self._stream = TextStream(tokenizer, params.stop)
+        self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
+        self._ends = self._eos.union(params.stop_token_ids)
+        self._sampler = Sampler(params, sample, self._ends, tokenizer)
+        self._stream = TextStream(tokenizer, params.stop, keep_stop=params.include_stop_str_in_output)
 
     @property
     def samples(self) -> list[Request]:
@@ -179,12 +186,23 @@ class SampledRequest:
         prompt = len(self.prompt.token_ids)
         runner.check_fits(self.expected_tokens)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
+        seen = None if self.new_tokens else self._prompt_logprobs()
+        reuse = stop if seen is None else 0
         self.sequence = runner.retry_after_reclaim(
-            lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=stop)
+            lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=reuse)
         )
         self.sequence.trace.prompt_tokens = prompt
         self._count_on(self.sequence)
-        return runner.begin_prefill(self.sequence, stop, want_logits=True)
+        every_logits = None if seen is None else seen.see
+        return runner.begin_prefill(self.sequence, stop, want_logits=True, every_logits=every_logits)
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        """What takes those of the prompt from its prefill, where they are asked for."""
+        if self.params.prompt_logprobs is None:
+            return None
+        seen = PromptLogprobs(self.prompt.token_ids, self.params.prompt_logprobs, self._tokenizer)
+        self.prompt_logprobs = seen.found
+        return seen
 
     def _count_on(self, sequence: Sequence) -> None:
         """Goes on with the counts of before, where there are any."""
@@ -217,10 +235,11 @@ class SampledRequest:
 
     @property
     def draft_room(self) -> int:
-        """Tokens that may still come after the next one; none while it computes again what it has chosen before."""
+        """Tokens that may still come after the next one; none while it computes again what it has chosen before, and
+        where somebody else's processors, which may remember what they have seen, have a say."""
         assert self.sequence is not None
         known = self.sequence.position + 1 < len(self.sequence.tokens)
-        return 0 if known else self.params.max_tokens - len(self.new_tokens) - 1
+        return 0 if known or self.params.logits_processors else self.params.max_tokens - len(self.new_tokens) - 1
 
     def draft_sampler(self) -> Sampler:
         """A copy of its own."""
@@ -231,21 +250,32 @@ class SampledRequest:
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
             return []
-        token = self._sampler.pick(logits[0], self.sequence.tokens)
+        token = self._sampler.pick(logits[0], self.sequence.tokens, len(self.prompt.token_ids))
         self.sequence.tokens.append(token)
         self.new_tokens.append(token)
-        text = self._stream.push(token)
-        if token in self._eos:
-            self.finish_reason = "stop"
+        shown = token not in self._ends or self.params.include_stop_str_in_output
+        text = self._stream.push(token, may_stop=len(self.new_tokens) > self.params.min_tokens) if shown else ""
+        if token in self._ends:
+            self.finish_reason, self.stop_reason = "stop", None if token in self._eos else token
         elif self._stream.stopped is not None:
             self.finish_reason, self.stop_reason = "stop", self._stream.stopped
+        elif self._sampler.complete:
+            self.finish_reason = "stop"
         elif len(self.new_tokens) == self.params.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None:
             text += self._stream.flush()
         self.text += text
         index, ended = len(self.new_tokens) - 1, (self.finish_reason, self.sample, self.stop_reason)
-        return [TokenOutput(self.prompt.id, text, token, index, *ended)]
+        return [TokenOutput(self.prompt.id, text, token, index, *ended, self._take_logprobs(logits, token))]
+
+    def _take_logprobs(self, logits: torch.Tensor, token: int) -> Logprobs | None:
+        """Those of the newest token, from what the model said, where they are asked for."""
+        if self.logprobs is None or self.params.logprobs is None:
+            return None
+        [found] = logprobs_of(logits, [token], self.params.logprobs, self._tokenizer)
+        self.logprobs.append(found)
+        return found
 
     def drop(self, runner: Runner) -> None:
         """Frees the sequence and keeps its tokens and counts."""
@@ -267,8 +297,16 @@ class SampledRequest:
 
     def completion(self) -> CompletionOutput:
         """The result so far; its statistics once it has started and finished."""
+        pairs = zip(self.logprobs or (), self.new_tokens, strict=False)
         return CompletionOutput(
-            self.sample, self.text, list(self.new_tokens), None, None, self.finish_reason, self.stop_reason, self._final
+            index=self.sample,
+            text=self.text,
+            token_ids=list(self.new_tokens),
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            cumulative_logprob=None if self.logprobs is None else sum(one[token].logprob for one, token in pairs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            stats=self._final,
         )
 
     def completions(self) -> list[CompletionOutput]:

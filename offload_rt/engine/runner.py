@@ -304,10 +304,11 @@ class Runner:
         want_logits: bool,
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
+        every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Prefill:
         """The exact prefill of tokens [position, stop), to be advanced with `advance_prefill`; `before_layer(layer)`
         returns when the rows of a layer that were computed before are in the pool, `after_layer(layer)` is called when
-        a layer is done."""
+        a layer is done, `every_logits` at the end with the logits of all tokens (`Prefill`)."""
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         self.room.slide(sequence, self.link.storage, stop, behind=SHARED_BEHIND if self.room.shares else 0)
         size = self.config.prefill_slice
@@ -320,6 +321,7 @@ class Runner:
             logits_of=int(want_logits),
             before_layer=before_layer,
             after_layer=after_layer,
+            every_logits=every_logits,
         )
 
     @_on_own_device

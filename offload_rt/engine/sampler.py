@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import cast
 
 import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
+    PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from ..config import SamplingParams
+from ..errors import InputError
+from ..sampling_params import SamplingParams
+from .constraints import constraints
+from .structure import Structure
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: keeps the seeds of one request's completions away from those of neighbouring seeds."""
@@ -24,44 +28,97 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 class Sampler:
     """Chooses tokens for one sequence. Its random numbers come from a CPU generator of its own, so the same seed
     gives the same text on every device and whatever else is in the batch. `seed=None` draws a fresh seed; completion
-    `sample` of n has a seed of its own, made from `seed` and its number (0: `seed` itself)."""
+    `sample` of n has a seed of its own, made from `seed` and its number (0: `seed` itself).
 
-    def __init__(self, params: SamplingParams, sample: int = 0) -> None:
+    ends: tokens that end an answer; tokenizer: for what is told in texts.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        sample: int = 0,
+        ends: Collection[int] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self._params, self._ends, self._tokenizer = params, ends, tokenizer
         self._greedy = params.temperature == 0
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed((params.seed + sample * _SEED_STEP) % (1 << 63))
-        self._processors = LogitsProcessorList()
-        if params.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-        if self._greedy:
-            return
-        if params.temperature != 1.0:
-            self._processors.append(TemperatureLogitsWarper(params.temperature))
-        if params.top_k != -1:
-            self._processors.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1.0:
-            self._processors.append(TopPLogitsWarper(params.top_p))
-        if params.min_p:
-            self._processors.append(MinPLogitsWarper(params.min_p))
+        self._constraints: LogitsProcessorList | None = None
+        self._structure: Structure | None = None
+        self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
 
     def copy(self) -> Sampler:
         """Another that chooses what this one will: with random numbers of its own that are the same ones."""
         twin = copy.copy(self)
         twin._generator = torch.Generator()
         twin._generator.set_state(self._generator.get_state())
+        twin._structure = None if self._structure is None else self._structure.copy()
         return twin
 
-    def pick(self, logits: torch.Tensor, tokens: list[int]) -> int:
-        """A token id from float32 logits `[V]` that follow `tokens` (prompt and generated, for the repetition
-        penalty)."""
-        scores = logits.unsqueeze(0)
-        if self._processors:
-            history = torch.tensor([tokens], device=logits.device)
-            scores = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, scores.clone()))
-        if self._greedy:
-            return int(scores.argmax())
+    def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None) -> int:
+        """A token id from float32 logits `[V]` that follow `tokens`, the first `prompt` of which (None: all) are the
+        prompt. Raises InputError where nothing may be chosen."""
+        scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
+        token = int(scores.argmax()) if self._greedy else self._draw(scores)
+        if self._structure is not None:
+            self._structure.take(token)
+        return token
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was asked for has been written, and nothing may follow."""
+        return self._structure is not None and self._structure.complete
+
+    def _draw(self, scores: torch.Tensor) -> int:
+        scores = self._warpers(_NO_HISTORY, cast(torch.FloatTensor, scores))
         weights = torch.softmax(scores[0], dim=-1).cpu()
         return int(torch.multinomial(weights, 1, generator=self._generator))
+
+    def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
+        """Logits `[1, V]` with all that the parameters say of tokens."""
+        if self._constraints is None:
+            self._begin(scores, prompt)
+        assert self._constraints is not None
+        if not self._constraints and self._structure is None:
+            return scores
+        history = torch.tensor([tokens], device=scores.device)
+        found: torch.Tensor = self._constraints(
+            cast(torch.LongTensor, history), cast(torch.FloatTensor, scores.clone())
+        )
+        if self._structure is not None:
+            found = found.masked_fill(~self._structure.allowed().to(found.device), -torch.inf)
+        if not torch.isfinite(found.max()):
+            raise InputError(
+                "no token may be chosen: what allows tokens (allowed_token_ids, structured_outputs, logits_processors) "
+                "and what forbids them (bad_words, logit_bias, min_tokens) leave none"
+            )
+        return found
+
+    def _begin(self, scores: torch.Tensor, prompt: int) -> None:
+        """What the first logits `[1, V]` show: their size and device, and how many tokens the prompt has."""
+        params = self._params
+        self._constraints = constraints(params, prompt, self._ends, self._tokenizer, scores.device)
+        if params.structured_outputs is not None:
+            self._structure = Structure(params.structured_outputs, self._tokenizer, scores.shape[1], self._ends)
+
+
+_NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))
+"""Temperature and filters look at logits alone."""
+
+
+def _warpers(params: SamplingParams) -> LogitsProcessorList:
+    """Temperature and filters, in transformers' order."""
+    found = LogitsProcessorList()
+    if params.temperature != 1.0:
+        found.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k > 0:
+        found.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        found.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        found.append(MinPLogitsWarper(params.min_p))
+    return found

@@ -16,6 +16,9 @@ from ..models.exact_layer import keys_and_values, residual_after_attention, slic
 from ..transfer.link import KVStorage
 from .sequence import Sequence
 
+LOGITS_AT_ONCE = 64
+"""Tokens whose logits over the vocabulary are in memory together."""
+
 
 class Prefill:
     """The prefill of tokens [block table.length, stop) of one sequence, one layer a call, so that running decodes need
@@ -35,17 +38,19 @@ class Prefill:
         logits_of: int,
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
+        every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         """logits_of: n, tokens of the last slice. `before_layer(layer)` is called before a layer is computed: the rows
         that the block table has already must be in the pool when it returns. `after_layer(layer)` is for the runner to
-        call, when a layer is computed and, after the last one, committed."""
+        call, when a layer is computed and, after the last one, committed. `every_logits(t, logits)`, if given, is
+        called at the end with the logits `[m, V]` of what follows tokens t, t + 1, ..., a few at a time."""
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.layer = 0
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         self._adapter, self._storage = adapter, storage
-        self._logits_of, self._before_layer = logits_of, before_layer
+        self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
         self._start = sequence.blocks.length
         self._slices = slices_of(stop - self._start, slice_tokens)
         assert logits_of <= self._slices[-1].stop - self._slices[-1].start
@@ -75,6 +80,9 @@ class Prefill:
         self._attention_and_mlp(layer.kv, layer.first, last=self.layer == last)
         if self.layer == last and self._logits_of:
             self.logits = self._adapter.logits(self._hidden[-self._logits_of :])
+        if self.layer == last and self._every_logits is not None:
+            for s in slices_of(self.tokens, LOGITS_AT_ONCE):
+                self._every_logits(self._start + s.start, self._adapter.logits(self._hidden[s]))
         self.layer += 1
 
     def _keys_and_values(self) -> Iterator[KVPart]:
@@ -91,7 +99,7 @@ class Prefill:
             q = adapter.query(layer, attention_input, self._positions[s])
             if not slides:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
-            if last:
+            if last and self._every_logits is None:
                 if not self._logits_of or s.stop < self.tokens:
                     continue
                 q, s = q[:, -self._logits_of :], slice(s.stop - self._logits_of, s.stop)

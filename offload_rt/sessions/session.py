@@ -11,11 +11,12 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ..arguments import sampling
-from ..config import SamplingParams
+from ..engine.constraints import check_answerable
 from ..engine.engine import Engine
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError
 from ..outputs import Stats, TokenOutput
+from ..sampling_params import SamplingParams
 from .chat_template import TurnTokens, turn_tokens
 from .history import History, check_name
 from .host_tier import HostTier
@@ -137,6 +138,9 @@ class Session:
         would fit."""
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a session has one answer to a turn: n and num_beams must be 1")
+        if params.prompt_logprobs is not None:
+            raise InputError("a session's earlier turns are not computed again: prompt_logprobs are for generate")
+        check_answerable(params, self.kv.runner.model)
         tokens = self._tokens(prompt)
         new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ..config import SamplingParams
 from ..core import CHUNK, Prompt
 from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
@@ -16,6 +15,7 @@ from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..forward.trace import Trace
 from ..outputs import FinishReason, TokenOutput
+from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedChunkError
 from ..storage.saver import Saving
 from .chat_template import TurnTokens

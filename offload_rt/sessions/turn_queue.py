@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from ..arguments import sampling
-from ..config import SamplingParams
 from ..engine.engine import Engine
 from ..errors import InputError, OffloadError
 from ..outputs import FinishReason, Stats, TokenOutput
+from ..sampling_params import SamplingParams
 from .host_tier import TierStats
 from .session import Session
 from .session_kv import SessionKV

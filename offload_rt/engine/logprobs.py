@@ -1,0 +1,57 @@
+"""Log-probabilities of what a model says: of the tokens that are there, and of the most probable ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..outputs import Logprob, Logprobs
+
+
+def logprobs_of(
+    logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Logprobs]:
+    """For each of `tokens`, logits `[n, V]` of which are given: itself, and the `count` most probable ones (-1: all),
+    the most probable first."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    there = torch.tensor(tokens, device=logprobs.device)[:, None]
+    mine = logprobs.gather(1, there)
+    ranks = (logprobs > mine).sum(dim=-1) + 1
+    values, ids = logprobs.topk(logprobs.shape[1] if count < 0 else min(count, logprobs.shape[1]), dim=-1)
+    every = zip(tokens, mine[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [_place(token, own, rank, best, tops, tokenizer) for token, own, rank, best, tops in every]
+
+
+def _place(
+    token: int,
+    logprob: float,
+    rank: int,
+    best: list[int],
+    values: list[float],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Logprobs:
+    found = {token: Logprob(logprob, rank, _text(token, tokenizer))}
+    for place, (one, value) in enumerate(zip(best, values, strict=True)):
+        if one != token:
+            found[one] = Logprob(value, place + 1, _text(one, tokenizer))
+    return found
+
+
+def _text(token: int, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    return None if tokenizer is None else str(tokenizer.decode([token]))
+
+
+class PromptLogprobs:
+    """Those of a prompt's tokens, as its prefill comes by; the first token has none."""
+
+    def __init__(self, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokens, self._count, self._tokenizer = tokens, count, tokenizer
+        self.found: list[Logprobs | None] = [None]
+
+    def see(self, first: int, logits: torch.Tensor) -> None:
+        """Logits `[n, V]` behind the tokens from `first` on, which follow those seen before."""
+        assert first == len(self.found) - 1
+        behind = self._tokens[first + 1 : first + 1 + len(logits)]
+        self.found += logprobs_of(logits[: len(behind)], behind, self._count, self._tokenizer)

@@ -1,0 +1,105 @@
+"""Answers of a given structure (JSON schema, regular expression, choice, grammar), through llguidance.
+
+Measured beside xgrammar 0.2.8 by `scripts/examples/structured_masks.py`, with SmolLM2's tokenizer (49,152 tokens) on one
+thread of a CPU. A mask, mean over a JSON answer of 45 tokens: 25 us here, ready to use, and 3 us there, still packed;
+over a text of 28 by a regular expression: 250 us and 9 us. To understand the structure first: 1.5 ms each here, 9 ms and
+644 ms there. A whole answer: 3 and 9 ms here, 9 and 645 ms there. A decode step of a model takes longer than any of
+these masks, and nobody waits two thirds of a second for somebody else's regular expression.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..errors import ConfigError, InputError
+from ..sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,24}"}
+"""White space between the parts of a JSON value, as a model likes to lay it out, but not for ever."""
+
+
+class Structure:
+    """How far one answer has come, and what may follow. `ends` are the tokens that may end it where it is whole."""
+
+    def __init__(
+        self, asked: StructuredOutputs, tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: Collection[int]
+    ) -> None:
+        """vocab: how many logits there are. Raises InputError where the structure is not understood, or there is no
+        fast tokenizer; ConfigError without llguidance."""
+        matcher = _library().LLMatcher
+        self._vocab = vocab
+        try:
+            self._matcher: LLMatcher = matcher(_table(tokenizer, vocab, tuple(sorted(ends))), _grammar(asked))
+        except ValueError as error:
+            raise InputError(f"structured_outputs are not understood: {error}") from error
+        self._check("structured_outputs are not understood")
+
+    def copy(self) -> Structure:
+        """Another that is as far, and goes on by itself."""
+        twin = object.__new__(Structure)
+        twin._vocab, twin._matcher = self._vocab, self._matcher.deep_copy()
+        return twin
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer is whole and nothing but its end may follow."""
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> torch.Tensor:
+        """Which tokens may follow, `[V]`. Raises InputError where the structure is more than the library takes."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check("structured_outputs cannot be followed")
+        found = np.zeros(self._vocab, dtype=bool)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._vocab]
+        found[: len(allowed)] = allowed
+        return torch.from_numpy(found)
+
+    def take(self, token: int) -> None:
+        """Goes on with a token that was allowed."""
+        self._matcher.consume_token(token)
+        self._check("structured_outputs cannot be followed")
+
+    def _check(self, what: str) -> None:
+        if self._matcher.is_error():
+            raise InputError(f"{what}: {self._matcher.get_error()}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise ConfigError("structured_outputs need llguidance: pip install 'offload-rt[structured]'") from error
+    return llguidance
+
+
+def _grammar(asked: StructuredOutputs) -> str:
+    """What llguidance reads."""
+    matcher = _library().LLMatcher
+    if asked.json is not None:
+        return str(matcher.grammar_from_json_schema(json.dumps(asked.json), overrides=JSON_OPTIONS))
+    if asked.regex is not None:
+        return str(matcher.grammar_from_regex(asked.regex))
+    if asked.choice is not None:
+        return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice))))
+    return str(matcher.grammar_from_lark(asked.grammar))
+
+
+@lru_cache(maxsize=4)
+def _table(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
+    """The bytes of a tokenizer's tokens, which take a second to collect. Raises InputError."""
+    from llguidance.hf import from_tokenizer
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise InputError("structured_outputs need a fast tokenizer: pass tokenizer=")
+    return from_tokenizer(tokenizer, max(vocab, len(tokenizer)), list(ends) or None)

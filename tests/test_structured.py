@@ -1,0 +1,136 @@
+"""Answers of a given structure, whatever the model would rather say: it is random here, and draws at a temperature."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.outputs import completed
+from support.tiny_models import tiny_model
+
+from offload_rt import LLM, AsyncLLM, ConfigError, InputError, SamplingParams
+from offload_rt.models.registry import load_model
+from offload_rt.outputs import CompletionOutput
+from offload_rt.sampling_params import StructuredOutputs
+
+pytest.importorskip("llguidance", reason="llguidance is not installed (extra structured)")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "who": {"enum": ["Dick", "“Madam”", "Sir Daniel"]},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        "arrows": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["who", "age", "arrows"],
+    "additionalProperties": False,
+}
+CHOICE = ["the black arrow", "the black", 'a "forest"\n', "yes"]
+LARK = 'start: sum "="\nsum: NUMBER ("+" NUMBER)~2\nNUMBER: /[1-9][0-9]?/'
+
+
+@cache
+def runtime(exact: str | None = None) -> LLM:
+    tokenizer = load_model("reference").tokenizer
+    assert tokenizer is not None
+    model = tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), dtype=torch.float64)
+    drafts = {} if exact is None else {"policy": "infinigen", "policy_options": {"budget": 0.3}, "exact": exact}
+    return LLM(model, tokenizer=tokenizer, dtype="float64", host_memory="8MiB", **({"policy": "full"} | drafts))
+
+
+def ask(exact: str | None = None, seed: int = 0, **structure: Any) -> CompletionOutput:
+    params = SamplingParams(max_tokens=300, seed=seed, structured_outputs=StructuredOutputs(**structure))
+    [found] = completed(runtime(exact).generate("It was", params))
+    return found
+
+
+def follows(text: str, structure: dict[str, Any]) -> bool:
+    if "json" in structure:
+        found = json.loads(text)
+        whole = found.keys() == {"who", "age", "arrows"} and found["who"] in SCHEMA["properties"]["who"]["enum"]  # type: ignore[index]
+        return whole and 1 <= found["age"] <= 99 and 1 <= len(found["arrows"]) <= 3
+    if "choice" in structure:
+        return text in CHOICE
+    wanted = structure.get("regex", r"[1-9][0-9]?(\+[1-9][0-9]?){2}=")
+    return re.fullmatch(wanted, text) is not None
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [{"json": SCHEMA}, {"regex": r"\d{4}-\d{2}: [a-c]{3,5}"}, {"choice": CHOICE}, {"grammar": LARK}],
+    ids=["json", "regex", "choice", "grammar"],
+)
+def test_every_answer_has_the_structure_and_ends(structure: dict[str, Any]) -> None:
+    found = [ask(seed=seed, **structure) for seed in range(3)]
+    assert all(one.finish_reason == "stop" and follows(one.text, structure) for one in found), found
+    assert len({one.text for one in found}) > 1, "the model still chooses"
+    drafted = [ask("sparse", seed=seed, **structure) for seed in range(3)]
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
+
+
+def test_many_answers_at_once_keep_to_themselves() -> None:
+    """Forked completions, others without structure beside them, and a structure nobody understands."""
+
+    async def run() -> list[Any]:
+        async with AsyncLLM(runtime().under("full")) as engine:
+            kinds = [{"regex": "[a-z]{6}"}, None, {"choice": CHOICE}, {"regex": "(("}]
+            return await asyncio.gather(*(answer(engine, kind) for kind in kinds), return_exceptions=True)
+
+    async def answer(engine: AsyncLLM, kind: Any) -> list[str]:
+        structure = None if kind is None else StructuredOutputs(**kind)
+        params = SamplingParams(max_tokens=12, seed=1, n=3, structured_outputs=structure)
+        async for output in engine.generate("It was", params):
+            last = output
+        return [one.text for one in last.outputs]
+
+    letters, free, chosen, wrong = asyncio.run(run())
+    assert all(re.fullmatch("[a-z]{6}", text) for text in letters) and len(set(letters)) > 1
+    assert all(text in CHOICE for text in chosen)
+    [plain] = runtime().generate("It was", SamplingParams(max_tokens=12, seed=1, n=3))
+    assert free == [one.text for one in plain.outputs]
+    assert isinstance(wrong, InputError) and "not understood" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"json": SCHEMA, "regex": "a"}, {"choice": []}, {"choice": [3]}, {"json": "{"}, {"json": [1]}, {"regex": 3}],
+    ids=str,
+)
+def test_what_is_no_structure_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        StructuredOutputs(**wrong)
+
+
+def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="not understood"):
+        ask(json={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
+    with pytest.raises(InputError, match="not understood"):
+        ask(grammar="start: nothing")
+    asked = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    with pytest.raises(InputError, match="fast tokenizer"):
+        LLM(tiny_model("llama"), policy="full", host_memory="1MiB").generate([3], asked)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"offload-rt\[structured\]"):
+        ask(regex="b")
+
+
+@pytest.mark.parametrize("exact", [None, "sparse"])
+def test_an_answer_that_cannot_go_on_is_an_error_of_its_own(exact: str | None) -> None:
+    """Also where drafts see it first."""
+    llm = runtime(exact)
+    [a] = llm.encode("a", special_tokens=False)
+    asked = SamplingParams(temperature=0, allowed_token_ids=[a], structured_outputs=StructuredOutputs(regex="aaaab"))
+    with pytest.raises(InputError, match="no token may be chosen"):
+        llm.generate("It was", asked)
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_a_schema_may_be_text() -> None:
+    assert StructuredOutputs(json=json.dumps(SCHEMA)) == StructuredOutputs(json=SCHEMA)
