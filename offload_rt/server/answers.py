@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..config import SamplingParams
 from ..outputs import Logprobs, StopReason
+from ..sampling_params import SamplingParams
 from .conversation import Conversation
 from .deltas import Deltas, Usage, usage_of
 from .parsers.choose import answer_parser, ends_within_thinking

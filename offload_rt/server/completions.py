@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..config import SamplingParams
+from ..sampling_params import SamplingParams
 from .connection import event, json_answer, streamed, until_gone
 from .deltas import Delta, Deltas, Usage, usage_of
 from .errors import refused

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..config import SamplingParams
+from ..sampling_params import SamplingParams
 from .answers import Step, answer, asked
 from .anthropic_requests import CountRequest, MessagesRequest, from_messages
 from .connection import event, json_answer, streamed, until_gone

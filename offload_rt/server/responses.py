@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..config import SamplingParams
+from ..sampling_params import SamplingParams
 from .answers import Step, answer, asked
 from .connection import event, json_answer, streamed, until_gone
 from .conversation import call_message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from ..config import SamplingParams
+from ..sampling_params import SamplingParams
 from .errors import refused
 from .openai_requests import SampledBody
 from .options import ServerOptions

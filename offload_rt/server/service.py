@@ -13,8 +13,8 @@ from typing import Any
 from starlette.requests import Request
 
 from ..async_llm import AsyncLLM
-from ..config import SamplingParams
 from ..outputs import RequestOutput
+from ..sampling_params import SamplingParams
 from .deltas import Usage, usage_of
 from .errors import RefusedError
 from .figures import Figures

@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from offload_rt.config import SamplingParams
 from offload_rt.models.location import locate
 from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
 from offload_rt.server.run import bound
