@@ -36,22 +36,22 @@ def whole_or_none(name: str, value: object, least: int) -> int | None:
     return None if value is None else whole(name, value, least)
 
 
-def sampling(given: object) -> SamplingParams:
-    """The sampling parameters of one request; the defaults where none are given. Raises InputError."""
+def sampling(given: object, default: SamplingParams) -> SamplingParams:
+    """The sampling parameters of one request; `default` where none are given. Raises InputError."""
     if given is None:
-        return SamplingParams()
+        return default
     if not isinstance(given, SamplingParams):
         raise InputError(f"sampling_params={shown(given)}; it must be a SamplingParams")
     return given
 
 
-def sampling_of_each(given: object, prompts: int) -> list[SamplingParams]:
+def sampling_of_each(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
     """Those of `prompts` prompts: one for all, or a list with one for each. Raises InputError."""
     if isinstance(given, str) or not isinstance(given, Sequence):
-        return [sampling(given)] * prompts
+        return [sampling(given, default)] * prompts
     if len(given) != prompts:
         raise InputError(f"{len(given)} SamplingParams for {prompts} prompts: give one, or one per prompt")
-    return [sampling(one) for one in given]
+    return [sampling(one, default) for one in given]
 
 
 def folder_path(name: str, value: object) -> Path:

@@ -127,7 +127,7 @@ class AsyncLLM:
 
         Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait.
         """
-        caller = await self._arrive(prompt, sampling(sampling_params), request_id)
+        caller = await self._arrive(prompt, sampling(sampling_params, self._llm.runner.model.sampling), request_id)
         finished = False
         try:
             while not finished:

@@ -124,6 +124,12 @@ class LLM:
         """The model's tokenizer, if it has one."""
         return self._runner.model.tokenizer
 
+    def get_default_sampling_params(self, **fields: Any) -> SamplingParams:
+        """What is taken where no sampling parameters are given: those of the model's `generation_config.json`
+        (temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens), with `fields` of `SamplingParams` on
+        top. A `SamplingParams` that is given is taken as it is. Raises ConfigError."""
+        return configured(SamplingParams, self._runner.model.sampling, fields)
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the model's weights."""
@@ -145,7 +151,7 @@ class LLM:
         ModelError for too many positions, PoolFullError.
         """
         self._check_open()
-        params = sampling(sampling_params)
+        params = sampling(sampling_params, self._runner.model.sampling)
         if params.n > 1 or params.num_beams > 1:
             raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
         if record is not None and self.config.exact is not None:
@@ -252,7 +258,7 @@ class LLM:
         self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object
     ) -> list[RequestOutput]:
         """What becomes of tokenized prompts, whose texts are `texts`."""
-        each, self._last = sampling_of_each(sampling_params, len(encoded)), None
+        each, self._last = sampling_of_each(sampling_params, len(encoded), self._runner.model.sampling), None
         for prompt, one in zip(encoded, each, strict=True):
             self._runner.check_room(len(prompt), len(prompt) + one.max_tokens)
         engine = self.make_engine()

@@ -18,13 +18,15 @@ def run(args: argparse.Namespace) -> int:
     """Talks with a model in the terminal; the session is stored and comes back, with its KV cache, the next time."""
     from .chat_loop import Chat
 
-    params = SamplingParams(**given(args, SAMPLING))
+    asked = given(args, SAMPLING)
+    SamplingParams(**asked)  # what is wrong is said before a model is loaded
     config, store = engine_config(args, progress=True), store_options(args)
     console = stderr_console(quiet=False)
 
     from ..llm import LLM
 
     llm = LLM(args.model, config)
+    params = llm.get_default_sampling_params(**asked)
     Chat(llm, llm.session(args.session, args.store, store), params, read_text, console).run()
     return 0
 

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from ..llm import LLM
 
     llm = LLM(args.model, config)
+    params = llm.get_default_sampling_params(**given(args, SAMPLING))
     prompt = _prompt_ids(llm, text, args, params.max_tokens)
     finished = _write_stream(llm, prompt, params, args.record, console)
     _report(llm, args.stats_json, args.plot, console)

@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from ..config import Verify
 from ..core import ModelGeometry
 from ..errors import ConfigError, ModelError
+from ..sampling_params import SamplingParams
 from .adapter import ModelAdapter
 from .checkpoint import (
     architecture_of,
@@ -32,6 +33,7 @@ from .fingerprint import fingerprint
 from .location import OPEN, Hub, Location, locate
 from .packed import held_bytes, packing, stays_packed, stored_bytes
 from .proof import prove, prove_once
+from .sampling_defaults import sampling_defaults
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ def architectures() -> tuple[str, ...]:
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model ready to run. `eos_token_ids` is empty where nothing ends a text; `weight_bytes` counts parameters and
-    buffers, tied ones once; `layers` are the decoder layers' modules, in order."""
+    buffers, tied ones once; `layers` are the decoder layers' modules, in order; `sampling` is how the checkpoint says
+    that tokens are chosen."""
 
     adapter: ModelAdapter
     tokenizer: PreTrainedTokenizerBase | None
@@ -78,6 +81,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     weight_bytes: int
     layers: tuple[nn.Module, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 def adapter_for(model: Any) -> ModelAdapter:
@@ -170,6 +174,7 @@ def load_model(
             eos_token_ids=_eos_token_ids(loaded, used),
             weight_bytes=_weight_bytes(loaded),
             layers=tuple(decoder_layers(loaded)),
+            sampling=sampling_defaults(getattr(loaded, "generation_config", None)),
         )
 
 

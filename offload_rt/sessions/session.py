@@ -128,7 +128,7 @@ class Session:
         Raises InputError, ModelError and PoolFullError as `LLM.stream`.
         """
         self.check_idle()
-        params = sampling(params)
+        params = sampling(params, self.kv.runner.model.sampling)
         events = self._send(prompt, self.encode(prompt, params), params)
         self._answers.add(events)
         return events

@@ -79,7 +79,7 @@ class TurnQueue:
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
         """Queues a turn of the session `name`, which is opened, or begun, if it is not open. What cannot be answered at
         all raises when the turn begins: `step` then raises InputError, ModelError or PoolFullError."""
-        params = sampling(params)
+        params = sampling(params, self.store.context.runner.model.sampling)
         session = self.store.session(name)
         if session.busy and not any(one.session is session for one in [*self._backlog, *self._running]):
             raise InputError(f"session {name!r} is answering elsewhere: take all events first")
