@@ -9,7 +9,7 @@
 #                cuda (all that is run on a simulated device, under every schedule), gpu (tests marked gpu, there),
 #                kernels (all of them compiled for four GPUs), api (100,000 values and calls at random),
 #                files (85,000 times, files that are read are damaged first),
-#                server (48,000 requests that are wrong in one place) runs one
+#                server (9,000 requests that are wrong in one place, answers cut anywhere) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
@@ -66,7 +66,7 @@ SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
 SOAK_requests := tests/test_sharing.py
-SOAK_server := tests/test_server_fuzz.py
+SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py
 SOAK_architectures := tests/test_architectures.py tests/test_gguf.py tests/test_drop_in.py
 SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py
 SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \

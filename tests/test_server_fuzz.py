@@ -20,7 +20,7 @@ from support.serving import ScriptedEngine, reference_tokenizer, served
 
 from offload_rt import SamplingParams
 
-CASES = 40 * int(os.environ.get("OFFLOAD_RT_SOAK", "1"))
+CASES = 1500 if "OFFLOAD_RT_SOAK" in os.environ else 15
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"q": 1}'}}
