@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ def url(engine: AsyncLLM) -> Iterator[str]:
 def alone(engine: AsyncLLM, i: int) -> str:
     """The text of the `i`-th request, asked of nobody but the model."""
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=i)
-    prompt = TEMPLATE and f"user: {WORDS[i % 8]} {i}\nassistant: "
+    prompt = f"user: {WORDS[i % 8]} {i}\nassistant: "
     ids = engine.llm.tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     return engine.llm.generate(ids, params)[0].outputs[0].text
 
@@ -79,3 +80,57 @@ def test_errors_of_the_engine_are_the_clients(url: str) -> None:
     for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x", "max_tokens": 5000}):
         answer = httpx2.post(f"{url}/v1/completions", json=wrong)
         assert answer.status_code == 400 and answer.json()["error"]["message"], wrong
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"who": {"enum": ["Dick", "Joan"]}, "old": {"type": "boolean"}},
+    "required": ["who", "old"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_an_answer_follows_a_schema(url: str, path: str) -> None:
+    schema = {"name": "person", "schema": SCHEMA}
+    if path.endswith("responses"):
+        asked: Any = {"input": "Who?", "text": {"format": {"type": "json_schema", **schema}}, "max_output_tokens": 60}
+        answer = httpx2.post(url + path, json=asked).json()["output"][0]["content"][0]["text"]
+    else:
+        asked = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 60, "seed": 1}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+        whole, text = httpx2.post(url + path, json=asked).json(), ""
+        answer = whole["choices"][0]["message"]["content"]
+        for line in httpx2.post(url + path, json=asked | {"stream": True}).text.splitlines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+        assert text == answer
+    assert json.loads(answer)["who"] in ("Dick", "Joan")
+
+
+def test_a_call_that_must_be_made(url: str) -> None:
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("find", "lose")]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "tools": tools, "seed": 2}
+        named: Any = {"type": "function", "function": {"name": "lose"}}
+        for choice, names in (("required", {"find", "lose"}), (named, {"lose"})):
+            got = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=300).choices[0]
+            assert got.finish_reason == "tool_calls" and got.message.tool_calls is not None
+            call: Any = got.message.tool_calls[0]
+            assert call.function.name in names and json.loads(call.function.arguments)["who"] in ("Dick", "Joan")
+        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**asked, response_format=bad)
+
+
+def test_logprobs_of_prompt_and_answer(url: str) -> None:
+    asked = {"prompt": "It was a dark night", "max_tokens": 5, "seed": 1, "logprobs": 2}
+    plain, echoed = (
+        httpx2.post(f"{url}/v1/completions", json=asked | {"echo": echo}).json()["choices"][0] for echo in (False, True)
+    )
+    found, before = plain["logprobs"], echoed["logprobs"]
+    assert len(found["tokens"]) == 5 and len(before["tokens"]) > 5
+    assert before["token_logprobs"][0] is None and before["tokens"][-5:] == found["tokens"]
+    assert before["token_logprobs"][-5:] == pytest.approx(found["token_logprobs"], abs=1e-4)
+    assert all(value <= 0 for value in before["token_logprobs"][1:])
+    assert all(2 <= len(top) <= 3 for top in found["top_logprobs"])

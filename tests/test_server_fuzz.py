@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
-from offload_rt import SamplingParams
-
 CASES = 1500 if "OFFLOAD_RT_SOAK" in os.environ else 15
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -30,11 +27,8 @@ SAMPLING: dict[str, Any] = {
     "min_tokens": 1, "repetition_penalty": 1.1, "stop_token_ids": [1], "bad_words": ["a"],
     "allowed_token_ids": [5, 6], "ignore_eos": True,
     "include_stop_str_in_output": True, "stream": False, "stream_options": {"include_usage": True}, "user": "u",
+    "structured_outputs": {"choice": ["a", "b"]},
 }  # fmt: skip
-KNOWN = {field.name for field in dataclasses.fields(SamplingParams)}
-OTHERS = {"model", "stream", "stream_options", "user"}
-SAMPLING = {name: value for name, value in SAMPLING.items() if name in KNOWN | OTHERS}
-LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if "logprobs" in KNOWN else {}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": SAMPLING | {
         "messages": [
@@ -42,10 +36,10 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "content": "1", "tool_call_id": "1"},
         ],
-        "tools": [TOOL], "tool_choice": "auto", **LOGPROBS,
+        "tools": [TOOL], "tool_choice": "auto", "logprobs": True, "top_logprobs": 2,
         "response_format": {"type": "text"}, "chat_template_kwargs": {"x": 1},
     },
-    "/v1/completions": SAMPLING | {"prompt": ["It was", "Dick"], "echo": True, "best_of": 1},
+    "/v1/completions": SAMPLING | {"prompt": ["It was", "Dick"], "echo": True, "logprobs": 1, "best_of": 1},
     "/v1/responses": {
         "model": "scripted", "instructions": "i", "max_output_tokens": 5, "temperature": 1.0, "top_p": 1.0,
         "store": False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import openai
 import pytest
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
-from offload_rt import SamplingParams
 from offload_rt.errors import InputError, PoolFullError, QueueFullError
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
@@ -157,7 +155,6 @@ def test_completions(client: openai.OpenAI) -> None:
     assert ids.choices[0].finish_reason == "length"
 
 
-@pytest.mark.skipif("logprobs" not in {f.name for f in dataclasses.fields(SamplingParams)}, reason="not there yet")
 def test_logprobs(client: openai.OpenAI) -> None:
     options: Any = {"model": "scripted", "messages": user("hello"), "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**options).choices[0].logprobs.content

@@ -34,19 +34,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation whose prompt has been made, and how it is answered."""
+    """A conversation whose prompt has been made, and how it is answered. thinking: the prompt ends within thinking.
+    offered: tools that may be called; forced: the answer is a call, as JSON."""
 
     ids: list[int]
     params: SamplingParams
     thinking: bool
     offered: list[str] | None
-    structured: bool
+    forced: bool
 
 
-def asked(text: str, ids: list[int], conversation: Conversation, params: SamplingParams, *, structured: bool) -> Asked:
-    """Puts together what a conversation, rendered as `text`, asks for. structured: a grammar shapes the answer from its
-    first token on, so that there is no thinking to take out."""
-    return Asked(ids, params, ends_within_thinking(text), conversation.offered, structured)
+def asked(text: str, ids: list[int], conversation: Conversation, params: SamplingParams, *, forced: bool) -> Asked:
+    """Puts together what a conversation, rendered as `text`, asks for."""
+    return Asked(ids, params, ends_within_thinking(text), conversation.offered, forced)
 
 
 async def answer(service: Service, request: Request, what: Asked) -> AsyncGenerator[Step, None]:
@@ -70,6 +70,7 @@ async def answer(service: Service, request: Request, what: Asked) -> AsyncGenera
 
 
 def _parser(service: Service, what: Asked) -> Parser:
-    if what.structured:
-        return answer_parser("none", "none", None)
+    """What follows a grammar does so from its first token on, so that there is no thinking to take out."""
+    if what.params.structured_outputs is not None:
+        return answer_parser("llama3_json" if what.forced else "none", "none", what.offered)
     return answer_parser(service.tools, service.reasoning, what.offered, thinking=what.thinking)

@@ -22,8 +22,7 @@ from .openai_requests import ChatRequest
 from .parsers.pieces import Content, Piece, Reasoning, ToolCall
 from .sampling import sampling_params
 from .service import Service
-from .structured import structured_outputs
-from .tool_choice import forced_call
+from .structured import forced_call, structured_outputs
 
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -51,10 +50,11 @@ async def _asked(service: Service, body: ChatRequest) -> Asked:
     conversation = from_chat(body)
     text, ids = await service.prompts.of_conversation(conversation)
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    structured = structured_outputs(body.response_format) or forced_call(conversation)
+    structured = structured_outputs(body.response_format, body.structured_outputs)
+    forced = {} if structured else forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
-    params = sampling_params(body, tokens, **more, **structured)
-    return asked(text, ids, conversation, params, structured=bool(structured))
+    params = sampling_params(body, tokens, **more, **structured, **forced)
+    return asked(text, ids, conversation, params, forced=bool(forced))
 
 
 async def _events(

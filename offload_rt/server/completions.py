@@ -47,8 +47,9 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     if (body.best_of or n) != n:
         raise refused("best_of must be n, or left out: this server ranks no completions", "best_of")
     prompts = await _prompts(service, body)
-    logprobs = {} if body.logprobs is None else {"logprobs": body.logprobs}
-    logprobs |= structured_outputs(body.response_format)
+    logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
+    logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
+    logprobs |= structured_outputs(body.response_format, body.structured_outputs)
     params = [
         sampling_params(body, service.room.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **logprobs)
         for one in prompts
@@ -97,7 +98,11 @@ async def _one(
             for delta in deltas.of(output):
                 echo = "" if delta.index in echoed else prompt.echo
                 echoed.add(delta.index)
-                choices.append(_choice(prompt.number * params.n + delta.index, echo, delta, top, offsets))
+                choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
+                if echo and top is not None and output.prompt_logprobs is not None:
+                    before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0)
+                    choice["logprobs"] = _with(before, choice["logprobs"])
+                choices.append(choice)
             yield choices, prompt.number, usage_of(output)
 
 

@@ -18,7 +18,7 @@ from .connection import event, json_answer, streamed, until_gone
 from .deltas import Usage
 from .parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
 from .service import Service
-from .tool_choice import forced_call
+from .structured import forced_call
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -39,7 +39,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     forced = forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_tokens)
     params = SamplingParams(max_tokens=tokens, stop=body.stop_sequences or (), **given, **forced)
-    steps = answer(service, request, asked(text, ids, conversation, params, structured=bool(forced)))
+    steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced)))
     message: dict[str, Any] = {
         "id": f"msg_{request.scope['state']['request_id']}",
         "type": "message",

@@ -26,6 +26,17 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class StructuredBody(Body):
+    """What the answer must be, as vLLM's clients say it: one of these."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json", serialization_alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class SampledBody(Body):
     """What chat and completions have in common: which model, and how tokens are chosen. The second half are vLLM's."""
 
@@ -52,6 +63,7 @@ class SampledBody(Body):
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredBody | None = None
 
 
 class Message(Body):

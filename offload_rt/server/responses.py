@@ -23,8 +23,7 @@ from .response_items import Items
 from .response_store import Kept, ResponseStore
 from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
 from .service import Service
-from .structured import structured_outputs
-from .tool_choice import forced_call
+from .structured import forced_call, structured_outputs
 
 
 async def respond(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
@@ -42,10 +41,13 @@ async def respond(service: Service, store: ResponseStore, body: ResponsesRequest
     messages = [*before, *new_messages(body)]
     conversation = from_responses(body, messages)
     text, ids = await service.prompts.of_conversation(conversation)
-    given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
-    shaped = structured_outputs(format_of(body)) or forced_call(conversation)
-    params = SamplingParams(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given, **shaped)
-    steps = answer(service, request, asked(text, ids, conversation, params, structured=bool(shaped)))
+    given: dict[str, Any] = {
+        name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None
+    }
+    given |= (structured := structured_outputs(format_of(body)))
+    given |= (forced := {} if structured else forced_call(conversation))
+    params = SamplingParams(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
+    steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced)))
 
     def keep(response: dict[str, Any], pieces: Sequence[Piece]) -> None:
         if body.store is not False:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from ..sampling_params import SamplingParams
@@ -16,8 +15,6 @@ _SAME = (
     "include_stop_str_in_output",
 )  # fmt: skip
 """Fields that mean the same in a request and in `SamplingParams`."""
-
-_KNOWN = {field.name for field in fields(SamplingParams)}
 
 
 class Room:
@@ -50,10 +47,7 @@ def sampling_params(body: SampledBody, max_tokens: int, **more: Any) -> Sampling
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = _bias(body.logit_bias)
-    given |= {"max_tokens": max_tokens} | more
-    if unknown := [name for name in given if name not in _KNOWN and given[name]]:
-        raise refused(f"{unknown[0]}: this server cannot do that", unknown[0])
-    return SamplingParams(**{name: value for name, value in given.items() if name in _KNOWN})
+    return SamplingParams(**(given | {"max_tokens": max_tokens} | more))
 
 
 def _bias(bias: dict[str, float]) -> dict[int, float]:

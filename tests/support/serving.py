@@ -76,7 +76,7 @@ class ScriptedEngine:
     def _output(self, index: int, tokenizer: Any, ids: list[int], reason: Any) -> CompletionOutput:
         text = str(tokenizer.decode(ids)).rstrip("\N{REPLACEMENT CHARACTER}")
         logprobs = None
-        if getattr(self.params, "logprobs", None) is not None:
+        if self.params.logprobs is not None:
             logprobs = [{i: Logprob(-0.5, 1, tokenizer.decode([i])), 0: Logprob(-float("inf"), 2, "no")} for i in ids]
         return CompletionOutput(index, text, ids, logprobs, None, reason, None, None)
 
