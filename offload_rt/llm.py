@@ -314,21 +314,38 @@ class LLM:
                 on_done=on_done,
             )
 
-    def session(self, name: str, store: str | Path, options: StoreOptions | None = None, **fields: Any) -> Session:
+    def session(
+        self,
+        name: str,
+        store: str | Path,
+        options: StoreOptions | None = None,
+        *,
+        system: str | None = None,
+        **fields: Any,
+    ) -> Session:
         """The conversation `name`: new, or with all its history where the folder `store` has it. Its KV cache comes
         back from host memory or disk. One process at a time may have sessions of a folder open. `options`, or fields of
         `StoreOptions` by name (`limit="50GiB"`, `ttl="7d"`, ...), are in force until the last session closes. Between
         turns a session's rows stay in host memory until something else, a turn or a prompt, needs the room.
+
+        `system`: what a new session tells the model before all turns (`Session.instruct`).
 
         Raises InputError, ConfigError (a policy that cannot be restored, eviction, a wrong option), StoreError.
         """
         with self._runner.pool.lock:
             known = self._store(store, options, fields)
             try:
-                return known.open(name)
+                session = known.open(name)
             except OffloadError:
                 known.close_if_idle()
                 raise
+        if system is not None:
+            try:
+                session.instruct(system)
+            except OffloadError:
+                session.close()
+                raise
+        return session
 
     def turns(
         self,

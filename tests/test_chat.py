@@ -144,7 +144,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
             os.kill(os.getpid(), signal.SIGINT)
 
     class Endless:
-        name, turns, tokens, closed = "s", (), (), 0
+        name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(shift=0)
 
         def send(self, text: str, params: object) -> Any:
             try:

@@ -8,46 +8,22 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.commands import Cli, CommandRun, command_line
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
 import offload_rt
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import main
 
 PACKAGE = Path(offload_rt.__file__).parent
 BOOK = str(PACKAGE / "data" / "black_arrow.txt")
 SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
-
-
-@dataclass(frozen=True)
-class CommandRun:
-    """What a run of `main` returned and wrote."""
-
-    code: int
-    out: str
-    err: str
-
-    def fails_with(self, *words: str) -> None:
-        """Exit code 2, nothing on stdout, one line on stderr that holds all `words`."""
-        assert self.code == 2, self
-        assert self.out == ""
-        assert self.err.startswith("offload-rt")
-        assert self.err.count("\n") == 1, self.err
-        assert self.err.endswith("\n")
-        assert "Traceback" not in self.err
-        missing = [word for word in words if word not in self.err]
-        assert not missing, f"{missing} not in {self.err!r}"
-
-
-Cli = Callable[..., CommandRun]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,16 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def run(*argv: str) -> CommandRun:
-        capsys.readouterr()
-        try:
-            code: Any = main(argv)
-        except SystemExit as leave:
-            code = leave.code
-        captured = capsys.readouterr()
-        return CommandRun(code, captured.out, captured.err)
-
-    return run
+    return command_line(capsys)
 
 
 @pytest.fixture

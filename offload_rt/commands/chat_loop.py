@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ..llm import LLM
     from ..sessions.session import Session
 
-HELP = """/read FILE [words]  send a text file (and words behind it) as one message
+HELP = """a line that ends with \\ goes on in the next one
+/read FILE [words]  send a text file (and words behind it) as one message
 /history            what was said
 /save               wait until everything is on disk
 /fork NAME          a second session that goes on from here; this one stays as it is
@@ -65,7 +66,9 @@ class Chat:
         self._say(f"session {self._session.name!r} is saved")
 
     def _lines(self) -> Iterator[str]:
-        """What is typed or piped in, without empty lines. Ctrl-C at the prompt drops the line."""
+        """What is typed or piped in, without empty lines; a line that ends with a backslash goes on in the next one.
+        Ctrl-C at the prompt drops what was typed."""
+        held: list[str] = []
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() then edits lines and takes pasted ones whole)
@@ -75,12 +78,17 @@ class Chat:
                 if not line and not sys.stdin.isatty():
                     return
             except KeyboardInterrupt:
+                held.clear()
                 self._say("")
                 continue
             except EOFError:
                 return
-            if line.strip():
-                yield line.strip()
+            held.append(line.rstrip("\n").removesuffix("\\"))
+            if line.rstrip("\n").endswith("\\"):
+                continue
+            whole, held = "\n".join(held).strip(), []
+            if whole:
+                yield whole
 
     def _take(self, line: str) -> None:
         name, _, rest = line.partition(" ")
@@ -92,6 +100,7 @@ class Chat:
             raise InputError(f"there is no command {name!r}; /help lists them")
 
     def _answer(self, text: str) -> None:
+        gone = self._session.history.shift
         events, reason = self._session.send(text, self._params), None
         with watched() as interrupts, closing(events):  # type: ignore[type-var]
             for event in events:
@@ -101,6 +110,8 @@ class Chat:
                 interrupts.check()
         sys.stdout.write("\n")
         sys.stdout.flush()
+        if (forgotten := self._session.history.shift - gone) > 0:
+            self._say(f"(the conversation had outgrown the model: its oldest {forgotten:,} tokens were forgotten)")
         if reason == "length":
             self._say("(cut at --max-new-tokens; say 'go on', or give more of them)")
 

@@ -14,8 +14,9 @@ from ..errors import ConfigError, InputError
 from ..sampling_params import SamplingParams
 from ..texts import check_writable, read_text
 from ..units import format_size
-from .common import INTERRUPTED, add_command, given, stderr_console
+from .common import INTERRUPTED, add_command, stderr_console
 from .engine_flags import add_engine_flags, engine_config
+from .sampling_flags import add_sampling_flags, sampling_given
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,16 +26,17 @@ if TYPE_CHECKING:
 TAIL = 40
 """Tokens of the prompt that are shown before the new text."""
 
-SAMPLING = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos",
-)  # fmt: skip
+_SEAM = 8
+"""Tokens that a text may have more where it was cut and is tokenized again."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continues a text file: streams the text, then shows what the runtime did."""
-    params = SamplingParams(**given(args, SAMPLING))
+    """Continues a text, or answers it: streams what comes, then shows what the runtime did."""
+    asked = sampling_given(args)
+    params = SamplingParams(**asked)
+    _check_flags(args, params)
     config = engine_config(args, **_planned(args, params), progress=not args.quiet)
-    text = read_text(args.prompt_file)
+    text = _text(args)
     for file in (args.stats_json, args.plot):
         check_writable(file)
     _check_recordable(args.record, config.policy)
@@ -43,8 +45,10 @@ def run(args: argparse.Namespace) -> int:
     from ..llm import LLM
 
     llm = LLM(args.model, config)
-    params = llm.get_default_sampling_params(**given(args, SAMPLING))
-    prompt = _prompt_ids(llm, text, args, params.max_tokens)
+    params = llm.get_default_sampling_params(**asked)
+    prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
+    if _several(params):
+        return _write_all(llm, prompt, params, console)
     finished = _write_stream(llm, prompt, params, args.record, console)
     _report(llm, args.stats_json, args.plot, console)
     if args.record is not None:
@@ -55,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
 def add(commands: Any) -> None:
     """Enters the subcommand."""
     parser = add_command(commands, "generate", run)
-    parser.add_argument("--prompt-file", required=True, metavar="BOOK", help="text to continue (UTF-8); '-' is stdin")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: stdin, if piped)")
+    parser.add_argument("--prompt-file", metavar="BOOK", help="file to continue (UTF-8); '-' is stdin")
+    parser.add_argument("--chat", action="store_true", help="ask an instruct model, through its chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told before all else")
     parser.add_argument(
         "--prompt-tokens",
         type=int,
@@ -68,21 +75,41 @@ def add(commands: Any) -> None:
         help="what of a text that is longer than the model takes is left out (default: refuse it)",
     )
     add_engine_flags(parser)
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", dest="max_tokens", type=int, metavar="N")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K")
-    sampling.add_argument("--top-p", type=float, metavar="P")
-    sampling.add_argument("--min-p", type=float, metavar="P")
-    sampling.add_argument("--repetition-penalty", type=float, metavar="R")
-    sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end-of-text token")
+    add_sampling_flags(parser, several=True)
     output = parser.add_argument_group("output")
     output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
     output.add_argument("--plot", metavar="FILE.png", help="draw attended fraction and missed attention mass")
     output.add_argument("--record", metavar="RUN", help="write what was selected to this new folder, for replay")
     output.add_argument("--quiet", action="store_true", help="nothing but the text")
+
+
+def _several(params: SamplingParams) -> bool:
+    return params.n > 1 or params.num_beams > 1
+
+
+def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
+    """Raises InputError for flags that do not go together."""
+    for flag, given, needs in (
+        ("--system", args.system is not None and not args.chat, "--chat"),
+        ("--prompt-tokens", args.prompt_tokens is not None and args.chat, "a text to continue, without --chat"),
+    ):
+        if given:
+            raise InputError(f"{flag} needs {needs}")
+    files = {"--stats-json": args.stats_json, "--plot": args.plot, "--record": args.record}
+    if _several(params) and any(files.values()):
+        flag = next(flag for flag, file in files.items() if file)
+        raise InputError(f"{flag} is of one text that comes token by token: leave -n and --num-beams out")
+
+
+def _text(args: argparse.Namespace) -> str:
+    """The prompt: given as it is, a file, or what is piped in. Raises InputError where it is none of them, or two."""
+    if args.prompt is not None and args.prompt_file is not None:
+        raise InputError("give a PROMPT or --prompt-file, not both")
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.prompt_file is None and sys.stdin.isatty():
+        raise InputError("there is nothing to continue: give a PROMPT, --prompt-file, or pipe a text in")
+    return read_text("-" if args.prompt_file is None else args.prompt_file)
 
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
@@ -103,10 +130,25 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
                 f"--max-new-tokens {max_tokens} leaves no room for a prompt: {llm.name} has "
                 f"{llm.geometry.max_positions} positions"
             )
-        return shortened(ids, room, args.truncate, args.prompt_file)
+        return shortened(ids, room, args.truncate, args.prompt_file or "the prompt")
     if not 1 <= wanted <= len(ids):
         raise InputError(f"--prompt-tokens {wanted} must be between 1 and {len(ids)}, the tokens of the prompt file")
     return ids[:wanted]
+
+
+def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
+    """The conversation in which `text` is the first message; of a text that is too long what `--truncate` leaves."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
+    room = llm.geometry.max_positions - max_tokens
+    if len(ids) <= room:
+        return ids
+    said = llm.encode(text, special_tokens=False)
+    around = len(ids) - len(said) + _SEAM
+    kept = shortened(said, room - around, args.truncate, args.prompt_file or "the prompt")
+    assert llm.tokenizer is not None
+    _, ids = llm.chat_prompt([*system, {"role": "user", "content": llm.tokenizer.decode(kept)}])
+    return ids
 
 
 def _check_recordable(record: str | None, policy: str) -> None:
@@ -141,6 +183,18 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, record: s
             if sys.stdout.isatty():
                 sys.stdout.write("\n")
     return True
+
+
+def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
+    """Writes several texts, or the beams', to stdout when all of them are done; between them a line to stderr."""
+    [output] = llm.generate([prompt], params)
+    for one in output.outputs:
+        console.print(
+            f"{one.index + 1} of {len(output.outputs)}: {len(one.token_ids):,} tokens, {one.finish_reason}", style="dim"
+        )
+        sys.stdout.write(one.text + "\n")
+        sys.stdout.flush()
+    return 0
 
 
 def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console) -> None:

@@ -48,12 +48,13 @@ def turn_tokens(
     if getattr(tokenizer, "chat_template", None) is None:
         added = encode_rendered(tokenizer, text, special_tokens=not tokens)
     elif not tokens:
-        added = encode_rendered(tokenizer, _render_turns(tokenizer, [("user", text)]))
+        added = encode_rendered(tokenizer, _render_turns(tokenizer, [*_system(history), ("user", text)]))
     elif (behind := _behind_answer(tokenizer, history, text)) is not None:
         added = encode_rendered(tokenizer, behind)
         dropped = int(tokens[-1] in ends)
     else:
-        added = encode_rendered(tokenizer, _render_turns(tokenizer, [*history.turns, ("user", text)]))
+        turns = [*_system(history), *history.turns, ("user", text)]
+        added = encode_rendered(tokenizer, _render_turns(tokenizer, turns))
         same = _common(tokens, added[:-1])
         dropped, added = len(tokens) - same, added[same:]
         warnings.warn(
@@ -79,6 +80,10 @@ def _behind_answer(tokenizer: PreTrainedTokenizerBase, history: History, text: s
         return None
     parts = whole.split(marker)
     return parts[1] if len(parts) == 2 else None
+
+
+def _system(history: History) -> list[tuple[str, str]]:
+    return [("system", history.system)] if history.system else []
 
 
 def _render_turns(tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]]) -> str:

@@ -23,7 +23,8 @@ _SINKS = ".sinks"
 _KEYS = {"truncation_id": "cut"}
 """Fields that have another name in the document than here."""
 
-_SLIDING = ("floor", "tail_windows")
+_RARE = ("floor", "tail_windows", "system")
+"""Fields that are left out of the document where they say nothing: older versions do not know them."""
 
 _IDENTITY = re.compile("[0-9a-f]{1,64}")
 
@@ -36,7 +37,7 @@ class History:
     truncation_id: names every truncation so far (empty: none); it belongs to the lineage of every chunk. shift: tokens
     that are gone, hence how far positions run ahead. sinks: tokens before the gap, whose keys have been rotated by
     `sink_shift` positions. id: the same in forks.
-    floor: the first token that sliding layers may see.
+    floor: the first token that sliding layers may see. system: what the model was told before all turns.
     keys: of its chunks on disk; tail: of the partly filled one; tail_windows: of its rows of sliding layers;
     tail_shared: a fork may use them too.
     """
@@ -57,10 +58,11 @@ class History:
     tail_shared: bool = False
     floor: int = 0
     tail_windows: list[str] = field(default_factory=list)
+    system: str = ""
 
     def to_bytes(self) -> bytes:
-        """Returns the history as JSON; what only sliding layers need is left out where it says nothing."""
-        fields = {_KEYS.get(k, k): v for k, v in asdict(self).items() if v or k not in _SLIDING}
+        """Returns the history as JSON."""
+        fields = {_KEYS.get(k, k): v for k, v in asdict(self).items() if v or k not in _RARE}
         return json.dumps({"format": FORMAT, **fields}).encode()
 
     @classmethod
@@ -81,7 +83,7 @@ class History:
     def _possible(self) -> bool:
         """Whether all fields have their types and agree; a document can say anything, and file names are made of
         some."""
-        texts = (self.name, self.model, self.truncation_id, self.tail)
+        texts = (self.name, self.model, self.truncation_id, self.tail, self.system)
         counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.tokens)
         ends = [0, *itertools.chain(*self.decoded), len(self.tokens)]
         return (

@@ -120,6 +120,21 @@ class Session:
 
     # ----------------------------------------------------------------------------------------------------------- turns
 
+    def instruct(self, system: str) -> None:
+        """Tells the model `system` before all turns, as the chat template puts it; before the first turn, or
+        the same text again. Raises InputError, also where there is no template."""
+        history, tokenizer = self.history, self.kv.runner.model.tokenizer
+        if not isinstance(system, str):
+            raise InputError(f"system={system!r:.80} is {type(system).__name__}; it must be a text")
+        if system == history.system:
+            return
+        if history.tokens:
+            told = f"was told {history.system!r:.80}" if history.system else "began without being told anything"
+            raise InputError(f"session {self.name!r} {told}: that cannot change any more; begin a new session")
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise InputError(f"{history.model} has no chat template to tell it {system!r:.40} with: say it in a turn")
+        history.system = system
+
     def send(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[TokenOutput]:
         """One turn: events of the answer as it comes. A string goes through the tokenizer's chat template, if it has
         one; token ids are taken as they are. Closing the iterator ends the answer where it stands. What happens where

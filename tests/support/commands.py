@@ -1,0 +1,49 @@
+"""What a run of the command line returned and wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from offload_rt.cli import main
+
+
+@dataclass(frozen=True)
+class CommandRun:
+    """What a run of `main` returned and wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    def fails_with(self, *words: str) -> None:
+        """Exit code 2, nothing on stdout, one line on stderr that holds all `words`."""
+        assert self.code == 2, self
+        assert self.out == ""
+        assert self.err.startswith("offload-rt")
+        assert self.err.count("\n") == 1, self.err
+        assert self.err.endswith("\n")
+        assert "Traceback" not in self.err
+        missing = [word for word in words if word not in self.err]
+        assert not missing, f"{missing} not in {self.err!r}"
+
+
+Cli = Callable[..., CommandRun]
+
+
+def command_line(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs `offload-rt` with these arguments in this process."""
+
+    def run(*argv: str) -> CommandRun:
+        capsys.readouterr()
+        try:
+            code: Any = main(argv)
+        except SystemExit as leave:
+            code = leave.code
+        captured = capsys.readouterr()
+        return CommandRun(code, captured.out, captured.err)
+
+    return run

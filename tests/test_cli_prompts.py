@@ -1,0 +1,105 @@
+"""Where the command line takes a prompt from, what it asks an instruct model, and how many texts it gives."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.commands import Cli, command_line
+from support.serving import TEMPLATE
+from support.tiny_models import tiny_checkpoint
+
+from offload_rt import LLM, SamplingParams
+
+FEW = ("--max-new-tokens", "6", "--temperature", "0", "--policy", "full", "--host-memory", "4MiB")
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+QUESTION = "Who is Dick Shelton?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("instruct")
+    tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=256)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> LLM:
+    return LLM(model, policy="full", host_memory="4MiB")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return command_line(capsys)
+
+
+def test_a_prompt_is_given_piped_or_in_a_file(
+    cli: Cli, model: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.txt").write_text(QUESTION)
+    expected = llm.generate(QUESTION, GREEDY)[0].outputs[0].text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(QUESTION.encode())))
+    ways = ([QUESTION], ["--prompt-file", str(tmp_path / "prompt.txt")], [])
+    assert [cli("generate", model, *way, *FEW).out for way in ways] == [expected] * 3
+    cli("generate", model, QUESTION, "--prompt-file", "x", *FEW).fails_with("not both")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    cli("generate", model, *FEW).fails_with("nothing to continue", "pipe a text in")
+
+
+def test_an_instruct_model_is_asked_through_its_template(cli: Cli, model: str, llm: LLM) -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    expected = llm.chat(asked, GREEDY)[0].outputs[0].text
+    assert cli("generate", model, QUESTION, "--chat", "--system", "Be brief.", *FEW).out == expected
+    assert cli("generate", model, QUESTION, "--chat", *FEW).out == llm.chat(asked[1:], GREEDY)[0].outputs[0].text
+    assert expected != llm.generate(QUESTION, GREEDY)[0].outputs[0].text
+    cli("generate", model, QUESTION, "--system", "Be brief.", *FEW).fails_with("--system needs --chat")
+    cli("generate", model, QUESTION, "--chat", "--prompt-tokens", "3", *FEW).fails_with("--prompt-tokens needs")
+    cli("generate", "reference", QUESTION, "--chat", *FEW).fails_with("chat template")
+
+
+def test_a_question_behind_a_text_that_is_too_long(cli: Cli, model: str) -> None:
+    """What `--truncate` leaves is asked in the template, whole."""
+    long = "It was a dark night. " * 90 + QUESTION
+    cli("generate", model, long, "--chat", *FEW).fails_with("--truncate")
+    asked = cli("generate", model, long, "--chat", "--truncate", "head", *FEW)
+    assert asked.code == 0 and f"{QUESTION}" in asked.err.replace("\n", " ")
+
+
+def test_several_texts(cli: Cli, model: str, llm: LLM) -> None:
+    sampled = SamplingParams(max_tokens=6, temperature=0.9, seed=3, n=3)
+    texts = [one.text for one in llm.generate(QUESTION, sampled)[0].outputs]
+    flags = ("--max-new-tokens", "6", "--temperature", "0.9", "--seed", "3", "-n", "3", *FEW[4:])
+    found = cli("generate", model, QUESTION, *flags)
+    assert found.out == "".join(f"{text}\n" for text in texts) and "3 of 3" in found.err
+    beams = llm.generate(QUESTION, SamplingParams(max_tokens=6, temperature=0, num_beams=3))[0].outputs[0].text
+    assert cli("generate", model, QUESTION, *FEW, "--num-beams", "3").out == f"{beams}\n"
+    cli("generate", model, QUESTION, *flags, "--plot", "x.png").fails_with("--plot", "leave -n")
+
+
+def test_a_chat_is_told_something_first(
+    cli: Cli, model: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: it is part of what is stored, and cannot change. A message goes on behind a backslash."""
+
+    def talk(*flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Who is\\\nDick Shelton?\n"))
+        run = cli("chat", model, "--session", "s", "--store", str(tmp_path), *FEW, *flags)
+        return run.code, run.out, run.err
+
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is\nDick Shelton?"}]
+    expected = llm.chat(asked, GREEDY)[0].outputs[0].text
+    assert talk("--system", "Be brief.")[:2] == (0, f"{expected}\n")
+    assert talk("--system", "Be brief.")[0] == 0 == talk()[0]
+    code, _, said = talk("--system", "Be long.")
+    assert code == 2 and "was told 'Be brief.'" in said and "new session" in said
+
+
+def test_a_chat_says_what_it_forgets(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(("It was a dark night. " * 5 + "\n") * 6))
+    run = cli("chat", model, "--session", "s", "--store", str(tmp_path), *FEW)
+    assert run.code == 0 and "the conversation had outgrown the model: its oldest" in run.err
