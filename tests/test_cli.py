@@ -253,7 +253,7 @@ def test_prompt_file_that_cannot_be_read(cli: Cli, tmp_path: Path, monkeypatch: 
     def denied(path: Path) -> bytes:  # root, who runs our CI, may read everything
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr("offload_rt.texts.read_small", denied)
     cli("generate", "reference", "--prompt-file", BOOK).fails_with(BOOK, "Permission denied")
 
 
