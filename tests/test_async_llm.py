@@ -154,10 +154,11 @@ def test_a_step_that_fails_fails_those_who_run_and_the_next_is_answered(alone: A
 
 def test_one_too_many_is_told_to_come_again() -> None:
     async def asks(engine: AsyncLLM) -> None:
-        tasks = [asyncio.create_task(answer(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="3 prompts wait, and max_waiting=3"):
-            await answer(engine, tiny_prompt(9))
+        with engine.llm.runner.pool.lock:  # nothing begins meanwhile
+            tasks = [asyncio.create_task(answer(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="3 prompts wait, and max_waiting=3"):
+                await answer(engine, tiny_prompt(9))
         while engine.load().waiting:
             await asyncio.sleep(0.001)
         assert len((await answer(engine, tiny_prompt(9)))[0]) == 12
