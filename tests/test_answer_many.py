@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 from support.outputs import completed
 from support.scripts import load_example
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, InputError, SamplingParams
 
@@ -52,6 +53,18 @@ def test_answers_are_those_of_single_runs_and_the_document_is_computed_once(
     assert "[questions 1-3:" in report and "[questions 4-5:" in report
     again = completed(llm.generate(prompts, PARAMS))
     assert all(c.stats.reused_tokens >= len(llm.encode(document)) // 64 * 64 for c in again)
+
+
+def test_an_instruct_model_is_asked_through_its_template(script: ModuleType, document: str, tmp_path: Path) -> None:
+    model, out = tmp_path / "instruct", tmp_path / "answers.jsonl"
+    tiny_checkpoint(model, "llama", num_hidden_layers=2)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<me>")
+    llm = LLM(model, policy="full", host_memory="64MiB")
+    script.answer_file(llm, document, QUESTIONS, out, PARAMS, batch=8)
+    asked = [[{"role": "user", "content": f"{document}\n\n{question}"}] for question in QUESTIONS]
+    outputs = llm.chat(asked, SamplingParams(max_tokens=6, temperature=0))
+    assert [line["answer"] for line in read(out)] == [output.outputs[0].text.strip() for output in outputs]
+    assert all(output.num_cached_tokens >= 128 for output in outputs), "the document's tokens are the same ones"
 
 
 def test_a_started_file_is_continued_and_a_foreign_one_refused(

@@ -3,9 +3,9 @@
     python scripts/examples/answer_many.py --document book.txt --questions questions.txt --out answers.jsonl
     python scripts/examples/answer_many.py --document book.txt --questions - --model Qwen/Qwen3-8B --policy full
 
-Questions are lines of a text file; blank lines are left out. Answers are written as JSON lines in the order of the
-questions, each batch when it is done, so that Ctrl-C loses at most a batch: started again with the same arguments, the
-script goes on behind the answers that are there.
+Questions are lines of a text file; blank lines are left out. An instruct model is asked through its chat template.
+Answers are written as JSON lines in the order of the questions, each batch when it is done, so that Ctrl-C loses at
+most a batch: started again with the same arguments, the script goes on behind the answers that are there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
@@ -24,15 +25,48 @@ from offload_rt.small_files import parse_json, read_small
 from offload_rt.texts import read_prompts, read_text
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
+"""For a model without a chat template."""
+
+DOCUMENT, QUESTION = "<<document>>", "<<question>>"
+"""What stands for them where a chat template is rendered."""
 
 
-def document_tokens(llm: LLM, text: str, room: int, wanted: int | None, truncate: str | None = None) -> list[int]:
+@dataclass(frozen=True)
+class Frame:
+    """What a prompt has around document and question. `before`: text in front of the document; `special_tokens`:
+    whether the tokenizer puts its own there; `behind`: text behind it, with the question in it; `stop` ends an
+    answer."""
+
+    before: str
+    special_tokens: bool
+    behind: str
+    stop: str | tuple[str, ...]
+
+    @classmethod
+    def of(cls, llm: LLM) -> Frame:
+        """The model's chat template, or for a model that has none a line that asks for an answer."""
+        if getattr(llm.tokenizer, "chat_template", None) is None:
+            return cls("", True, TEMPLATE.format(question=QUESTION), "\n")
+        text, _ = llm.chat_prompt([{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}])
+        before, _, behind = text.partition(DOCUMENT)
+        return cls(before, False, behind, ())
+
+
+def document_tokens(
+    llm: LLM,
+    text: str,
+    room: int,
+    wanted: int | None,
+    truncate: str | None = None,
+    *,
+    special_tokens: bool = True,
+) -> list[int]:
     """The first `wanted` tokens of the document; None: all, shortened by `truncate` to what leaves `room` positions for
     question and answer.
 
     Raises InputError where the document does not have or the model does not hold that many.
     """
-    ids = llm.encode(text)
+    ids = llm.encode(text, special_tokens=special_tokens)
     most = llm.geometry.max_positions - room
     if wanted is None:
         if most < 1:
@@ -91,9 +125,13 @@ def answer_file(
     truncate: str | None = None,
 ) -> None:
     """Appends to `out` a JSON line for every question that has none yet."""
-    encoded = [llm.encode(TEMPLATE.format(question=question), special_tokens=False) for question in questions]
-    room = max(map(len, encoded)) + params.max_tokens
-    ids = document_tokens(llm, document, room, document_limit, truncate)
+    frame = Frame.of(llm)
+    before = llm.encode(frame.before, special_tokens=False) if frame.before else []
+    encoded = [llm.encode(frame.behind.replace(QUESTION, question), special_tokens=False) for question in questions]
+    room = len(before) + max(map(len, encoded)) + params.max_tokens
+    own = {"special_tokens": frame.special_tokens}
+    ids = [*before, *document_tokens(llm, document, room, document_limit, truncate, **own)]
+    params = replace(params, stop=frame.stop)
     start = answered(out, questions)
     with out.open("a", encoding="utf-8") as file:
         for found in answers(llm, ids, encoded[start:], params, batch):
@@ -129,7 +167,7 @@ def main() -> None:
             raise InputError(f"--batch {args.batch} must be at least 1")
         document = read_text(args.document)
         questions = read_prompts(args.questions)
-        params = SamplingParams(max_tokens=args.max_new_tokens, temperature=0, stop="\n")
+        params = SamplingParams(max_tokens=args.max_new_tokens, temperature=0)
         llm = LLM(
             args.model,
             policy=args.policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,8 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 def load_example(name: str) -> ModuleType:
     """`scripts/examples/NAME.py`, not run as a program."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "scripts" / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[f"example_{name}"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
