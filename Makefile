@@ -8,7 +8,8 @@
 #                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
 #                cuda (all that is run on a simulated device, under every schedule), gpu (tests marked gpu, there),
 #                kernels (all of them compiled for four GPUs), api (100,000 values and calls at random),
-#                files (85,000 times, files that are read are damaged first),
+#                files (85,000 times, files that are read are damaged first), faults (any call of a file system fails),
+#                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
@@ -61,7 +62,7 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files server
+SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults server
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
@@ -74,6 +75,7 @@ SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_trit
 SOAK_kernels := tests/test_triton_compile.py
 SOAK_api := tests/test_fuzz_api.py
 SOAK_files := tests/test_fuzz_files.py
+SOAK_faults := tests/test_failing_files.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 
 soak: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,12 +80,13 @@ class LLM:
     def close(self) -> None:
         """Ends what is being answered, and saves and closes all sessions: another process may open them then. Nothing
         may be asked of it afterwards (InputError); its memory is given back when nobody refers to it any more. A second
-        call does nothing. Raises StoreError where a session cannot be saved."""
+        call does nothing. Raises StoreError where a session cannot be saved; all others are."""
         self._closed = True
-        for store in self._stores.values():
-            store.close()
-        if self._swap is not None:
-            self._swap.close()
+        with ExitStack() as ends:
+            if self._swap is not None:
+                ends.callback(self._swap.close)
+            for store in self._stores.values():
+                ends.callback(store.close)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -363,3 +363,19 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
         store.get("one")
     assert list(store.documents().values()) == [None]
     store.close()
+
+
+def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The newest generation is the one before it too, by another name of the same file."""
+    store = open_store(tmp_path)
+    store.put("one", b"first")
+    os.link(file(tmp_path, "one.doc"), file(tmp_path, "one.doc").with_suffix(".before"))
+    store.close()
+    store = open_store(tmp_path)
+    store.put("one", b"second")
+    store.check_integrity()
+    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob("one.*"))) == 2
+    flip(file(tmp_path, "one.doc"), 70)
+    last = store.get("one")
+    assert last is not None and last.data == b"first"
+    store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -156,17 +157,22 @@ class SessionStore:
 
     def close(self) -> None:
         """Closes all queues and sessions, the saver and the store: another process may write then. A second call does
-        nothing."""
-        for holder in list(self._holders):
-            holder.close()
+        nothing. Raises StoreError where a session cannot be saved; all others are, and everything is closed."""
+        with ExitStack() as ends:
+            ends.callback(self._close)
+            for holder in list(self._holders):
+                ends.callback(holder.close)
+
+    def _close(self) -> None:
         if self.closed:
             return
         self.closed = True
-        for session in list(self._open.values()):
-            session.close()
-        self.context.runner.reclaimables.remove(self)
-        self.context.saver.close()
-        self.context.storage.close()
+        with ExitStack() as ends:
+            ends.callback(self.context.storage.close)
+            ends.callback(self.context.saver.close)
+            ends.callback(self.context.runner.reclaimables.remove, self)
+            for session in list(self._open.values()):
+                ends.callback(session.close)
 
 
 def _check_restorable(runner: Runner) -> None:

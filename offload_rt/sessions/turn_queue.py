@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 from ..arguments import sampling
 from ..engine.engine import Engine
@@ -121,12 +122,14 @@ class TurnQueue:
         self._settle()
 
     def close(self) -> None:
-        """Ends all turns, and saves and closes the sessions. A second call does nothing."""
-        self.cancel()
-        for session in self._opened.values():
-            session.close()
-        self._opened.clear()
-        self.store.release(self)
+        """Ends all turns, and saves and closes the sessions. A second call does nothing. Raises StoreError where one
+        cannot be saved; all others are."""
+        with ExitStack() as ends:
+            ends.callback(self.store.release, self)
+            ends.callback(self._opened.clear)
+            for session in self._opened.values():
+                ends.callback(session.close)
+            ends.callback(self.cancel)
 
     def _feed(self) -> None:
         """Hands turns to the engine whose sessions are idle, in order."""

@@ -78,6 +78,7 @@ class Documents:
         except OSError:  # file systems without hard links
             write_document(temporary, record)
         os.replace(temporary, before)
+        temporary.unlink(missing_ok=True)  # of two names of one file, as a process leaves that ends here, none moves
         self._folder.enter(before, len(record))
 
     def get(self, name: str) -> Document | None:

@@ -47,13 +47,17 @@ class StoreFolder:
         self._index = DiskIndex(options.limit, options.policy, options.ttl, clock)
         self._temporaries = 0
         self._lock = -1
-        with self.usable():
+        try:
+            with self.usable():
+                if not read_only:
+                    path.mkdir(parents=True, exist_ok=True)
+                    self._take_lock()
+                self._scan()
             if not read_only:
-                path.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
-            self._scan()
-        if not read_only:
-            self.make_room(0)
+                self.make_room(0)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def bytes_used(self) -> int:

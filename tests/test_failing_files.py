@@ -1,0 +1,160 @@
+"""A file system that fails at any call of a session's life: the next start answers right, and what was saved before is
+there. `make soak PART=faults` lets every call fail, alone and with all that follow."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from support.failing_files import ERRORS, FailingFiles
+from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
+
+from offload_rt import LLM, OffloadError, SamplingParams
+from offload_rt.errors import StoreError
+from offload_rt.sessions.session import Session
+
+EVERY = "OFFLOAD_RT_SOAK" in os.environ
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+SHORT = SamplingParams(max_tokens=3, temperature=0)
+TURNS = [tiny_prompt(70, seed=1), tiny_prompt(20, seed=2), tiny_prompt(70, seed=3), tiny_prompt(9, seed=4)]
+
+
+def make_llm() -> LLM:
+    return LLM(MODEL, dtype="float64", host_memory="2MiB", policy="full")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A store with a session that was closed, and its tokens."""
+    folder = tmp_path_factory.mktemp("saved") / "store"
+    with make_llm() as llm:
+        session = llm.session("ada", folder)
+        take(session, TURNS[0])
+        tokens = session.tokens
+    return folder, tokens
+
+
+def take(session: Session, turn: list[int]) -> list[int]:
+    """A turn, whose answer is what the whole text makes of it."""
+    before = session.tokens
+    said = [event.token_id for event in session.send(turn, SHORT)]
+    if not session.history.shift:
+        assert_greedy(MODEL, before + turn, said)
+    session.check_integrity()
+    return said
+
+
+def live(folder: Path) -> list[list[int]]:
+    """A session's life: it comes back, takes two turns, is forked, saved and closed. Returns its tokens as they were
+    after each, as far as it came."""
+    known: list[list[int]] = []
+    llm = make_llm()
+    try:
+        session = llm.session("ada", folder)
+        known.append(session.tokens)
+        for turn in TURNS[1:3]:
+            with suppress(StoreError):  # the turn was answered, and its history could not be written
+                take(session, turn)
+            known.append(session.tokens)
+        with suppress(OffloadError):
+            take(session.fork("bob"), TURNS[3])
+        session.save()
+    except StoreError:
+        pass
+    finally:
+        with suppress(StoreError):
+            llm.close()
+        llm.runner.check_integrity()
+    return known
+
+
+def check_next_start(folder: Path, saved: list[int], known: list[list[int]]) -> None:
+    """Everything that was saved before is there, with as much of what came then as was saved; and it goes on."""
+    with make_llm() as llm:
+        session = llm.session("ada", folder)
+        assert session.tokens == saved or session.tokens in known
+        take(session, TURNS[3])
+        with suppress(StoreError):
+            take(llm.session("bob", folder), TURNS[3])
+    session.context.storage.check_integrity()  # type: ignore[attr-defined]
+    assert not list(folder.rglob("*.tmp"))
+
+
+def calls_of_a_life(saved: Path, place: Path) -> list[str]:
+    shutil.copytree(saved, place)
+    with FailingFiles(place, -1, 0, after=False).installed() as files:
+        live(place)
+    return files.calls
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["one", "all from it on"])
+def test_any_call_may_fail(after: bool, saved: tuple[Path, list[int]], tmp_path: Path) -> None:
+    whole, tokens = saved
+    calls = calls_of_a_life(whole, tmp_path / "counted")
+    assert {"open", "pwrite", "fsync", "replace", "write", "preadv"} <= set(calls) and len(calls) > 100
+    first = {name: calls.index(name) for name in set(calls)}
+    places = range(len(calls)) if EVERY else sorted({*first.values(), *range(3, len(calls), 45)})
+    for at in places:
+        for code in ERRORS[at % 3 : at % 3 + 1]:
+            folder = tmp_path / f"{at} {code}"
+            shutil.copytree(whole, folder)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with FailingFiles(folder, at, code, after).installed():
+                    known = live(folder)
+                check_next_start(folder, tokens, known)
+            shutil.rmtree(folder)
+
+
+def test_a_turn_ends_while_the_disk_blocks_its_chunks(
+    saved: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn is answered to its end while the saver waits for the disk; what replaces its last chunk waits for that one
+    to be written, and so does closing: then all is there."""
+    shutil.copytree(saved[0], tmp_path / "store")
+    free, real = threading.Event(), os.fsync
+
+    def blocked(handle: int) -> None:
+        if threading.current_thread().name == "offload-rt saver":
+            assert free.wait(60)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", blocked)
+    with make_llm() as llm:
+        session = llm.session("ada", tmp_path / "store")
+        take(session, TURNS[1])
+        assert not free.is_set()
+        free.set()
+        take(session, TURNS[2])
+        tokens = session.tokens
+    check_next_start(tmp_path / "store", tokens, [])
+
+
+def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: Path) -> None:
+    """As `ulimit -f` sets it: chunks do not fit, histories do."""
+    shutil.copytree(saved[0], tmp_path / "store")
+    tokens = saved[1]
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for size in (20_000, 3_000, 100, 0):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                known = live(tmp_path / "store")
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            with make_llm() as llm:
+                found = llm.session("ada", tmp_path / "store").tokens
+            assert found == tokens or found in known
+            tokens = found
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    check_next_start(tmp_path / "store", tokens, [])
