@@ -123,6 +123,7 @@ def test_parameters_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
     assert (got.top_k, got.min_p, got.repetition_penalty) == (7, 0.1, 1.1)
     client.chat.completions.create(model="scripted", messages=user("x"))
     assert engine.params.max_tokens == 1000  # the server's limit
+    assert engine.params.top_k == 11  # the model's
 
 
 def test_several_choices(client: openai.OpenAI) -> None:

@@ -20,7 +20,7 @@ from .errors import refused
 from .logprobs import chat_logprobs
 from .openai_requests import ChatRequest
 from .parsers.pieces import Content, Piece, Reasoning, ToolCall
-from .sampling import sampling_params
+from .sampling import sampling_fields
 from .service import Service
 from .structured import forced_call, structured_outputs
 
@@ -53,7 +53,7 @@ async def _asked(service: Service, body: ChatRequest) -> Asked:
     structured = structured_outputs(body.response_format, body.structured_outputs)
     forced = {} if structured else forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
-    params = sampling_params(body, tokens, **more, **structured, **forced)
+    params = service.params(max_tokens=tokens, **sampling_fields(body), **more, **structured, **forced)
     return asked(text, ids, conversation, params, forced=bool(forced))
 
 

@@ -18,7 +18,7 @@ from .deltas import Delta, Deltas, Usage, usage_of
 from .errors import refused
 from .logprobs import completion_logprobs
 from .openai_requests import CompletionRequest
-from .sampling import sampling_params
+from .sampling import sampling_fields
 from .service import Service
 from .structured import structured_outputs
 
@@ -50,8 +50,9 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
     logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
     logprobs |= structured_outputs(body.response_format, body.structured_outputs)
+    fields = sampling_fields(body) | logprobs
     params = [
-        sampling_params(body, service.room.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **logprobs)
+        service.params(max_tokens=service.room.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **fields)
         for one in prompts
     ]
     head = {

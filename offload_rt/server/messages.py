@@ -11,7 +11,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..sampling_params import SamplingParams
 from .answers import Step, answer, asked
 from .anthropic_requests import CountRequest, MessagesRequest, from_messages
 from .connection import event, json_answer, streamed, until_gone
@@ -38,7 +37,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     given = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(body, name)) is not None}
     forced = forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_tokens)
-    params = SamplingParams(max_tokens=tokens, stop=body.stop_sequences or (), **given, **forced)
+    params = service.params(max_tokens=tokens, stop=body.stop_sequences or (), **given, **forced)
     steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced)))
     message: dict[str, Any] = {
         "id": f"msg_{request.scope['state']['request_id']}",

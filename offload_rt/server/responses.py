@@ -12,7 +12,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..sampling_params import SamplingParams
 from .answers import Step, answer, asked
 from .connection import event, json_answer, streamed, until_gone
 from .conversation import call_message
@@ -46,7 +45,7 @@ async def respond(service: Service, store: ResponseStore, body: ResponsesRequest
     }
     given |= (structured := structured_outputs(format_of(body)))
     given |= (forced := {} if structured else forced_call(conversation))
-    params = SamplingParams(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
+    params = service.params(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
     steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced)))
 
     def keep(response: dict[str, Any], pieces: Sequence[Piece]) -> None:

@@ -1,10 +1,9 @@
-"""`SamplingParams` from what a client asked for, within what the model and the server allow."""
+"""How tokens are chosen and how many, from what a client asked for and what the model and the server allow."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..sampling_params import SamplingParams
 from .errors import refused
 from .openai_requests import SampledBody
 from .options import ServerOptions
@@ -41,13 +40,10 @@ class Room:
         return min(n for n in (asked or default or room, room, self._limit) if n is not None)
 
 
-def sampling_params(body: SampledBody, max_tokens: int, **more: Any) -> SamplingParams:
-    """The parameters of a request; what it leaves out is as `SamplingParams` has it. `more` fields go on top. Raises
-    ConfigError, which is answered 400."""
+def sampling_fields(body: SampledBody) -> dict[str, Any]:
+    """The fields of `SamplingParams` that a request sets."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    if body.logit_bias:
-        given["logit_bias"] = _bias(body.logit_bias)
-    return SamplingParams(**(given | {"max_tokens": max_tokens} | more))
+    return given | ({"logit_bias": _bias(body.logit_bias)} if body.logit_bias else {})
 
 
 def _bias(bias: dict[str, float]) -> dict[int, float]:

@@ -47,6 +47,11 @@ class Service:
                 code="model_not_found",
             )
 
+    def params(self, **fields: Any) -> SamplingParams:
+        """How tokens are chosen: as the model's `generation_config.json` says, with `fields` on top. Raises ConfigError
+        (400)."""
+        return self.engine.llm.get_default_sampling_params(**fields)
+
     async def outputs(
         self, request: Request, ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput, None]:

@@ -48,7 +48,12 @@ class ScriptedEngine:
         self.params = SamplingParams()
         self.closed = False
         geometry = SimpleNamespace(max_positions=4096)
-        self.llm: Any = SimpleNamespace(tokenizer=tokenizer, name="scripted", geometry=geometry)
+        self.llm: Any = SimpleNamespace(
+            tokenizer=tokenizer,
+            name="scripted",
+            geometry=geometry,
+            get_default_sampling_params=lambda **fields: SamplingParams(**({"top_k": 11} | fields)),
+        )
 
     async def generate(
         self, prompt: list[int], sampling_params: SamplingParams, request_id: str | None = None
