@@ -38,7 +38,7 @@ def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None 
 
     async def run() -> Any:
         async with AsyncLLM(llm or make_llm(), **options) as engine:
-            found = await asyncio.wait_for(asks(engine), 60)
+            found = await asyncio.wait_for(asks(engine), 30)
             runner = engine.llm.runner
         assert engine._engine.idle and not engine._callers and not engine._by_number
         assert (engine.load().waiting, engine.load().running) == (0, 0)
