@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, InputError, SamplingParams
 
 SHORT = SamplingParams(max_tokens=12, temperature=0)
 POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": {"policy_options": {"recent": 16}}}
@@ -49,3 +50,38 @@ def test_threads_get_the_tokens_that_they_would_get_alone(
         found = [future.result() for future in [threads.submit(call) for call in calls]]
     assert found == expected
     llm.runner.check_integrity()
+
+
+def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
+    """Everything that computes or writes says so in the child, and nothing of the parent's is touched."""
+    llm, prompt = make_llm(policy="full"), tiny_prompt(70)
+    session = llm.session("s", tmp_path)
+    first = [event.token_id for event in session.send(prompt, SHORT)]
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate([prompt], SHORT), lambda: next(iter(llm.stream(prompt, SHORT))),
+        lambda: llm.score([prompt], [[1]]), lambda: next(iter(session.send(prompt, SHORT))), session.close,
+        lambda: session.truncate(keep_last=9), lambda: llm.session("t", tmp_path), lambda: llm.turns(tmp_path),
+        llm.close,
+    ]  # fmt: skip
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child is to find out
+        child = os.fork()
+    if child == 0:
+        try:
+            for call in calls:
+                try:
+                    call()
+                except InputError as error:
+                    os.write(writing, b"x" if "loaded in process" in str(error) else b"?")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as said:
+        assert said.read() == b"x" * len(calls)
+    history = [*prompt, *first, *prompt]
+    assert [event.token_id for event in session.send(prompt, SHORT)] == make_llm(policy="full").generate(
+        [history], SHORT
+    )[0].outputs[0].token_ids
+    llm.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import available_memory
 from .prefix_tree import PrefixTree
+from .process_lock import ProcessLock
 from .stored_rows import StoredRows, chunks_for
 from .window_chunks import WindowChunks
 
@@ -88,7 +88,7 @@ class HostPool(StoredRows):
         self._chunks = self._held if self.groups.full else ChunkTable(NAMES)
         """Chunks of group 0: of the arena, or where every layer slides mere names."""
         self._tree = PrefixTree()
-        self.lock = threading.RLock()
+        self.lock = ProcessLock()
         self._windows = WindowChunks(self._held, self.groups)
         self._claimed: set[int] = set()
 
