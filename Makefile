@@ -65,7 +65,7 @@ mutants: $(READY)
 SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults day server
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
-SOAK_composition := tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
+SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
 SOAK_requests := tests/test_sharing.py
 SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py
 SOAK_architectures := tests/test_architectures.py tests/test_gguf.py tests/test_drop_in.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from support.cuda_simulator import Late, simulated
 from support.tiny_models import tiny_checkpoint
 
@@ -73,8 +75,20 @@ def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of all parts, which went well but for a tool that found a race."""
-    out, data = tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data")
+    """The files of all parts, which went well but for a tool that found a race; made by the first of several test
+    processes that want them."""
+    if os.environ.get("PYTEST_XDIST_WORKER") is None:
+        return run_all_parts(tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data"))
+    shared = tmp_path_factory.getbasetemp().parent / "gpu_results"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            made = run_all_parts(tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data"))
+            shutil.copytree(made, shared)
+    return shared
+
+
+def run_all_parts(out: Path, data: Path) -> Path:
+    """Runs them into `out`."""
     text = Path(GpuSize.models[0].parents[1], "data", "black_arrow.txt").read_text("utf-8")
     (data / "books").mkdir()
     (data / "books" / "war_and_peace.txt").write_text(text[:6000])
