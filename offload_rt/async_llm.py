@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .arguments import sampling, whole_or_none
+from .arguments import sampling, shown, whole_or_none
 from .engine.constraints import check_answerable
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
@@ -167,6 +168,8 @@ class AsyncLLM:
 
     async def _arrive(self, prompt: PromptLike, params: SamplingParams, request_id: str | None) -> Caller:
         """Hands a prompt to the engine's thread; a text is tokenized beside the event loop."""
+        if request_id is not None and not isinstance(request_id, str):
+            raise InputError(f"request_id={shown(request_id)}; it must be a text")
         with self._lock:
             self._check_open()
             waiting = self._arriving + len(self._engine.scheduler.waiting)
@@ -206,18 +209,14 @@ class AsyncLLM:
             try:
                 call = self._calls.get(block=self._engine.idle)
             except Empty:
-                self._step()
-            else:
+                call = self._step
+            try:
                 call()
+            except Exception as error:  # of no request alone: what is half computed is nobody's answer
+                self._fail_all(error)
 
     def _step(self) -> None:
-        try:
-            events = self._engine.step()
-        except Exception as error:  # of no request alone: what is half computed is nobody's answer
-            for caller in list(self._callers.values()):
-                self._tell(caller, error)
-                self._leave(caller)
-            return
+        events = self._engine.step()
         for number in dict.fromkeys(event.request_id for event in events):
             if number in self._by_number:
                 self._report(self._by_number[number])
@@ -273,6 +272,13 @@ class AsyncLLM:
         if (caller := self._by_number.get(request.prompt.id)) is not None:
             self._leave(caller)
             self._tell(caller, error)
+
+    def _fail_all(self, error: Exception) -> None:
+        """Tells everybody; whatever else fails by that, the loop goes on for those who come next."""
+        for caller in list(self._callers.values()):
+            self._tell(caller, error)
+            with suppress(Exception):
+                self._leave(caller)
 
     def _abort(self, request_id: str) -> None:
         if (caller := self._callers.get(request_id)) is not None and caller.request is not None:

@@ -129,6 +129,8 @@ def test_an_error_is_one_requests_own(alone: Any) -> None:
             await answer(engine, "text")
         with pytest.raises(InputError, match="empty"):
             await answer(engine, [])
+        with pytest.raises(InputError, match="request_id=3 is int"):
+            await answer(engine, [3], request_id=3)
         first = asyncio.create_task(answer(engine, tiny_prompt(9), LONG, request_id="twice"))
         await asyncio.sleep(0)
         with pytest.raises(InputError, match="'twice' is being answered"):
