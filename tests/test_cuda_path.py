@@ -17,7 +17,7 @@ from support.cuda_simulator import Late, Lazy, simulated
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.engine.runner import Runner
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
@@ -362,3 +362,20 @@ def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
     with simulated(Late((2,))):
         cell.run("cuda", tmp_path)
     assert max(found) > 0.01 and found[: len(found) // 2] == pytest.approx(found[len(found) // 2 :], abs=1e-3)
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else is taken for that."""
+    kernel = pytest.importorskip("offload_rt.kernels.triton_norm")
+    said = ["Failed to find C compiler. Please specify via CC environment variable", "CUDA error: out of luck"]
+
+    def fails(*args: object) -> None:
+        raise RuntimeError(said.pop(0))
+
+    monkeypatch.setattr(kernel, "rms_norm", fails)
+    with simulated(Lazy()):
+        model = tiny_model("llama", num_hidden_layers=1).to("cuda")
+        with pytest.raises(ConfigError, match="install gcc or clang"):
+            LLM(model, policy="full", host_memory="4MiB")
+        with pytest.raises(RuntimeError, match="out of luck"):
+            LLM(model, policy="full", host_memory="4MiB")

@@ -29,6 +29,7 @@ from ..transfer.cuda import CudaLink
 from ..transfer.link import Link
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights import StreamedAdapter, WeightStream
+from .checks import check_launches
 from .runner import Runner
 
 Model = str | os.PathLike[str] | PreTrainedModel
@@ -43,6 +44,7 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     with on_device(device):  # a model that is loaded, proved and calibrated launches kernels too
+        check_launches(device)
         return _build(model, config, tokenizer)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import torch
+
 from ..config import EngineConfig
 from ..errors import ConfigError, InputError, ModelError
+from ..kernels import dispatch
 from ..models.registry import LoadedModel
 from ..select.base import Policy
 
@@ -58,3 +61,20 @@ def check_evictable(policy: Policy) -> None:
             f"policy {policy.name!r} knows tokens by their place and cannot run with eviction, which moves them; use "
             "'full', 'infinigen' or 'oracle', or leave eviction out"
         )
+
+
+def check_launches(device: torch.device) -> None:
+    """Launches the smallest kernel, where there are kernels: what a machine lacks is said before a model is loaded.
+    Raises ConfigError where Triton finds no C compiler, with which it builds what launches a kernel."""
+    if device.type == "cpu":
+        return
+    one = torch.ones(1, 16, device=device)
+    try:
+        dispatch.rms_norm(one, one[0], 1e-6)
+    except RuntimeError as error:
+        if "C compiler" not in str(error):
+            raise
+        raise ConfigError(
+            "Triton finds no C compiler, which it needs once to launch kernels: install gcc or clang, or name one in "
+            "the environment variable CC"
+        ) from error
