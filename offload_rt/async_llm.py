@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -106,6 +107,7 @@ class AsyncLLM:
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._link_bytes = 0
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
+        atexit.register(self._end)
 
     async def __aenter__(self) -> Self:
         return self
@@ -160,11 +162,17 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Aborts what runs, ends the thread and closes the runtime. A second call does nothing."""
+        atexit.unregister(self._end)
+        await asyncio.to_thread(self._end)
+        self._llm.close()
+
+    def _end(self) -> None:
+        """Aborts what runs and ends the thread, at the latest before the interpreter ends, which would end it within a
+        step."""
         with self._lock:
             self._closed = True
             self._calls.put(self._abort_all)
-        await asyncio.to_thread(self._thread.join)
-        self._llm.close()
+        self._thread.join()
 
     async def _arrive(self, prompt: PromptLike, params: SamplingParams, request_id: str | None) -> Caller:
         """Hands a prompt to the engine's thread; a text is tokenized beside the event loop."""

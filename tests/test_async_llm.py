@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,6 +205,25 @@ def go_away(engine: AsyncLLM) -> None:
     while any(len(caller.ids) == 20 for caller in list(engine._callers.values())):
         time.sleep(0.001)
     assert engine.load().generated_tokens < 400
+
+
+FORGETS = """
+import asyncio, sys
+from support.tiny_models import tiny_model
+from offload_rt import LLM, AsyncLLM, SamplingParams
+
+model = tiny_model("llama", num_hidden_layers=2, eos_token_id=None)
+engine = AsyncLLM(LLM(model, policy="full", host_memory="8MiB"))
+outputs = engine.generate([3] * 30, SamplingParams(max_tokens=10_000, temperature=0))
+asyncio.new_event_loop().run_until_complete(anext(outputs))
+"""
+
+
+def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORGETS], cwd=Path(__file__).parent, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_closing_ends_what_runs_and_nothing_begins_afterwards() -> None:
