@@ -4,6 +4,7 @@ hand (tensors, arrays, a tokenizer's output, numpy's numbers) is taken."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,10 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         (lambda llm, _: SamplingParams(temperature=np.array([1, 2])), "temperature=.* it must be a number"),
     ],
 )
-def test_arguments_of_calls_of_a_wrong_type(call: Any, said: str, some: tuple[LLM, Session]) -> None:
+def test_arguments_of_calls_of_a_wrong_type(
+    call: Any, said: str, some: tuple[LLM, Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the store "s" is made there
     with pytest.raises((InputError, ConfigError), match=said):
         call(*some)
 
