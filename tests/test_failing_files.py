@@ -20,6 +20,7 @@ from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.sessions.session import Session
+from offload_rt.storage.disk_store import DiskStore
 
 EVERY = "OFFLOAD_RT_SOAK" in os.environ
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
@@ -158,3 +159,26 @@ def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: P
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     check_next_start(tmp_path / "store", tokens, [])
+
+
+def test_a_session_that_cannot_be_saved_keeps_no_other_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing raises, when everything else is saved and closed: the store is free for whoever comes."""
+    llm = make_llm()
+    for name in ("ada", "bob", "cyd"):
+        take(llm.session(name, tmp_path), TURNS[0])
+    with monkeypatch.context() as patch:
+        real = DiskStore.put
+
+        def refuses(store: DiskStore, name: str, data: bytes) -> None:
+            if name == "bob":
+                raise StoreError("no room for bob")
+            real(store, name, data)
+
+        patch.setattr(DiskStore, "put", refuses)
+        with pytest.raises(StoreError, match="no room for bob"):
+            llm.close()
+    llm.close()
+    assert not llm.runner.reclaimables and llm.runner.pool.bytes_held == 0
+    with make_llm() as again:
+        for name in ("ada", "bob", "cyd"):
+            take(again.session(name, tmp_path), TURNS[1])

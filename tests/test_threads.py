@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,8 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child is to find out
         child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # a saver that is no more is waited for without end
         try:
             for call in calls:
                 try:
