@@ -15,7 +15,7 @@ from .config_fields import configured
 from .core import CHUNK, ModelGeometry
 from .engine.build import build, build_beside
 from .engine.engine import Engine
-from .engine.prompts import PromptLike, each_prompt, one_prompt, token_ids
+from .engine.prompts import PromptLike, each_prompt, one_prompt
 from .engine.recording import RunInfo, RunWriter
 from .engine.request import Request, request_output
 from .engine.runner import Runner
@@ -236,7 +236,8 @@ class LLM:
 
         Raises InputError also where there is no template, or it refuses the conversation.
         """
-        several = bool(messages) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in messages)
+        listed = messages if isinstance(messages, Sequence) else ()
+        several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
         prompts = [
             self.chat_prompt(
                 one,  # type: ignore[arg-type]
@@ -380,7 +381,7 @@ class LLM:
         if isinstance(ids, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.name} has no tokenizer: give token ids, or pass tokenizer=")
-            ids = token_ids(self.tokenizer(ids, add_special_tokens=special_tokens)["input_ids"])
+            ids = encode_rendered(self.tokenizer, ids, special_tokens=special_tokens)
         if not ids:
             raise InputError("the prompt is empty: give at least one token")
         return ids

@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from support.call_machine import Calls
 from support.odd_values import ANYTHING
 from support.tiny_models import tiny_model, tiny_prompt
+from transformers import AutoTokenizer
 
 from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.config import DraftOptions, EngineConfig, EvictionOptions, StoreOptions
+from offload_rt.models.location import locate
+from offload_rt.sampling_params import StructuredOutputs
 from offload_rt.select.options import BudgetOptions, InfiniGenOptions, QuestOptions
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.turn_queue import TurnQueue
@@ -32,8 +35,10 @@ PROMPT, SHORT = tiny_prompt(70, seed=1), SamplingParams(max_tokens=2, temperatur
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
 CLASSES = (
     SamplingParams, EngineConfig, StoreOptions, EvictionOptions, DraftOptions, InfiniGenOptions, BudgetOptions,
-    QuestOptions,
+    QuestOptions, StructuredOutputs,
 )  # fmt: skip
+SAID = [{"role": "user", "content": "hi"}]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 FIELDS = [(kind, field.name) for kind in CLASSES for field in fields(kind)]
 
 
@@ -70,6 +75,10 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder
+        tokenizer = AutoTokenizer.from_pretrained(locate("reference").place)
+        tokenizer.chat_template = TEMPLATE
+        model = tiny_model("llama", vocab_size=2048, num_hidden_layers=1)
+        self.talker = LLM(model, policy="full", host_memory="4MiB", tokenizer=tokenizer)
 
     def in_session(self, call: Callable[[Session], Any]) -> None:
         session = self.llm.session("one", self.folder / "sessions")
@@ -110,6 +119,14 @@ DOORS: dict[str, Callable[[Place, Any], Any]] = {
     "turns batch": lambda place, value: place.llm.turns(place.folder / "with", max_batch=value).close(),
     "send": lambda place, value: place.in_session(lambda session: list(session.send(value, SHORT))),
     "send with": lambda place, value: place.in_session(lambda session: list(session.send([1, 2], value))),
+    "chat": lambda place, value: place.talker.chat(value, SHORT),
+    "chat content": lambda place, value: place.talker.chat([{"role": "user", "content": value}], SHORT),
+    "chat message": lambda place, value: place.talker.chat([value], SHORT),
+    "chat with": lambda place, value: place.talker.chat(SAID, value),
+    "chat tools": lambda place, value: place.talker.chat(SAID, SHORT, tools=value),
+    "chat variables": lambda place, value: place.talker.chat(SAID, SHORT, chat_template_kwargs=value),
+    "chat goes on": lambda place, value: place.talker.chat(SAID, SHORT, continue_final_message=value),
+    "text": lambda place, value: place.talker.generate(value, SHORT),
     "fork": lambda place, value: place.forked(value),
     "truncate": lambda place, value: place.in_session(lambda session: session.truncate(keep_last=value)),
     "truncate sinks": lambda place, value: place.in_session(lambda session: session.truncate(keep_last=3, sinks=value)),

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
-from transformers import BatchEncoding
+from transformers import AutoTokenizer, BatchEncoding
 
 from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParams
 from offload_rt.config import EngineConfig, StoreOptions
 from offload_rt.engine.prompts import each_prompt, one_prompt, shortened, token_ids
+from offload_rt.models.location import locate
 from offload_rt.select.options import InfiniGenOptions
+from offload_rt.sessions.chat_render import encode_rendered
 from offload_rt.sessions.session import Session
 
 
@@ -230,3 +232,9 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Sessio
         session = llm.session("s", tmp_path_factory.mktemp("store"))
         list(session.send([1, 2, 3], SHORT))
         yield llm, session
+
+
+def test_half_of_a_character_is_no_text() -> None:
+    """As programs that cut texts leave it: the tokenizer raised a TypeError of its own."""
+    with pytest.raises(InputError, match=r"half of a character at 2 \('.ud83d'\)"):
+        encode_rendered(AutoTokenizer.from_pretrained(locate("reference").place), "hi\ud83d")

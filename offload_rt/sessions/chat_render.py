@@ -32,6 +32,13 @@ def render_chat(
     messages are none, or the template refuses them."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError("the tokenizer has no chat template: give it one, or send a prompt that is written out")
+    for name, value, kind in (
+        ("tools", tools, Sequence), ("chat_template_kwargs", chat_template_kwargs, Mapping),
+        ("add_generation_prompt", add_generation_prompt, bool),
+        ("continue_final_message", continue_final_message, bool),
+    ):  # fmt: skip
+        if not isinstance(value, kind) and (value is not None or kind is bool):
+            raise InputError(f"{name}={value!r:.80} is {type(value).__name__}; it must be a {kind.__name__}")
     more = _template_options(tokenizer, chat_template_kwargs or {})
     plain = [_message(message) for message in _several(messages)]
     try:
@@ -52,7 +59,12 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Token ids of a text that has its special tokens already, if `special_tokens` does not ask for them."""
+    """Token ids of a text that has its special tokens already, if `special_tokens` does not ask for them. Raises
+    InputError for half of a character, as programs that cut texts leave it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the text has half of a character at {error.start:,} ({text[error.start]!r})") from None
     return [int(token) for token in tokenizer(text, add_special_tokens=special_tokens)["input_ids"]]
 
 
@@ -81,6 +93,9 @@ def _part(part: object) -> str:
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
     """Variables for the template alone. Raises InputError for one that would change what is rendered, or how."""
+    wrong = next((name for name in given if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: variables are named by text")
     taken = sorted(given.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if taken:
         raise InputError(f"chat_template_kwargs has {', '.join(taken)}: only variables of the template may stand there")
