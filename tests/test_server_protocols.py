@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,9 @@ def test_items_of_a_response_go_back(client: openai.OpenAI) -> None:
     )
     cut = client.responses.create(model="scripted", input="Long", max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
+    unpaired: Any = {"type": "function", "name": "\ud800"}
+    with pytest.raises(openai.BadRequestError):
+        client.post("/responses", content=json.dumps({"input": "x", "tools": [unpaired]}).encode(), cast_to=object)
     for bad in ([], [{"type": "item_reference", "id": "x"}], [{"role": "user"}], [{"type": "function_call"}]):
         with pytest.raises(openai.BadRequestError):
             client.responses.create(model="scripted", input=bad)  # type: ignore[arg-type]

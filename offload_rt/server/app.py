@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -73,7 +74,7 @@ def _add_errors(app: FastAPI) -> None:
         request.scope["state"]["notes"]["client"] = "gone"
         return Response(status_code=GONE)  # nobody reads it
 
-    for kind in (RefusedError, OffloadError, RequestValidationError, HTTPException, TimeoutError):
+    for kind in (RefusedError, OffloadError, RequestValidationError, ValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, refuse)
     app.add_exception_handler(ClientGoneError, gone)
 

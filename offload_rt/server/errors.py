@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -72,7 +73,7 @@ def refusal(error: BaseException) -> RefusedError:
         return refused(str(error), code="pool_full")
     if isinstance(error, OffloadError):
         return refused(str(error))
-    if isinstance(error, RequestValidationError):
+    if isinstance(error, (RequestValidationError, ValidationError)):  # of pydantic: made of what a client sent
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
         return RefusedError(error.status_code, str(error.detail), headers=error.headers)
