@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ..async_llm import AsyncLLM
+from ..errors import OffloadError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from .deltas import Usage, usage_of
@@ -77,6 +78,9 @@ class Service:
                     yield last
         except TimeoutError:
             reason = "timeout"
+            raise
+        except OffloadError as error:  # names the model by its folder, which is no client's business
+            error.args = (str(error).replace(self.engine.llm.name, self.name),)
             raise
         finally:
             now = time.perf_counter()
