@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .commands import chat, generate, info, measure, serve, sessions, skew
 from .commands.common import INTERRUPTED
@@ -69,7 +69,17 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints fit one line."""
+    """An argument parser whose complaints fit one line, and in which an argument that may be left out may also stand
+    behind flags: argparse takes it for left out as soon as one comes."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, which gives back what it has no place for."""
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            left_out = not action.option_strings and action.nargs == "?" and getattr(found, action.dest) is None
+            if left_out and rest and not rest[0].startswith("-"):
+                setattr(found, action.dest, rest.pop(0))
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2."""

@@ -54,7 +54,10 @@ def test_a_prompt_is_given_piped_or_in_a_file(
 def test_an_instruct_model_is_asked_through_its_template(cli: Cli, model: str, llm: LLM) -> None:
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     expected = llm.chat(asked, GREEDY)[0].outputs[0].text
-    assert cli("generate", model, QUESTION, "--chat", "--system", "Be brief.", *FEW).out == expected
+    flags = ("--chat", "--system", "Be brief.", *FEW)
+    for order in ((QUESTION, *flags), (*flags, QUESTION), (*flags[:3], QUESTION, *flags[3:])):
+        assert cli("generate", model, *order).out == expected
+    cli("generate", model, *flags, QUESTION, "more").fails_with("unrecognized arguments: more")
     assert cli("generate", model, QUESTION, "--chat", *FEW).out == llm.chat(asked[1:], GREEDY)[0].outputs[0].text
     assert expected != llm.generate(QUESTION, GREEDY)[0].outputs[0].text
     cli("generate", model, QUESTION, "--system", "Be brief.", *FEW).fails_with("--system needs --chat")
