@@ -249,7 +249,7 @@ class AsyncLLM:
     def _report(self, caller: Caller) -> None:
         """Says what has become of a request so far; where all of it has ended, it is counted and leaves."""
         assert caller.request is not None
-        output = request_output(caller.request, caller.text, caller.request_id)
+        output = request_output(caller.request, caller.ids, caller.text, caller.request_id)
         written = sum(len(completion.token_ids) for completion in output.outputs)
         self._generated_tokens += written - caller.counted
         caller.counted = written

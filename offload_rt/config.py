@@ -155,7 +155,7 @@ class EngineConfig:
     hf_token: str | None = option(
         None, help="the hub's token (default: $HF_TOKEN, or that of hf auth login)", repr=False, group="hub", plans=True
     )
-    download_dir: str | None = option(
+    download_dir: Path | None = option(
         None,
         help="where models of the hub are kept (default: its cache folder)",
         metavar="DIR",
@@ -176,6 +176,7 @@ class EngineConfig:
             "exact": _parsed_exact(self.exact, self.policy),
             "skew": _parsed_path(self.skew, "skew"),
             "swap": _parsed_path(self.swap, "swap"),
+            "download_dir": _parsed_path(self.download_dir, "download_dir"),
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)

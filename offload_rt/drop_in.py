@@ -191,14 +191,16 @@ class OffloadedCache(Cache):
         `[B, keep, V]` of what follows the last `keep` tokens (0: all T).
 
         One token a row is a decode step under the policy; several are attended to exactly, as a prompt is. Raises
-        InputError, ModelError, PoolFullError: the cache is empty then.
+        InputError for what does not go on from here, and changes nothing; ModelError, PoolFullError, after which the
+        cache is empty.
         """
         keep = keep or ids.shape[1]
+        if self._rows:
+            self._check(ids, mask)
         try:
             with self._runner.pool.lock:
                 if not self._rows:
                     return self._begin(ids, mask, keep)
-                self._check(ids, mask)
                 return self._decode(ids) if ids.shape[1] == 1 else self._extend(ids, keep)
         except BaseException:  # what was being computed is in between: none of it can be gone on with
             self.free()

@@ -275,7 +275,8 @@ class LLM:
         finally:
             for request in requests:
                 engine.cancel(request)
-        return [request_output(request, text) for request, text in zip(requests, texts, strict=True)]
+        given = zip(requests, encoded, texts, strict=True)
+        return [request_output(request, ids, text) for request, ids, text in given]
 
     def make_engine(self, on_failure: Callable[[Request, Exception], None] | None = None) -> Engine:
         """An engine over this runtime, for front ends that add requests and take steps themselves. `on_failure` hears

@@ -150,8 +150,11 @@ def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
         generated(model, given, do_sample=False, output_hidden_states=True, return_dict_in_generate=True)
     cache = OffloadedCache(ours)
     generated(model, batch(1), do_sample=False, past_key_values=cache)
+    held = cache.get_seq_length()
     with pytest.raises(InputError, match="2 rows for a cache of 1"):
         generated(model, {name: torch.cat([x, x[:, -1:]], 1) for name, x in given.items()}, past_key_values=cache)
+    assert cache.get_seq_length() == held > 0, "a wrong call loses nothing"
+    cache.free()
     with pytest.raises(InputError, match="cannot be taken back"):
         OffloadedCache(ours).crop(-3)
     with pytest.raises(InputError, match="within `with offload"):

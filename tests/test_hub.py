@@ -46,6 +46,11 @@ def test_a_revision_from_a_folder_of_ones_own(cache: Path) -> None:
         LLM("somebody/tiny")
 
 
+def test_a_folder_below_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub_of(EngineConfig(download_dir="~/models")).options["cache_dir"] == str(tmp_path / "models")
+
+
 def test_a_token_is_never_shown() -> None:
     config = EngineConfig(hf_token="hf_secret")
     assert hub_of(config).options["token"] == "hf_secret"

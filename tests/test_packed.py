@@ -123,6 +123,14 @@ def test_what_must_have_numbers_refuses(tmp_path: Path) -> None:
         GPT2Adapter(model)
 
 
+def test_a_format_that_becomes_numbers_is_no_packing(tmp_path: Path) -> None:
+    """transformers has no kernel for mxfp4 on a CPU: its layers may be brought over one by one."""
+    folder = Path(tiny_checkpoint(tmp_path, "llama"))
+    plain = load_shape(folder, device="cpu")
+    edit_config(folder, quantization_config={"quant_method": "mxfp4"})
+    assert load_shape(folder, device="cpu") == plain
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 def test_a_format_whose_library_is_missing_says_what_to_install(method: str, tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path, "llama"))

@@ -15,6 +15,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model
 
 from offload_rt import LLM, AsyncLLM, ConfigError, InputError, SamplingParams
+from offload_rt.engine import structure
 from offload_rt.models.registry import load_model
 from offload_rt.outputs import CompletionOutput
 from offload_rt.sampling_params import StructuredOutputs
@@ -134,3 +135,22 @@ def test_an_answer_that_cannot_go_on_is_an_error_of_its_own(exact: str | None) -
 
 def test_a_schema_may_be_text() -> None:
     assert StructuredOutputs(json=json.dumps(SCHEMA)) == StructuredOutputs(json=SCHEMA)
+
+
+def test_a_structure_is_understood_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at it, and however often; each answer goes on by itself."""
+    understood: list[str] = []
+    table = structure._table
+
+    def counted(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
+        understood.append("once")
+        return table(tokenizer, vocab, ends)
+
+    monkeypatch.setattr(structure, "_table", counted)
+    llm, asked = (
+        runtime(),
+        SamplingParams(max_tokens=8, seed=1, n=2, structured_outputs=StructuredOutputs(regex="[ab]{9}c")),
+    )
+    first, second = (llm.generate(["It was"], asked)[0].outputs for _ in range(2))
+    assert [one.text for one in first] == [one.text for one in second]
+    assert understood == ["once"]

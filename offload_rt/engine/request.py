@@ -109,12 +109,13 @@ class Request(Protocol):
         ...
 
 
-def request_output(request: Request, text: str | None = None, name: str | None = None) -> RequestOutput:
-    """What has become of a request so far: of the prompt `text`, if it was one; `name` in place of its number."""
+def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
+    """What has become of a request so far: of the prompt's token ids, which are not copied (outputs of every step share
+    them), and its text, if it was one; `name` in place of its number."""
     return RequestOutput(
         request_id=str(request.prompt.id) if name is None else name,
         prompt=text,
-        prompt_token_ids=list(request.prompt.token_ids),
+        prompt_token_ids=ids,
         prompt_logprobs=request.prompt_logprobs,
         outputs=request.completions(),
         finished=all(sample.finish_reason is not None for sample in request.samples),

@@ -37,13 +37,12 @@ class Structure:
     ) -> None:
         """vocab: how many logits there are. Raises InputError where the structure is not understood, or there is no
         fast tokenizer; ConfigError without llguidance."""
-        matcher = _library().LLMatcher
-        self._vocab = vocab
+        self._vocab, library = vocab, _library()
         try:
-            self._matcher: LLMatcher = matcher(_table(tokenizer, vocab, tuple(sorted(ends))), _grammar(asked))
+            grammar = _grammar(asked, library)
         except ValueError as error:
             raise InputError(f"structured_outputs are not understood: {error}") from error
-        self._check("structured_outputs are not understood")
+        self._matcher: LLMatcher = _understood(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
 
     def copy(self) -> Structure:
         """Another that is as far, and goes on by itself."""
@@ -71,8 +70,7 @@ class Structure:
         self._check("structured_outputs cannot be followed")
 
     def _check(self, what: str) -> None:
-        if self._matcher.is_error():
-            raise InputError(f"{what}: {self._matcher.get_error()}")
+        _raise_error(self._matcher, what)
 
 
 def _library() -> Any:
@@ -83,9 +81,9 @@ def _library() -> Any:
     return llguidance
 
 
-def _grammar(asked: StructuredOutputs) -> str:
+def _grammar(asked: StructuredOutputs, library: Any) -> str:
     """What llguidance reads."""
-    matcher = _library().LLMatcher
+    matcher = library.LLMatcher
     if asked.json is not None:
         return str(matcher.grammar_from_json_schema(json.dumps(asked.json), overrides=JSON_OPTIONS))
     if asked.regex is not None:
@@ -93,6 +91,26 @@ def _grammar(asked: StructuredOutputs) -> str:
     if asked.choice is not None:
         return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice))))
     return str(matcher.grammar_from_lark(asked.grammar))
+
+
+@lru_cache(maxsize=64)
+def _understood(
+    tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
+) -> LLMatcher:
+    """The beginning of every answer by this grammar, which is looked at when a request comes, when it starts and for
+    each of its completions: never to be moved, only copied."""
+    what, table = "structured_outputs are not understood", _table(tokenizer, vocab, ends)
+    try:
+        found: LLMatcher = _library().LLMatcher(table, grammar)
+    except ValueError as error:
+        raise InputError(f"{what}: {error}") from error
+    _raise_error(found, what)
+    return found
+
+
+def _raise_error(matcher: LLMatcher, what: str) -> None:
+    if matcher.is_error():
+        raise InputError(f"{what}: {matcher.get_error()}")
 
 
 @lru_cache(maxsize=4)

@@ -30,13 +30,14 @@ class Hub:
 
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
-    folder: str | None = None
+    folder: Path | None = None
     trust_remote_code: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """What transformers' `from_pretrained` is told of it."""
-        asked = {"revision": self.revision, "token": self.token, "cache_dir": self.folder}
+        folder = None if self.folder is None else str(self.folder)
+        asked = {"revision": self.revision, "token": self.token, "cache_dir": folder}
         given = {name: value for name, value in asked.items() if value is not None}
         return {**given, "trust_remote_code": self.trust_remote_code}
 

@@ -145,16 +145,8 @@ def load_model(
         if chosen.type == "cpu":
             order_by_columns(loaded)
     else:
-        if on_host:
-            raise ConfigError(
-                "the weights of a loaded model stay where they are, and they do not all fit device_memory: pass the "
-                "model's folder or hub id, or raise device_memory"
-            )
-        _check_is_model(model)
-        loaded, chosen = model, model.device
-        _check_loaded(loaded, str(device), str(dtype).removeprefix("torch."))
-        _refuse_unproved(type(loaded).__name__, verify)
-        loaded.train(False)
+        loaded = _as_given(model, str(device), str(dtype).removeprefix("torch."), on_host, verify)
+        chosen = loaded.device
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
     used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer, hub)
     strange = one_error(f"the checkpoint {name!r} says what no model can be") if loaded is not model else nullcontext()
@@ -176,6 +168,22 @@ def load_model(
             layers=tuple(decoder_layers(loaded)),
             sampling=sampling_defaults(getattr(loaded, "generation_config", None)),
         )
+
+
+def _as_given(
+    model: PreTrainedModel, device: str, dtype: str, on_host: Collection[int], verify: Verify
+) -> PreTrainedModel:
+    """A loaded model where it is, in eval mode. Raises ConfigError and ModelError where it cannot run so."""
+    if on_host:
+        raise ConfigError(
+            "the weights of a loaded model stay where they are, and they do not all fit device_memory: pass the "
+            "model's folder or hub id, or raise device_memory"
+        )
+    _check_is_model(model)
+    _check_loaded(model, device, dtype)
+    _refuse_unproved(type(model).__name__, verify)
+    model.train(False)
+    return model
 
 
 def _is_of_transformers(model: PreTrainedModel) -> bool:
@@ -241,12 +249,13 @@ def load_shape(
             fixed, layers = stored_bytes(location, skeleton, chosen)
             sizes = replace(sizes, fixed=fixed, layers=layers)
             return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config))
+        packed = None
     else:
         _check_is_model(model)
         skeleton, where, chosen = model, model.device, model.dtype
         _check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))
-        geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
-    return ModelShape(geometry, _weight_bytes(skeleton), sizes, chosen, where, packing(skeleton.config))
+        geometry, sizes, packed = adapter_for(skeleton).geometry, weight_sizes(skeleton), packing(skeleton.config)
+    return ModelShape(geometry, _weight_bytes(skeleton), sizes, chosen, where, packed)
 
 
 def _check_is_model(model: object) -> None:

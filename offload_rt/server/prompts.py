@@ -42,7 +42,7 @@ class Prompts:
 
     async def of_text(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        return await self._apart(lambda: self._ids(text, special_tokens))
+        return await self._in_thread(lambda: self._ids(text, special_tokens))
 
     async def of_conversation(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """The conversation as the template prints it, and its token ids. answer: with what begins the answer."""
@@ -51,20 +51,20 @@ class Prompts:
             text = self._rendered(conversation, answer)
             return text, self._ids(text, special_tokens=False)
 
-        return await self._apart(make)
+        return await self._in_thread(make)
 
     async def text_of(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         size = len(self.tokenizer)
         if wrong := [i for i in ids if i >= size]:
             raise refused(f"{wrong[0]} is no token of this model, which has {size:,}", "tokens")
-        return await self._apart(lambda: str(self.tokenizer.decode(list(ids))))
+        return await self._in_thread(lambda: str(self.tokenizer.decode(list(ids))))
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _apart(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _ids(self, text: str, special_tokens: bool) -> list[int]:
