@@ -66,10 +66,11 @@ SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels 
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
-SOAK_requests := tests/test_sharing.py
+SOAK_requests := tests/test_sharing.py tests/test_async_llm.py
 SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py
 SOAK_architectures := tests/test_architectures.py tests/test_gguf.py tests/test_drop_in.py
-SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py
+SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py \
+	tests/test_gpu_streams.py
 SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \
 	tests/test_attention.py tests/test_counted.py tests/test_links.py
 SOAK_kernels := tests/test_triton_compile.py
