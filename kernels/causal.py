@@ -32,13 +32,16 @@ def attend_causal(
 
     q `[H, m, d]`, k and v `[Hkv, n, d]`; query i sees the keys up to n - m + i, and of these the last `window`. Scores
     are capped where there is a softcap; sinks `[H]` are the scores of a row without a value, which takes its share of
-    the softmax. Returns `[H, m, d]`. One group member at a time, so that K and V are never repeated.
+    the softmax. Returns `[H, m, d]`. One group member at a time, so that K and V are never repeated, but where a flash
+    kernel takes groups as they are.
     """
     heads, m, d = q.shape
     if softcap is not None or sinks is not None:
         return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)
     if window is None and q.device.type == "cpu" and heads // k.shape[0] * m <= FEW:
         return _few(q.unflatten(0, (k.shape[0], -1)), k, v, scale)
+    if window is None and heads > k.shape[0] and _takes_groups(q, k, v):
+        return _lower_right(q[None], k[None], v[None], scale, k.shape[1], enable_gqa=True)[0]
     attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _lower_right)
     grouped = q.unflatten(0, (k.shape[0], -1))
     outs = [attend(grouped[None, :, g], k[None], v[None], scale, window or k.shape[1]) for g in range(grouped.shape[1])]
@@ -72,10 +75,21 @@ def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, w
     return F.scaled_dot_product_attention(q, k[:, :, first:], v[:, :, first:], attn_mask=mask, scale=scale)
 
 
-def _lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a flash kernel of the device does it, which is in half precision: of torch's others one refuses groups
+    and one repeats K and V, with a mask."""
+    if q.device.type != "cuda":
+        return False
+    whole = torch.backends.cuda.SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
+    return torch.backends.cuda.can_use_flash_attention(whole)
+
+
+def _lower_right(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
+) -> torch.Tensor:
     """torch's own bias object: the flash kernels of a GPU take it without a mask."""
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:

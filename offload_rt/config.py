@@ -104,7 +104,8 @@ class EngineConfig:
         by lookup); a method's name or a mapping of `DraftOptions` says how. None attends to what the policy selects.
     cuda_graphs: capture decode steps as CUDA graphs and replay them where all that they launch can be repeated
         (`forward/cuda_graphs.py`).
-    prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory.
+    prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory. None
+        is 512 on a CPU and 2,048 on a device; there as few as 512 where `device_memory` would else keep less on it.
     prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
     max_batch: sequences decoded together by `LLM.generate`, `score` and `turns`.
     verify: "auto" compares the model with transformers' own forward, layer by layer over a few random tokens, the first
@@ -145,9 +146,10 @@ class EngineConfig:
         None, help="the text of full attention: drafts are verified by all rows", group="policy"
     )
     cuda_graphs: bool = option(False, help="replay decode steps as CUDA graphs", group="device")
-    prefill_slice: int = option(
-        512, help="prompt tokens whose attention is computed together", metavar="N", group="device", plans=True
-    )
+    prefill_slice: int | None = option(
+        None, help="prompt tokens whose attention is computed together (default: 512, on a GPU 2048)", metavar="N",
+        group="device", plans=True,
+    )  # fmt: skip
     prefill_tokens: int = option(512, help="prompt tokens prefilled per step while others decode", metavar="N")
     max_batch: int = option(32, help="sequences decoded together", metavar="N")
     verify: Verify = option("auto", help="compare the model with transformers' own when it is loaded", group="device")
@@ -185,7 +187,8 @@ class EngineConfig:
         check_choice("kv_format", self.kv_format, get_args(KVFormatName))
         check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
         for name in ("prefill_slice", "prefill_tokens", "max_batch"):
-            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
         check(
             self.working_set >= 0,

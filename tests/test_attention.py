@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cuda_simulator import Lazy, simulated
 
 from offload_rt.core import KVPart
 from offload_rt.forward.attention import attend, group_weights, scores_lse
@@ -44,6 +45,18 @@ def test_causal_slices(
     out = attend_causal(q.to(device), k.to(device), v.to(device), 0.3, window)
     assert out.dtype == dtype and out.shape == q.shape
     assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 4)], ids=str)
+def test_a_device_reads_keys_once_for_a_group_in_half_precision(dtype: torch.dtype, launches: int) -> None:
+    """A slice behind 26 tokens, and one that begins a text."""
+    for m, n in ((64, 90), (90, 90)):
+        q, k, v = random_rows(3, 2, 4, m, n, 32, dtype)
+        seen = torch.arange(n - m, n)[:, None] >= torch.arange(n)
+        with simulated(Lazy()) as sim:
+            out = attend_causal(q.to("cuda"), k.to("cuda"), v.to("cuda"), 0.3, None)
+            assert sim.launched["attention"] == launches
+            assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
 
 
 @settings(deadline=None)

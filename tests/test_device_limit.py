@@ -15,7 +15,6 @@ from support.cuda_simulator import Late, Lazy, Schedule, simulated
 from support.tiny_models import tiny_checkpoint, tiny_prompt
 
 from offload_rt import LLM
-from offload_rt.config import EngineConfig
 from offload_rt.models.registry import load_shape
 from offload_rt.planning import memory_model
 from offload_rt.planning.memory_model import DeviceCosts
@@ -110,7 +109,7 @@ def least(row: Row, folder: Path) -> int:
     shape = load_shape(folder, device="cuda", dtype="float32")
     demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
     rounded, working = "kv_format" in row.settings, row.settings.get("working_set", 0)
-    costs = DeviceCosts(shape, demand, EngineConfig().prefill_slice, rounded=rounded, working_set=working)
+    costs = DeviceCosts(shape, demand, 512, rounded=rounded, working_set=working)
     layers = BUFFERS if row.streamed else LAYERS
     return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
 

@@ -20,11 +20,12 @@ from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
 from offload_rt.core import CHUNK, ModelGeometry
 from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
 from offload_rt.models.registry import ModelShape, load_shape
 from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
-from offload_rt.planning.device_plan import plan_device
+from offload_rt.planning.device_plan import plan_device, plan_for
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.select.options import InfiniGenOptions
 from offload_rt.select.registry import memory_demand
@@ -446,6 +447,11 @@ def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> 
     assert not small.keys_on_host and 0 < len(small.streamed) < 32
     assert small.weights + costs.total([131_072]) <= 12_000_000_000 < small.weights + costs.total([131_072]) + layer
     assert small.streamed_bytes == len(small.streamed) * layer
+    exact = small.weights + costs.total([131_072])
+    for limit, slices in ((24_000_000_000, 2048), (exact, 512)):
+        config = EngineConfig(policy_options={"preset": preset}, device_memory=limit, max_context=131_072)
+        chosen = plan_for(replace(config, host_memory=1 << 36), shape)
+        assert chosen.costs.slice == slices and chosen.streamed == plan_device(limit, costs, 131_072).streamed
     keys = layers * 8 * row * 131_072
     assert keys <= costs.scoring(131_072) <= 1.1 * keys
     with pytest.raises(MemoryLimitError, match="scoring keys on the host"):

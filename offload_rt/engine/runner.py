@@ -24,7 +24,7 @@ from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
-from ..planning.device_plan import DevicePlan
+from ..planning.device_plan import DevicePlan, prefill_slices
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
@@ -71,6 +71,8 @@ class Runner:
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
         self.plan, self.weights = plan, weights
         self.adapter = model.adapter
+        best = prefill_slices(config, self.adapter.device)[0]
+        self._slice_tokens = best if plan is None else plan.costs.slice
         usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
         self.room = Room(pool, policy, config)
@@ -311,13 +313,12 @@ class Runner:
         a layer is done, `every_logits` at the end with the logits of all tokens (`Prefill`)."""
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         self.room.slide(sequence, self.link.storage, stop, behind=SHARED_BEHIND if self.room.shares else 0)
-        size = self.config.prefill_slice
         return Prefill(
             sequence,
             stop,
             self.adapter,
             self.link.storage,
-            slice_tokens=size,
+            slice_tokens=self._slice_tokens,
             logits_of=int(want_logits),
             before_layer=before_layer,
             after_layer=after_layer,

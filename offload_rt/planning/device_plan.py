@@ -7,8 +7,11 @@ keys: they stay on the host and are scored there (InfiniGen §6.2), which is slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+
+import torch
 
 from ..config import EngineConfig
 from ..core import CHUNK
@@ -60,6 +63,10 @@ class DevicePlan:
         """Bytes for everything that is no weight."""
         return self.limit - self.weights
 
+    def beside(self, other: DevicePlan) -> bool:
+        """Whether it has the same weights and scoring keys on the device."""
+        return self.streamed == other.streamed and self.keys_on_host == other.keys_on_host
+
     def check(self, contexts: Sequence[int]) -> None:
         """Raises DeviceFullError where sequences with room for so many tokens could take more than the limit."""
         needed = self.costs.total([_slots(context) for context in contexts]) if contexts else 0
@@ -89,11 +96,20 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     raise MemoryLimitError(_too_small(limit, chosen, context))
 
 
+def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """How many prompt tokens may be computed together, the best number first: a device wants many, and products of a
+    CPU gain nothing from more than 512."""
+    if config.prefill_slice is not None:
+        return (config.prefill_slice,)
+    return (512,) if device.type == "cpu" else (2048, 1024, 512)
+
+
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """What sequences take of the device under `config`. Raises ConfigError for the policy's options."""
+    """What sequences take of the device under `config`, in slices of the best size. Raises ConfigError for the policy's
+    options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
-    rounded = config.kv_format != "auto"
-    return DeviceCosts(shape, demand, config.prefill_slice, rounded=rounded, working_set=config.working_set)
+    rounded, best = config.kv_format != "auto", prefill_slices(config, shape.device)[0]
+    return DeviceCosts(shape, demand, best, rounded=rounded, working_set=config.working_set)
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
@@ -103,7 +119,10 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     geometry = shape.geometry
     pool = config.host_memory or available_memory() // 2
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
-    plan = plan_device(config.device_memory, costs_for(config, shape), config.max_context or held)
+    costs, context = costs_for(config, shape), config.max_context or held
+    *larger, least = (replace(costs, slice=size) for size in prefill_slices(config, shape.device))
+    plan = plan_device(config.device_memory, least, context)
+    plan = next((found for found in _plans(config.device_memory, larger, context) if found.beside(plan)), plan)
     if plan.streamed and shape.packing is not None:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights beside {plan.context:,} tokens, and "
@@ -111,6 +130,13 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
             "raise device_memory, or give a smaller max_context"
         )
     return plan
+
+
+def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
+    """The plans of those that have one."""
+    for costs in several:
+        with suppress(MemoryLimitError):
+            yield plan_device(limit, costs, context)
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:

@@ -253,6 +253,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     patch.setattr(torch.Tensor, "is_pinned", lambda x, device=None: not x.is_cuda and memory.is_pinned(x.data_ptr()))
     patch.setattr(torch.Tensor, "record_stream", lambda x, stream: _used(sim, x, stream))
     patch.setattr(torch.nn.attention.bias, "CausalBias", _Bias)
+    patch.setattr(torch.backends.cuda, "can_use_flash_attention", _flash)
     patch.setattr(F, "scaled_dot_product_attention", _attention(sim, F.scaled_dot_product_attention))
 
 
@@ -298,6 +299,11 @@ class _Bias:
         self.queries, self.keys = queries, keys
 
 
+def _flash(params: Any, debug: bool = False) -> bool:
+    """What the flash kernels of a GPU take, groups of queries among it."""
+    return params.query.dtype in (torch.float16, torch.bfloat16) and params.query.shape[-1] <= 256
+
+
 def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`scaled_dot_product_attention`: on the device one launch, by its definition, that takes no memory but its
     result's, as the flash kernels do."""
@@ -306,6 +312,7 @@ def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callabl
         if not q.is_cuda:
             return of_torch(q, k, v, attn_mask=attn_mask, **named)
         assert set(named) <= {"scale", "is_causal", "enable_gqa", "dropout_p"}
+        assert not named.get("enable_gqa") or q.itemsize == 2, "K and V would be repeated"
         out = sim.new(torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="meta"), q.device)
         into, seen = sim.seen(out), [sim.seen(x) for x in (q, k, v)]
         mask = sim.seen(attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
