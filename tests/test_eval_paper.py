@@ -71,17 +71,15 @@ def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
     book = tmp_path / "arrow.txt"
     book.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
     size = PaperSize(256, 1, (0.3,), 1, 1, 1, (64,), 1, 1, 3)
-    for model, processes in (("reference", 2), ("reference-opt", 1)):
-        run_jobs([PaperJob(model, "lengths", size, book, tmp_path)], processes)
-    for model in ("reference", "reference-opt"):
-        rows = json.loads((tmp_path / model / "perplexity_by_context.json").read_text())["rows"]
-        assert [row["policy"] for row in rows] == ["full", *POLICIES]  # the one context that fits
-        assert {row["fingerprint"] for row in rows} == {load_model(model).fingerprint}
-        assert {row["context"] for row in rows} == {CONTEXTS[0]}
-        data = json.loads((tmp_path / model / "perplexity_by_context_with_64_tokens.json").read_text())["data"]
-        assert data == {row["policy"]: [[row["context"], row["perplexity"]]] for row in rows}
-    with pytest.raises(OffloadError):
-        run_jobs([PaperJob("no/such/model/at/all", "lengths", size, book, tmp_path)], 1)
+    jobs = [PaperJob(model, "lengths", size, book, tmp_path) for model in ("reference-opt", "no/such/model/at/all")]
+    with pytest.raises(OffloadError, match="no/such/model"):
+        run_jobs(jobs, 2)
+    rows = json.loads((tmp_path / "reference-opt" / "perplexity_by_context.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["full", *POLICIES]  # the one context that fits
+    assert {row["fingerprint"] for row in rows} == {load_model("reference-opt").fingerprint}
+    assert {row["context"] for row in rows} == {CONTEXTS[0]}
+    data = json.loads((tmp_path / "reference-opt" / "perplexity_by_context_with_64_tokens.json").read_text())["data"]
+    assert data == {row["policy"]: [[row["context"], row["perplexity"]]] for row in rows}
 
 
 def test_a_missing_book_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

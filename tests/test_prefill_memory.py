@@ -1,4 +1,4 @@
-"""Prefill of 8k tokens stays linear and small, measured as the resident memory of a process of its own."""
+"""Prefill of 4k tokens stays linear and small, measured as the resident memory of a process of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-TOKENS = 8192
+TOKENS = 4096
 
 MEASURE = f"""
 import resource

@@ -63,7 +63,7 @@ def test_nothing_heavy_is_imported_before_a_model_is_loaded(code: str) -> None:
 
 
 def test_the_probe_sees_what_is_imported() -> None:
-    assert heavy_after("from offload_rt import LLM").split()[:2] == ["torch", "transformers"]
+    assert heavy_after("import numpy, rich") == "numpy rich"
 
 
 def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
