@@ -62,7 +62,7 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults day server
+SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server
 SOAK_disk := tests/test_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
@@ -76,7 +76,8 @@ SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_trit
 SOAK_kernels := tests/test_triton_compile.py
 SOAK_api := tests/test_fuzz_api.py
 SOAK_files := tests/test_fuzz_files.py
-SOAK_faults := tests/test_failing_files.py
+SOAK_faults := tests/test_failing_files.py tests/test_memory_limit.py
+SOAK_growth := tests/test_growth.py
 SOAK_day := tests/test_day.py
 SOAK := $(or $(PART),$(SOAK_PARTS))
 

@@ -1,10 +1,11 @@
-"""A day of sessions in minutes (`make soak PART=day`; DAY_SECONDS, 600): they arrive at random, go on, are forked, cut
-and
-forgotten in a store with a limit, while processes end well or are killed. Memory, files and threads stay flat, the
-limit holds, and what a sample of them says is what the whole text makes of it."""
+"""A day of sessions in minutes (`make soak PART=day`; DAY_SECONDS, 600): they arrive as in a recorded trace of chats
+(without one at random), go on, are forked, cut and forgotten in a store with a limit, while processes end well or are
+killed. Memory, files and threads stay flat, the limit holds, and what a sample of them says is what the whole text
+makes of it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -12,7 +13,9 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,39 @@ from offload_rt import LLM, OffloadError, SamplingParams
 
 SECONDS = float(os.environ.get("DAY_SECONDS", "600"))
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
-LIMIT = 8 << 20
+LIMIT = 24 << 20
 OPTIONS: dict[str, Any] = {"limit": LIMIT, "ttl": 20.0}
-SESSIONS, RATE, LIFE = 400, 30.0, 15.0
+SESSIONS, RATE, LIFE = 2000, 30.0, 15.0
 """Names, arrivals a second, seconds that a process lives."""
+
+TRACE = Path(os.environ.get("OFFLOAD_RT_DATA", "../shared/data")) / "traces" / "conversation_trace.jsonl"
+SCALE = 200
+"""Recorded tokens for one of ours: the tiny model's 512 positions hold what they come to."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: seconds after the one before, session, tokens of prompt and answer."""
+
+    after: float
+    name: str
+    prompt: int
+    answer: int
+
+
+def arrivals(rng: random.Random) -> Iterator[Arrival]:
+    """Requests without end. Of a trace: from a place of its own on, the gaps and lengths recorded there, one session
+    for what begins alike; gaps are stretched to the rate."""
+    if not TRACE.exists():
+        while True:
+            name = f"s{int(SESSIONS * rng.random() ** 3)}"
+            yield Arrival(rng.expovariate(RATE), name, rng.randrange(1, 60), 4)
+    rows = [json.loads(line) for line in TRACE.read_text().splitlines()]
+    pace = len(rows) / (rows[-1]["timestamp"] - rows[0]["timestamp"]) / RATE
+    for before, row in itertools.pairwise(itertools.islice(itertools.cycle(rows), rng.randrange(len(rows)), None)):
+        tokens = (-(-row[name] // SCALE) for name in ("input_length", "output_length"))
+        name = f"s{row['hash_ids'][min(1, len(row['hash_ids']) - 1)] % SESSIONS}"
+        yield Arrival(max(0, row["timestamp"] - before["timestamp"]) * pace, name, *(min(n, 60) for n in tokens))
 
 
 def resident() -> int:
@@ -40,6 +72,8 @@ class Morning:
     def __init__(self, folder: Path, log: Path, seed: int) -> None:
         self.folder, self.log, self.rng = folder, log.open("a"), random.Random(seed)
         self.llm = LLM(MODEL, dtype="float64", host_memory="4MiB", policy="full")
+        self.arrivals = arrivals(self.rng)
+        self.names: set[str] = set()
         self.turns = self.checked = self.forks = self.cuts = self.forgotten = 0
 
     def run(self, until: float) -> None:
@@ -54,11 +88,14 @@ class Morning:
     def batch(self) -> None:
         """Arrivals of a second, answered together."""
         queue, rng = self.llm.turns(self.folder, max_batch=8, **OPTIONS), self.rng
-        end, arrival, waiting = 1.0, 0.0, []
-        while (arrival := arrival + rng.expovariate(RATE)) < end:
-            name = f"s{int(SESSIONS * rng.random() ** 3)}"
-            prompt = tiny_prompt(rng.randrange(1, 60), seed=rng.randrange(10**6))
-            waiting.append((prompt, queue.add(name, prompt, SamplingParams(max_tokens=4, temperature=0))))
+        left, waiting = 1.0, []
+        for arrival in self.arrivals:
+            prompt = tiny_prompt(arrival.prompt, seed=rng.randrange(10**6))
+            params = SamplingParams(max_tokens=arrival.answer, temperature=0)
+            waiting.append((prompt, queue.add(arrival.name, prompt, params)))
+            self.names.add(arrival.name)
+            if (left := left - arrival.after) < 0:
+                break
         while not queue.idle:
             with suppress(OffloadError):
                 queue.step()
@@ -73,7 +110,7 @@ class Morning:
         queue.close()
 
     def others(self) -> None:
-        name = f"s{int(SESSIONS * self.rng.random() ** 3)}"
+        name = self.rng.choice(sorted(self.names))
         with suppress(OffloadError), self.llm.session(name, self.folder, **OPTIONS) as session:
             what = self.rng.random()
             if what < 0.4:
@@ -92,7 +129,7 @@ class Morning:
             "process": os.getpid(), "rss": resident(), "files": len(stores), "bytes": sum(stores),
             "open": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "ended": ended,
             "pool": self.llm.runner.pool.bytes_held, "turns": self.turns, "checked": self.checked,
-            "forks": self.forks, "cuts": self.cuts, "forgotten": self.forgotten,
+            "names": len(self.names), "forks": self.forks, "cuts": self.cuts, "forgotten": self.forgotten,
         }  # fmt: skip
         self.log.write(json.dumps(held) + "\n")
         self.log.flush()
@@ -134,7 +171,9 @@ def test_a_day(tmp_path: Path) -> None:
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     notes = [json.loads(line) for line in log.read_text().splitlines()]
     last = {note["process"]: note for note in notes}.values()
-    total = {name: sum(note[name] for note in last) for name in ("turns", "checked", "forks", "cuts", "forgotten")}
+    total = {
+        name: sum(note[name] for note in last) for name in ("turns", "checked", "names", "forks", "cuts", "forgotten")
+    }
     most = {name: max(note[name] for note in notes) for name in ("rss", "files", "bytes", "open", "threads")}
     print(json.dumps({"seconds": SECONDS, "processes": seed, "killed": killed, **total, "most": most}))
     assert most["bytes"] <= LIMIT + (1 << 20), "temporaries of the dead and documents of both generations included"

@@ -1,0 +1,87 @@
+"""Ten thousand requests, and what stays of them: nothing. `make soak PART=growth`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import threading
+import tracemalloc
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, OffloadError, SamplingParams
+
+REQUESTS, READINGS = 10_000, 20
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
+
+
+def reading() -> dict[str, int]:
+    """What the process holds: memory, also by Python's own count, open files and threads."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    held = {"resident": resident, "python": tracemalloc.get_traced_memory()[0]}
+    return held | {"files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+
+
+def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
+    """Any request that people make, chosen at random."""
+
+    def prompt() -> list[int]:
+        return tiny_prompt(rng.randrange(1, 90), seed=rng.randrange(50))
+
+    def batch() -> None:
+        params = SamplingParams(max_tokens=rng.randrange(1, 6), seed=rng.randrange(9), logprobs=rng.choice([None, 2]))
+        llm.generate([prompt() for _ in range(rng.randrange(1, 4))], params)
+
+    def samples() -> None:
+        llm.generate(prompt(), SamplingParams(max_tokens=3, n=3, temperature=1.0))
+
+    def left() -> None:
+        with closing(llm.stream(prompt(), SamplingParams(max_tokens=9))) as stream:
+            next(stream)
+
+    def refused() -> None:
+        with suppress(OffloadError):
+            llm.generate(tiny_prompt(600, seed=1), SamplingParams(max_tokens=9))
+
+    def turn() -> None:
+        with llm.session(f"s{rng.randrange(30)}", folder, limit=1 << 20) as session, suppress(OffloadError):
+            list(session.send(tiny_prompt(rng.randrange(1, 20), seed=2), SamplingParams(max_tokens=2)))
+
+    def scored() -> None:
+        llm.score([prompt()], [tiny_prompt(5, seed=3)])
+
+    kinds = (batch, samples, left, refused, scored, turn)
+    return lambda: rng.choices(kinds, weights=(8, 2, 2, 1, 2, 3))[0]()
+
+
+@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="takes minutes: make soak PART=growth")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    readings = []
+    with LLM(MODEL, dtype="float64", host_memory="2MiB", policy="infinigen") as llm:
+        one = requests(llm, tmp_path / "store", random.Random(0))
+        tracemalloc.start()
+        try:
+            for _ in range(READINGS):
+                for _ in range(REQUESTS // READINGS):
+                    one()
+                assert llm.runner.pool.bytes_held == 0
+                readings.append(reading())
+        finally:
+            tracemalloc.stop()
+        llm.runner.check_integrity()
+    print(json.dumps({"requests": REQUESTS, "first": readings[0], "last": readings[-1]}))
+    half = READINGS // 2
+    for name, slack in (("resident", 8 << 20), ("python", 1 << 20), ("files", 2), ("threads", 2)):
+        early, late = (max(one[name] for one in part) for part in (readings[:half], readings[half:]))
+        assert late <= early + slack, f"{name} grows: {early} in the first half, {late} in the second"

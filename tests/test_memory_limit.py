@@ -1,0 +1,77 @@
+"""Memory that ends at any allocation of a session's life: the process may fail, the next one answers right, and what
+was saved before is there. `make soak PART=faults`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
+
+from offload_rt import LLM, OffloadError, SamplingParams
+
+LIVES = 300
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=4096)
+SHORT = SamplingParams(max_tokens=3, temperature=0)
+TURNS = [tiny_prompt(70, seed=1), tiny_prompt(900, seed=2)]
+NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad allocation", "std::bad_alloc")
+MOST = 48 << 20
+"""Bytes above what the process has that the most generous limit leaves it: enough for both turns."""
+
+
+def make_llm() -> LLM:
+    return LLM(MODEL, dtype="float64", host_memory="8MiB", policy="full")
+
+
+def addresses() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def live(folder: Path, spare: int) -> int:
+    """A session's second turn in a process of its own with `spare` bytes of addresses to take. 0: it was answered and
+    saved; 1: refused, or out of memory; 2: something else, and what is printed."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    code = 2
+    try:
+        warnings.simplefilter("ignore")
+        resource.setrlimit(resource.RLIMIT_AS, (addresses() + spare,) * 2)
+        with make_llm() as llm, llm.session("ada", folder) as session:
+            list(session.send(TURNS[1], SHORT))
+        code = 0
+    except (MemoryError, OffloadError):
+        code = 1
+    except (OSError, RuntimeError) as error:
+        code = 1 if any(words in str(error) for words in NO_MEMORY) else 2
+        if code == 2:
+            print(repr(error), flush=True)
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="takes minutes: make soak PART=faults")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_the_next_start_answers_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    codes = []
+    for i in range(LIVES):
+        folder = tmp_path / f"store{i}"
+        with make_llm() as llm, llm.session("ada", folder) as session:
+            list(session.send(TURNS[0], SHORT))
+            before = session.tokens
+        codes.append(live(folder, MOST * i**2 // (LIVES - 1) ** 2))
+        with make_llm() as llm, llm.session("ada", folder) as session:
+            found = session.tokens
+            assert found[: len(before)] == before, "what was saved before is there"
+            assert len(found) == len(before) or codes[-1] != 1 or found[len(before) :][: len(TURNS[1])] == TURNS[1]
+            said = [event.token_id for event in session.send(tiny_prompt(5, seed=3), SHORT)]
+            assert_greedy(MODEL, found + tiny_prompt(5, seed=3), said)
+            session.check_integrity()
+    print({code: codes.count(code) for code in set(codes)})
+    assert {code for code in codes if code >= 0} <= {0, 1}
+    assert codes[0] == 1 and codes[-1] == 0, "the limits are those between too little and enough"
