@@ -8,11 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -34,7 +37,14 @@ def make_llm(chunks: int = 40, **options: Any) -> LLM:
 def alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
     """What a prompt gets where there is nobody else."""
     with make_llm() as llm:
-        yield lambda prompt, params: [one.token_ids for one in completed(llm.generate(prompt, params))]
+        known: dict[str, list[list[int]]] = {}
+
+        def told(prompt: list[int], params: SamplingParams) -> list[list[int]]:
+            if (key := f"{prompt} {params}") not in known:
+                known[key] = [one.token_ids for one in completed(llm.generate(prompt, params))]
+            return known[key]
+
+        yield told
 
 
 def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None = None, **options: Any) -> Any:
@@ -51,6 +61,15 @@ def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None 
         return found
 
     return asyncio.run(run())
+
+
+async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
+    """`enumerate` from 1, closed where its reader leaves."""
+    count = 0
+    async with aclosing(items):
+        async for item in items:
+            count += 1
+            yield count, item
 
 
 async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **more: Any) -> list[list[int]]:
@@ -120,6 +139,67 @@ def test_who_leaves_takes_the_rows_along(how: str, alone: Any) -> None:
         return found
 
     assert serve(asks) == alone(tiny_prompt(30), GREEDY)
+
+
+CALLERS = st.lists(
+    st.tuples(
+        st.integers(0, 5),
+        st.integers(0, 3),
+        st.integers(0, 8),
+        st.sampled_from(["stays", "breaks", "aborts", "cancels"]),
+        st.integers(1, 6),
+    ),
+    min_size=1,
+    max_size=9,
+)
+"""Of each: which prompt, which parameters, turns of the loop before it comes, how it ends, after how many outputs."""
+
+
+@settings(
+    max_examples=2000 if "OFFLOAD_RT_SOAK" in os.environ else 5,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(callers=CALLERS, chunks=st.integers(4, 16), batch=st.integers(1, 4))
+def test_callers_in_any_order_that_leave_at_any_time(callers: Any, chunks: int, batch: int, alone: Any) -> None:
+    kinds = [GREEDY, SamplingParams(max_tokens=9, seed=5), SamplingParams(max_tokens=7, seed=1, n=2)]
+    kinds.append(SamplingParams(max_tokens=50, temperature=0))
+
+    async def one(engine: AsyncLLM, number: int, caller: Any) -> None:
+        which, kind, delay, ends, after = caller
+        prompt, params = tiny_prompt(10 + 30 * which, seed=which), kinds[kind]
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        got: list[list[int]] = []
+
+        async def read() -> None:
+            outputs = engine.generate(prompt, params, request_id=str(number))
+            async for count, output in aenumerate(outputs):
+                got[:] = [list(each.token_ids) for each in output.outputs]
+                if count == after and ends == "breaks":
+                    return
+                if count == after and ends == "aborts":
+                    await engine.abort(str(number))
+
+        task = asyncio.create_task(read())
+        while ends == "cancels" and not task.done():
+            if len(got) and sum(map(len, got)) >= after:
+                task.cancel()
+            await asyncio.sleep(0)
+        with suppress(asyncio.CancelledError, PoolFullError):
+            await task
+        expected = alone(prompt, params)
+        for mine, whole in zip(got, expected, strict=False):
+            assert mine == whole[: len(mine)]
+        if ends == "stays" and got:
+            assert got == expected
+
+    async def asks(engine: AsyncLLM) -> None:
+        await asyncio.gather(*(one(engine, number, caller) for number, caller in enumerate(callers)))
+        while engine._callers:
+            await asyncio.sleep(0)
+
+    serve(asks, make_llm(chunks, max_batch=batch))
 
 
 def test_an_error_is_one_requests_own(alone: Any) -> None:
