@@ -81,8 +81,9 @@ class EngineConfig:
     device_memory: hard limit on bytes of the device: weights, scoring keys, resident and fetched rows, activations.
         Decoder layers that do not fit stay in host memory and cross the link for every step; scoring keys that still do
         not fit are scored on the host. The tokens are the same. None takes what there is and keeps everything there.
-    max_context: tokens of one sequence that `device_memory` is planned for; None takes all positions of the model, as
-        far as the host pool holds them.
+    max_context: tokens of the longest sequence: `device_memory` is planned for it, and rotary frequencies that follow
+        the length of the text (longrope, dynamic) are those of this length. None takes all positions of the model, for
+        the plan as far as the host pool holds them.
     host_memory: hard limit on bytes of KV in host memory; None takes half of what is free.
     eviction: what leaves when a sequence outgrows the pool; None makes that an error.
     skew: path of a skew artifact, or of a folder that `offload-rt skew` or `tune` wrote: what `tune` chose are then the
@@ -125,7 +126,7 @@ class EngineConfig:
         None, help="limit of all that is on the device: weights beyond it stream", group="device", plans=True
     )
     max_context: int | None = option(
-        None, help="tokens that --device-memory is planned for (default: all)", metavar="N", group="device"
+        None, help="tokens of the longest sequence that is planned for (default: all)", metavar="N", group="device"
     )
     host_memory: Size | None = option(None, help="limit of KV in host memory, such as 200GiB", group="pool", plans=True)
     eviction: EvictionOptions | None = option(None, help="what leaves a full pool", group="pool")

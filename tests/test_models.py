@@ -446,7 +446,7 @@ class TestRefusals:
         self.refused(folder, "cannot load the tokenizer of")
 
     @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-    def test_rope_that_depends_on_the_length(self, rope_type: str) -> None:
+    def test_rope_that_depends_on_the_length_of_a_loaded_model(self, rope_type: str) -> None:
         rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 2048}
         if rope_type == "longrope":
             rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from ..planning.memory_model import Machine, obstacles, requirements
     from .tables import requirements_table
 
-    shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config))
+    shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=args.context)
     machine, geometry = Machine.here(config.host_memory, shape.device), shape.geometry
     plan = None if config.device_memory is None else plan_for(config, shape)
     costs = costs_for(config, shape) if plan is None else plan.costs

@@ -59,6 +59,7 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
         on_host=on_host,
         verify=config.verify,
         hub=hub_of(config),
+        reach=config.max_context,
     )
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
@@ -98,7 +99,7 @@ def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
     if config.device_memory is None:
         return None
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
-    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config))
+    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=config.max_context)
     return plan_for(replace(config, policy_options=options), shape)
 
 

@@ -33,6 +33,7 @@ from .fingerprint import fingerprint
 from .location import OPEN, Hub, Location, locate
 from .packed import held_bytes, packing, stays_packed, stored_bytes
 from .proof import prove, prove_once
+from .reach import hold_frequencies
 from .sampling_defaults import sampling_defaults
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
@@ -121,6 +122,7 @@ def load_model(
     on_host: Collection[int] = (),
     verify: Verify = "auto",
     hub: Hub = OPEN,
+    reach: int | None = None,
 ) -> LoadedModel:
     """Loads "reference" (ships in the package), a local folder, a GGUF file ("model.gguf", a folder that holds one,
     "owner/name/file.gguf" on the hub; dequantised) or a hub id, or takes a loaded transformers model.
@@ -129,7 +131,7 @@ def load_model(
     folder to read one from; None takes the checkpoint's own, if it has one. The parameters of the decoder layers
     `on_host` stay in host memory (the whole model goes through it, then): they cannot run before they are brought over.
     `verify`: as in `EngineConfig`; weights that stay in host memory are proved there. `hub`: how a checkpoint is
-    fetched, and a tokenizer that is named.
+    fetched, and a tokenizer that is named. `reach`: tokens of the longest text, for `hold_frequencies`.
     Raises ModelError (unsupported, not proved, missing, incomplete or damaged), ConfigError (device or dtype; a loaded
     model with layers `on_host`), MemoryLimitError.
     """
@@ -138,10 +140,11 @@ def load_model(
         location, name = locate(model, hub), os.fspath(model)
         config = read_config(location, architectures())
         chosen = resolve_device(device)
-        _refuse_early(location, config, verify)
+        _refuse_early(location, config, verify, reach)
         own_tokenizer = read_tokenizer(location) if tokenizer is None else None
         landing = torch.device("cpu") if on_host else chosen
         loaded = read_weights(location, config, landing, resolve_dtype(dtype, location, config, chosen))
+        hold_frequencies(loaded, reach)
         if chosen.type == "cpu":
             order_by_columns(loaded)
     else:
@@ -200,12 +203,14 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
     return tokenizer
 
 
-def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify) -> None:
+def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify, reach: int | None) -> None:
     """Raises ModelError where a checkpoint of a class that nobody declared cannot run, before its weights are read."""
     name = architecture_of(config)
     if name not in _adapters:
         _refuse_unproved(name, verify)
-        adapter_for(build_skeleton(location, config, torch.float32))
+        skeleton = build_skeleton(location, config, torch.float32)
+        hold_frequencies(skeleton, reach)
+        adapter_for(skeleton)
 
 
 def _refuse_unproved(architecture: str, verify: Verify) -> None:
@@ -234,6 +239,7 @@ def load_shape(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     hub: Hub = OPEN,
+    reach: int | None = None,
 ) -> ModelShape:
     """What `load_model` would give, from the configuration alone (config.json, or the header of a GGUF file), or of a
     loaded model. Raises what `load_model` raises."""
@@ -244,6 +250,7 @@ def load_shape(
         chosen = resolve_dtype(dtype, location, config, where) or torch.float32
         skeleton = build_skeleton(location, config, chosen)
         with one_error(f"the checkpoint {location} says what no model can be"):
+            hold_frequencies(skeleton, reach)
             geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
         if stays_packed(config, where):
             fixed, layers = stored_bytes(location, skeleton, chosen)

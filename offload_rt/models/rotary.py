@@ -15,8 +15,7 @@ import torch
 
 from ..errors import ModelError
 from ..kernels.dispatch import rotate_halves
-
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
+from .reach import FOLLOWS
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """cos and signed sin (the minus of the rotation is in it), each `[1, T, w]`, for the first w of a head's dimensions."""
@@ -175,11 +174,12 @@ def _order_of(attention: Any, waves: Rotation) -> Order:
 
 
 def refuse_length_dependent(rope_types: Sequence[str]) -> None:
-    """Raises ModelError where cached keys could not stay valid."""
+    """Raises ModelError where cached keys could not stay valid: nobody has held the frequencies (`reach`)."""
     for rope_type in rope_types:
-        if rope_type in _LENGTH_DEPENDENT:
+        if rope_type in FOLLOWS:
             raise ModelError(
-                f"RoPE type {rope_type!r} changes its frequencies with the length of the text, so cached keys "
-                "would go stale; supported are default, linear, llama3 and yarn",
+                f"RoPE type {rope_type!r} changes its frequencies with the length of the text, so cached keys would go "
+                "stale: give the model's folder or hub id instead of a loaded model, and they are held at those of "
+                "max_context",
                 reason="rope_length",
             )

@@ -184,7 +184,8 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "phi3_long": (
         Architecture("Phi3", {"rope_parameters": LONGROPE}),
         "rope_length",
-        "RoPE `longrope` or `dynamic`: frequencies change with the length, cached keys go stale",
+        "a loaded model with RoPE `longrope` or `dynamic`: cached keys go stale (by folder or hub id it runs, held at "
+        "`max_context`)",
     ),
     "gemma3_bidirectional": (
         Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),
