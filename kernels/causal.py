@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from . import causal_cpu
 from .reference import capped, merge_lse
 
 _BLOCK = 1024
@@ -36,6 +37,8 @@ def attend_causal(
     kernel takes groups as they are.
     """
     heads, m, d = q.shape
+    if (library := causal_cpu.takes(q, k, v)) is not None:
+        return causal_cpu.attend_causal(library, q, k, v, scale, window, softcap, sinks)
     if softcap is not None or sinks is not None:
         return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)
     if window is None and q.device.type == "cpu" and heads // k.shape[0] * m <= FEW:

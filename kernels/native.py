@@ -20,7 +20,6 @@ import torch
 
 from .low_bit import BLOCK
 
-SOURCE = Path(__file__).with_name("low_bit.c")
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c11")
 QUERIES = 4
 """Query heads of a group that the code computes together; groups are padded to a multiple."""
@@ -128,28 +127,34 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
     """The library for these shapes; None where the code does not take them, or cannot be compiled."""
     if head_dim % 32 or group > MOST_QUERIES:
         return None
-    return _load(head_dim, value_bits)
+    library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits)
+    return None if library is None else LowBitLibrary(library)
+
+
+def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
+    """`name`.c of this folder with these constants; None where it cannot be compiled."""
+    return _load(name, tuple(f"-D{constant}={value}" for constant, value in constants.items()))
 
 
 @functools.cache
-def _load(head_dim: int, value_bits: int) -> LowBitLibrary | None:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+def _load(name: str, constants: tuple[str, ...]) -> ctypes.CDLL | None:
+    compiler, source = shutil.which(os.environ.get("CC", "cc")), Path(__file__).with_name(f"{name}.c")
     if compiler is None:
         return None
-    command = [compiler, *FLAGS, f"-DHEAD_DIM={head_dim}", f"-DVALUE_BITS={value_bits}", "-shared", "-fPIC"]
-    described = " ".join(command).encode() + SOURCE.read_bytes() + _processor()
+    command = [compiler, *FLAGS, *constants, "-shared", "-fPIC"]
+    described = " ".join(command).encode() + source.read_bytes() + _processor()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt" / "native"
-    path = cache / f"low_bit-{hashlib.sha256(described).hexdigest()[:16]}.so"
+    path = cache / f"{name}-{hashlib.sha256(described).hexdigest()[:16]}.so"
     try:
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 built = Path(folder) / path.name
-                subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, timeout=120)
+                subprocess.run([*command, str(source), "-o", str(built)], check=True, capture_output=True, timeout=120)
                 os.replace(built, path)
-        return LowBitLibrary(ctypes.CDLL(str(path)))
+        return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        _log.info("low-bit attention runs in torch: %s", error)
+        _log.info("%s.c is done without, torch computes instead: %s", name, error)
         return None
 
 

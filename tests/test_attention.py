@@ -13,6 +13,7 @@ from support.cuda_simulator import Lazy, simulated
 
 from offload_rt.core import KVPart
 from offload_rt.forward.attention import attend, group_weights, scores_lse
+from offload_rt.kernels import causal_cpu
 from offload_rt.kernels.causal import attend_causal
 
 
@@ -57,6 +58,41 @@ def test_a_device_reads_keys_once_for_a_group_in_half_precision(dtype: torch.dty
             out = attend_causal(q.to("cuda"), k.to("cuda"), v.to("cuda"), 0.3, None)
             assert sim.launched["attention"] == launches
             assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("d", "m", "n"), [(64, 70, 333), (64, 4, 200), (96, 40, 129)])
+@pytest.mark.parametrize(("window", "cap", "sunk"), [(None, None, False), (70, 2.0, True), (3, None, True)])
+def test_bfloat16_on_a_processor_with_its_products(
+    d: int,
+    m: int,
+    n: int,
+    window: int | None,
+    cap: float | None,
+    sunk: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The C code: packed before or while it is read, rows that lie apart, a caller's threads; and torch where there is
+    none. Outputs are rounded to 8 bits, weights too: half of ERRORS."""
+    q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, torch.bfloat16))
+    monkeypatch.setattr(causal_cpu, "WORTH_THREADS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    sinks = torch.linspace(-1, 3, 6) if sunk else None
+    ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
+    scores = q.double() @ k.repeat_interleave(3, 0).double().mT * 0.3
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill((ago < 0) | (ago >= (window or n)), -math.inf)
+    sink = torch.full((6, m, 1), -math.inf) if sinks is None else sinks.view(6, 1, 1).expand(6, m, 1)
+    weights = torch.cat((sink, scores), -1).softmax(-1)[:, :, 1:]
+    found = [attend_causal(q, k, v, 0.3, window, cap, sinks)]
+    if causal_cpu.takes(q, k, v) is not None:
+        monkeypatch.setattr(causal_cpu, "takes", lambda q, k, v: None)
+        found.append(attend_causal(q, k, v, 0.3, window, cap, sinks))
+    for out in found:
+        assert out.dtype == torch.bfloat16 and out.shape == q.shape
+        error = (out.double() - weights @ v.repeat_interleave(3, 0).double()).abs().max()
+        assert error < ERRORS[torch.bfloat16] / 2
 
 
 @settings(deadline=None)
