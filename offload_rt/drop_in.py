@@ -241,7 +241,7 @@ class OffloadedCache(Cache):
             return last[None]
         if row.position < stop:
             runner.prefill(row, stop)
-        logits = verify(runner, row, keep)
+        [logits] = verify(runner, [(row, keep)])
         for _ in range(keep):
             accept(runner, row)
         return logits

@@ -63,6 +63,31 @@ def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) 
         assert texts(llm, PROMPTS, params) == texts(plain, PROMPTS, params)
 
 
+def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences, two of them completions of one prompt, with drafts of any length: the first MLP after each call
+    gets the tokens of all."""
+    llm = runtime(_LLAMA, exact={"method": "both", "tokens": 3})
+    passes: list[list[int]] = []
+    sequences, real, mlp = [], drafting.verify, llm.runner.adapter.mlp
+
+    def verify_all(runner: Any, batch: list[tuple[Sequence, int]]) -> list[torch.Tensor]:
+        passes.append([sum(count for _, count in batch)])
+        sequences.append(len(batch))
+        return real(runner, batch)
+
+    def count(layer: int, residual: torch.Tensor) -> torch.Tensor:
+        for one in passes[-1:]:
+            one.append(len(residual))
+        return mlp(layer, residual)
+
+    monkeypatch.setattr(drafting, "verify", verify_all)
+    monkeypatch.setattr(llm.runner.adapter, "mlp", count)
+    several = SamplingParams(max_tokens=12, temperature=0.9, seed=3, n=2, ignore_eos=True)
+    done = completed(llm.generate(PROMPTS[:2], [several, GREEDY]))
+    assert max(sequences) == 3 and sum(sequences) == sum(one.stats.verifications for one in done)
+    assert all(one[0] == one[1] for one in passes)
+
+
 def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
     """With nearly no rows drafts are wrong at times, with all rows never; what a token took is summed over passes."""
     model = tiny_model("llama")
@@ -222,10 +247,10 @@ def _round(data: st.DataObject, runner: Any, sequence: Sequence, plain: Sequence
         sequence.tokens.append(token)
     sequence.draft_start = None
     rewind(runner, sequence, start)
-    logits = verify(runner, sequence, len(drafts) + 1)
+    [logits] = verify(runner, [(sequence, len(drafts) + 1)])
     for row in range(kept + 1):
         accept(runner, sequence)
-        expected = verify(runner, plain, 1)
+        [expected] = verify(runner, [(plain, 1)])
         accept(runner, plain)
         torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=1e-5)
         following = drafts[row] if row < kept else data.draw(tokens)
@@ -254,7 +279,7 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
     costs, right, wrong = Costs(), Acceptance(), Acceptance()
     for tokens in (1, 5, 9, 3):
         costs.saw_drafts(4, 4 * 0.9)
-        costs.saw_verification(tokens, 1 + 0.01 * tokens)
+        costs.saw_verification(3 * tokens, 3, 3 * (1 + 0.01 * tokens))
     for _ in range(40):
         right.saw(8, 8)
         wrong.saw(8, 0)

@@ -51,7 +51,7 @@ class _Cost:
     squares: float = 0.0
     products: float = 0.0
 
-    def saw(self, tokens: int, seconds: float) -> None:
+    def saw(self, tokens: float, seconds: float) -> None:
         observed = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
         before = (self.weight, self.tokens, self.seconds, self.squares, self.products)
         self.weight, self.tokens, self.seconds, self.squares, self.products = (
@@ -75,9 +75,9 @@ class Costs:
         self._verification = _Cost()
         self._step = _Cost()
 
-    def saw_verification(self, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens of one sequence."""
-        self._verification.saw(tokens, seconds)
+    def saw_verification(self, tokens: int, sequences: int, seconds: float) -> None:
+        """A pass over so many tokens of so many sequences, which share its cost."""
+        self._verification.saw(tokens / sequences, seconds / sequences)
 
     def saw_drafts(self, tokens: int, seconds: float) -> None:
         """Decode steps that drafted so many tokens, of all sequences of a batch together."""

@@ -72,8 +72,7 @@ class Drafting:
         drafts = [self._begin(request) for request in running]
         self._decode([draft for draft in drafts if draft.decoded])
         began = time.perf_counter()
-        for draft in drafts:
-            self._verify(draft)
+        self._verify(drafts)
         seconds = time.perf_counter() - began
         for draft in drafts:
             for sequence in draft.request.sequences:
@@ -157,19 +156,22 @@ class Drafting:
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
 
-    def _verify(self, draft: Draft) -> None:
-        """One pass over the newest token and the drafts behind it, for each of the request's sequences."""
-        rows, count = [], len(draft.tokens) + 1
-        for sequence in draft.request.sequences:
-            began = time.perf_counter()
+    def _verify(self, drafts: Seq[Draft]) -> None:
+        """One pass over the newest token and the drafts behind it, of all sequences of all requests together."""
+        batch = [(sequence, draft) for draft in drafts for sequence in draft.request.sequences]
+        began = time.perf_counter()
+        for sequence, draft in batch:
             sequence.trace.drafted += len(draft.tokens)
             sequence.tokens += draft.tokens
-            try:
-                rows.append(verify(self._runner, sequence, count))
-            finally:
+        try:
+            rows = verify(self._runner, [(sequence, len(draft.tokens) + 1) for sequence, draft in batch])
+        finally:
+            for sequence, draft in batch:
                 del sequence.tokens[len(sequence.tokens) - len(draft.tokens) :]
-            self._costs.saw_verification(count, time.perf_counter() - began)
-        draft.logits = torch.cat(rows)
+        self._costs.saw_verification(sum(map(len, rows)), len(batch), time.perf_counter() - began)
+        of_requests = iter(rows)
+        for draft in drafts:
+            draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
 
     def _learn(self, draft: Draft, right: int) -> None:
         known = self._known.get(draft.request)

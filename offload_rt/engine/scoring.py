@@ -140,7 +140,8 @@ class _Batches:
     def _verify(self, sequence: Sequence, task: _Task) -> None:
         """Computes all tokens of one that are left with all rows, some of them in each pass."""
         while task.score is None:
-            logits = verify(self._runner, sequence, min(VERIFIED_AT_ONCE, task.computed - sequence.position))
+            left = task.computed - sequence.position
+            [logits] = verify(self._runner, [(sequence, min(VERIFIED_AT_ONCE, left))])
             for row in torch.log_softmax(logits, dim=-1):
                 accept(self._runner, sequence)
                 self._advance(sequence, task, row)

@@ -1,32 +1,35 @@
-"""One pass over all rows for several tokens of a sequence, which are then committed one by one or taken back."""
+"""One pass over all rows for several tokens of sequences, which are then committed one by one or taken back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 
-from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
+from ..forward.whole_pass import WholePass
 from ..transfer.streams import on_device
 from .runner import Runner
 
 
-def verify(runner: Runner, sequence: Sequence, count: int) -> torch.Tensor:
-    """Computes the next `count` tokens of a sequence, which has slots for them, with all rows attended to: in place of
-    what drafts have left there. float32 logits `[count, V]` of what follows each. None of them is committed: `accept`
-    commits one after the other."""
-    crossed, stop, storage = runner.weights_crossed, sequence.position + count, runner.link.storage
+def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
+    """Computes the next so many tokens of each sequence, which has slots for them, with all rows attended to and one
+    read of the weights for all: in place of what drafts have left there. float32 logits `[count, V]` of what follows
+    each. None of them is committed: `accept` commits one after the other."""
+    crossed, storage = runner.weights_crossed, runner.link.storage
     with on_device(runner.adapter.device), torch.inference_mode():
-        runner.room.slide(sequence, storage, stop)
-        sequence.interrupted = True
-        sequence.trace.enter_whole_pass(runner.adapter.geometry.windows, sequence.position / stop)
-        verification = Prefill(sequence, stop, runner.adapter, storage, slice_tokens=count, logits_of=count)
-        while not verification.done:
-            verification.run_layer()
-        storage.settle(sequence.blocks)
-    sequence.interrupted = False
-    sequence.trace.weight_bytes += runner.weights_crossed - crossed
-    assert verification.logits is not None
-    return verification.logits
+        for sequence, count in batch:
+            runner.room.slide(sequence, storage, sequence.position + count)
+            sequence.interrupted = True
+            share = sequence.position / (sequence.position + count)
+            sequence.trace.enter_whole_pass(runner.adapter.geometry.windows, share)
+        sequences, counts = zip(*batch, strict=True)
+        logits = WholePass(sequences, counts, runner.adapter, storage).run()
+        for sequence in sequences:
+            storage.settle(sequence.blocks)
+            sequence.interrupted = False
+    sequences[0].trace.weight_bytes += runner.weights_crossed - crossed
+    return logits
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
