@@ -1,23 +1,15 @@
-"""C code of this package, compiled on first use for the processor that it runs on and kept in the user's cache folder.
-
-There is no compiler everywhere: where none is found, or it fails, callers take their torch path.
-"""
+"""Low-bit attention in C, compiled on first use (`native_code.py`); where it cannot be, callers take the torch path."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..native_code import load_library
 from .low_bit import BLOCK
 
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c11")
@@ -26,8 +18,6 @@ QUERIES = 4
 
 MOST_QUERIES = 32
 """The largest group that it takes."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,30 +128,5 @@ def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
 
 @functools.cache
 def _load(name: str, constants: tuple[str, ...]) -> ctypes.CDLL | None:
-    compiler, source = shutil.which(os.environ.get("CC", "cc")), Path(__file__).with_name(f"{name}.c")
-    if compiler is None:
-        return None
-    command = [compiler, *FLAGS, *constants, "-shared", "-fPIC"]
-    described = " ".join(command).encode() + source.read_bytes() + _processor()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt" / "native"
-    path = cache / f"{name}-{hashlib.sha256(described).hexdigest()[:16]}.so"
-    try:
-        if not path.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
-                built = Path(folder) / path.name
-                subprocess.run([*command, str(source), "-o", str(built)], check=True, capture_output=True, timeout=120)
-                os.replace(built, path)
-        return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.info("%s.c is done without, torch computes instead: %s", name, error)
-        return None
-
-
-def _processor() -> bytes:
-    """What tells this processor from others that share the cache folder."""
-    described = Path("/proc/cpuinfo")
-    if not described.exists():
-        return b""
-    lines = described.read_bytes().split(b"\n")
-    return b"".join(line for line in lines if line.startswith((b"model name", b"flags")))
+    source = Path(__file__).with_name(f"{name}.c")
+    return load_library(source, (*FLAGS, *constants), f"{name}.c is done without, torch computes instead")

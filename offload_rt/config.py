@@ -85,6 +85,12 @@ class EngineConfig:
         the length of the text (longrope, dynamic) are those of this length. None takes all positions of the model, for
         the plan as far as the host pool holds them.
     host_memory: hard limit on bytes of KV in host memory; None takes half of what is free.
+    disk: folder on a fast local disk where the rows of running contexts lie, as a file without a name that goes with
+        the process: `host_memory` then limits what is in memory of them (rows that were used, what is being read and
+        written), and a context may be as long as the disk holds. None keeps all rows in memory. The tokens are the
+        same.
+    disk_limit: most bytes of rows on that disk; None takes 16 times `host_memory`, or half of what is free there where
+        that is less.
     eviction: what leaves when a sequence outgrows the pool; None makes that an error.
     skew: path of a skew artifact, or of a folder that `offload-rt skew` or `tune` wrote: what `tune` chose are then the
         policy's default options. None calibrates once on the packaged text and caches by model fingerprint.
@@ -129,6 +135,10 @@ class EngineConfig:
         None, help="tokens of the longest sequence that is planned for (default: all)", metavar="N", group="device"
     )
     host_memory: Size | None = option(None, help="limit of KV in host memory, such as 200GiB", group="pool", plans=True)
+    disk: Path | None = option(
+        None, help="folder on a fast disk for contexts beyond host memory", metavar="DIR", group="pool", plans=True
+    )
+    disk_limit: Size | None = option(None, help="limit of KV on that disk, such as 200GiB", group="pool", plans=True)
     eviction: EvictionOptions | None = option(None, help="what leaves a full pool", group="pool")
     skew: Path | None = option(
         None, help="skew artifact (default: calibrated once and cached)", metavar="FILE|DIR", group="policy"
@@ -175,6 +185,8 @@ class EngineConfig:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device_memory": _parsed_size(self.device_memory, "device_memory"),
             "host_memory": _parsed_size(self.host_memory, "host_memory"),
+            "disk": _parsed_path(self.disk, "disk"),
+            "disk_limit": _parsed_size(self.disk_limit, "disk_limit"),
             "eviction": _parsed_eviction(self.eviction),
             "exact": _parsed_exact(self.exact, self.policy),
             "skew": _parsed_path(self.skew, "skew"),
@@ -191,6 +203,15 @@ class EngineConfig:
             value = getattr(self, name)
             check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
+        check(
+            self.disk_limit is None or self.disk is not None,
+            f"disk_limit={self.disk_limit} is of a pool on disk: name its folder with disk=..., or leave it out",
+        )
+        check(
+            self.disk is None or not self.working_set,
+            f"working_set={self.working_set} keeps rows on the device, and with disk=... those that are used stay in "
+            "host memory: leave working_set out",
+        )
         check(
             self.working_set >= 0,
             f"working_set={self.working_set} must not be negative: rows per layer and KV head, 0 is none",

@@ -9,7 +9,8 @@
     │   └── PoolFullError                   the host pool has no chunk left for a sequence
     │       └── DeviceFullError             device_memory leaves no room for it
     ├── QueueFullError                      as many prompts wait as may wait
-    └── StoreError           (OSError)      the session store: lock, path, limit
+    ├── StoreError           (OSError)      the session store: lock, path, limit
+    └── DiskError            (OSError)      rows of a running context: a disk that cannot be read or written
 
 `assert` is for invariants of our own code; nothing a user does may trip one.
 """
@@ -58,3 +59,7 @@ class QueueFullError(OffloadError):
 
 class StoreError(OffloadError, OSError):
     """The session store cannot be opened or written."""
+
+
+class DiskError(OffloadError, OSError):
+    """Rows of a context that lies on disk cannot be read or written."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.low_bit import stored_rows
 
+from offload_rt import native_code
 from offload_rt.kernels import low_bit, low_bit_cpu, native
 from offload_rt.kernels.low_bit import Layout
 
@@ -53,7 +54,7 @@ def test_another_processor_gets_code_of_its_own(cache: Path, monkeypatch: pytest
     """A home folder is shared by machines, and the code holds this processor's instructions."""
     if native.low_bit(32, 2, 1) is None:
         pytest.skip("no C compiler")
-    monkeypatch.setattr(native, "_processor", lambda: b"another")
+    monkeypatch.setattr(native_code, "_processor", lambda: b"another")
     native._load.cache_clear()
     assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 2
 
@@ -80,12 +81,12 @@ def test_a_compiler_that_fails_is_said_and_done_without(
         compiler.write_text(f"#!/bin/sh\n{does}\n")
         compiler.chmod(0o755)
         monkeypatch.setenv("CC", str(compiler))
-    with caplog.at_level(logging.INFO, native.__name__):
+    with caplog.at_level(logging.INFO, native_code.__name__):
         assert native.low_bit(32, 2, 1) is None
     assert "low_bit.c is done without, torch computes instead" in caplog.text
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
 def test_where_a_processor_does_not_say_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "Path", lambda _: tmp_path / "no-such-file")
-    assert native._processor() == b""
+    monkeypatch.setattr(native_code, "Path", lambda _: tmp_path / "no-such-file")
+    assert native_code._processor() == b""

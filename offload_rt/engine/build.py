@@ -17,6 +17,7 @@ from ..models.checkpoint import resolve_device
 from ..models.location import hub_of
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
+from ..pool.disk_tier import DiskTier
 from ..pool.pool import HostPool
 from ..progress import Progress
 from ..select.base import Policy
@@ -26,6 +27,7 @@ from ..skewing.calibrate import cached_artifact
 from ..skewing.tuned import default_options, load_artifact
 from ..transfer.cpu import CpuLink
 from ..transfer.cuda import CudaLink
+from ..transfer.disk import DiskLink
 from ..transfer.link import Link
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights import StreamedAdapter, WeightStream
@@ -70,7 +72,8 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
     adapter = loaded.adapter
     geometry, device = adapter.geometry, adapter.device
     pin = device.type == "cuda"
-    pool = HostPool(geometry, adapter.dtype, config.host_memory, kv_format=config.kv_format, pin=pin)
+    disk = None if config.disk is None else DiskTier(config.disk, config.disk_limit)
+    pool = HostPool(geometry, adapter.dtype, config.host_memory, kv_format=config.kv_format, pin=pin, disk=disk)
     link = build_link(pool, geometry, device, config.working_set)
     return Runner(streamed, policy, pool, link, config, plan, weights)
 
@@ -146,7 +149,9 @@ def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
 
 def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Link:
     """What brings rows to the device. They are used in place where host memory is the device's, they are stored as
-    numbers and none are to be kept; else they are staged."""
+    numbers and none are to be kept; else they are staged, or read from a disk."""
+    if pool.file is not None:
+        return DiskLink(pool, geometry, device)
     if device.type != "cpu":
         return CudaLink(pool, geometry, device, working_set=working_set)
     if pool.format.exact and not working_set:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 MISSED_MASS_EVERY = 16
-"""Steps between two measurements of the missed mass on a CPU, where all keys are at hand."""
+"""Steps between two measurements of the missed mass on a CPU, where all keys are at hand in memory."""
 
 
 def _on_own_device(method: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
@@ -73,7 +73,8 @@ class Runner:
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
         self._slice_tokens = best if plan is None else plan.costs.slice
-        usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" else 0
+        in_place = self.adapter.device.type == "cpu" and pool.file is None
+        usual = MISSED_MASS_EVERY if in_place else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
         self.room = Room(pool, policy, config)
         self._ids = itertools.count()
@@ -83,8 +84,9 @@ class Runner:
         self.reclaimables: list[Reclaimable] = []
         self._accounting = Accounting(model, policy, pool, link, config, weights)
         geometry = self.adapter.geometry
-        # Where the pool rounds, a sequence's window is exact and what others share of it is not: no segments.
-        pays_from = PAYS_FROM_BYTES if pool.format.exact else NEVER_PAYS
+        # Where the pool rounds, a sequence's window is exact and what others share of it is not; and from a disk rows
+        # come block by block: no segments.
+        pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
         if config.eviction is not None:
             check_evictable(policy)

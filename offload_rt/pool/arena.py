@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core import CHUNK
+from ..core import CHUNK, KVPart
 from ..errors import MemoryLimitError
 from ..units import format_size
 from .layout import PAGE, ArenaLayout
@@ -26,8 +26,8 @@ class Arena:
     Huge pages are asked for: fewer faults at first writes, fewer misses in gathers of scattered rows. A started
     slab may therefore take its whole size from the machine, which the limit covers.
 
-    Mutated by `activate`, `copy` and by whoever writes through `planes` or `rows`. The ranges are unregistered and
-    unmapped when the arena and every view of it are gone.
+    Mutated by `activate`, `copy`, `fill` and by whoever writes through `planes` or `rows`. The ranges are unregistered
+    and unmapped when the arena and every view of it are gone.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
@@ -51,6 +51,17 @@ class Arena:
             slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
             page_lock(slab, self)
         self.active += 1
+
+    def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
+        """K and V `[Hkv, size, width]` of neighbouring slots of a slab in one layer, as views."""
+        planes = self.planes[slab, place].narrow(2, offset, size)
+        return KVPart(planes[:, 0], planes[:, 1])
+
+    def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Rows k, v `[Hkv, n, width]` take neighbouring slots of a slab in one layer; blocks until copied."""
+        part = self.view(slab, place, offset, k.shape[1])
+        part.k.copy_(k)
+        part.v.copy_(v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the first `tokens` slots of chunk `source` to chunk `target`, all layers in one call."""

@@ -13,13 +13,14 @@ from ..errors import MemoryLimitError, PoolFullError
 from ..units import format_size
 from .arena import Arena
 from .chunks import ChunkTable
+from .disk_tier import DiskTier, open_file_arena
 from .kv_format import kv_format as make_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import available_memory
 from .prefix_tree import PrefixTree
 from .process_lock import ProcessLock
-from .stored_rows import StoredRows, chunks_for
+from .stored_rows import Rows, StoredRows, chunks_for
 from .window_chunks import WindowChunks
 
 MOST_TOKENS = 1 << 24
@@ -56,7 +57,8 @@ class HostPool(StoredRows):
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
     machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
-    for CUDA when they are first needed.
+    for CUDA when they are first needed. With `disk` rows lie in a file there, and the limit is of what is in host
+    memory of them.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class HostPool(StoredRows):
         kv_format: KVFormatName = "auto",
         pin: bool = False,
         slab_tokens: int = SLAB_TOKENS,
+        disk: DiskTier | None = None,
     ) -> None:
         format = make_format(kv_format, dtype, geometry.head_dim)
         stored = replace(geometry, head_dim=format.width)
@@ -79,9 +82,14 @@ class HostPool(StoredRows):
                 f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) is more than the "
                 f"{format_size(available)} ({available} bytes) of memory available here; lower host_memory"
             )
-        self.limit_bytes = limit_bytes
-        layout = ArenaLayout.fit(stored, format.storage, limit_bytes, slab_tokens)
-        super().__init__(Arena(layout, format.storage, pin=pin), LayerGroups.of(geometry), format)
+        if disk is None:
+            self.limit_bytes, self._raised = limit_bytes, "host_memory"
+            layout = ArenaLayout.fit(stored, format.storage, limit_bytes, slab_tokens)
+            arena: Rows = Arena(layout, format.storage, pin=pin)
+        else:
+            arena = open_file_arena(disk, stored, format, limit_bytes, slab_tokens)
+            self.limit_bytes, self._raised = arena.layout.chunks * arena.layout.chunk_bytes, "disk_limit"
+        super().__init__(arena, LayerGroups.of(geometry), format)
         self.bytes_peak = 0
         self._held = ChunkTable(self.layout.slab_chunks)
         """Chunks of the arena."""
@@ -138,8 +146,10 @@ class HostPool(StoredRows):
 
     def prepare(self, tokens: int) -> None:
         """Makes slabs ready for `tokens` more tokens, as far as there are any: call it when a sequence is admitted, for
-        its prompt and all it may generate, so that nothing is pinned in the middle of decoding. Reserves nothing."""
-        self._activate(self.groups.chunks(tokens), run=0)
+        its prompt and all it may generate, so that nothing is pinned in the middle of decoding. Reserves nothing, and
+        takes nothing from a disk before it is needed."""
+        if self.file is None:
+            self._activate(self.groups.chunks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
         """Raises PoolFullError where the whole pool could not hold one sequence of `tokens` tokens."""
@@ -326,6 +336,8 @@ class HostPool(StoredRows):
 
     def check_integrity(self) -> None:
         """Asserts that ids, counts and bytes agree."""
+        if self.file is not None:
+            self.file.check_integrity()
         self._chunks.check_integrity()
         self._held.check_integrity()
         self._tree.check_integrity(self._chunks.refs)
@@ -364,7 +376,12 @@ class HostPool(StoredRows):
     def _activate(self, count: int, run: int) -> None:
         """Makes slabs ready until `count` chunks are free in them, `run` of these side by side, or none is left."""
         while self._arena.active < self.layout.slabs and (self._held.free < count or self._held.largest_run < run):
-            self._arena.activate()
+            try:
+                self._arena.activate()
+            except PoolFullError:
+                if self._held.free < count:
+                    raise
+                return
             self._held.add_slab()
 
     def _alone(self, chunk: int) -> bool:
@@ -388,9 +405,10 @@ class HostPool(StoredRows):
                 self.limit_bytes + missing * self.chunk_bytes,
             )
         )
+        pool = "host pool" if self.file is None else "pool on disk"
         return (
-            f"the host pool is full: {count} chunks of {CHUNK} tokens ({needed}) are needed, and of {self.chunk_count} "
+            f"the {pool} is full: {count} chunks of {CHUNK} tokens ({needed}) are needed, and of {self.chunk_count} "
             f"only {self.free_chunks + self.idle_chunks} are free or can be given up by the prefix tree: {missing} too "
-            f"few ({lacking}); raise host_memory from {limit} to {enough} or more, shorten the prompts, or run fewer "
-            f"sequences at once"
+            f"few ({lacking}); raise {self._raised} from {limit} to {enough} or more, shorten the prompts, or run "
+            f"fewer sequences at once"
         )

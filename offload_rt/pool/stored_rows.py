@@ -3,14 +3,16 @@ the pool's to say (`pool.py`)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..core import CHUNK, BlockTable, KVPart
 from .arena import Arena
+from .file_arena import FileArena
 from .kv_format import KVFormat
 from .layer_groups import LayerGroups
+from .layout import ArenaLayout
 
 
 class Span(NamedTuple):
@@ -21,34 +23,67 @@ class Span(NamedTuple):
     size: int
 
 
+class Rows(Protocol):
+    """Where rows lie: in memory (`Arena`) or in a file (`FileArena`)."""
+
+    layout: ArenaLayout
+    active: int
+
+    def activate(self) -> None:
+        """Makes the next slab ready. Raises MemoryLimitError."""
+        ...
+
+    def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
+        """K and V `[Hkv, size, width]` of neighbouring slots of a slab in one layer, to be read."""
+        ...
+
+    def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Rows k, v `[Hkv, n, width]` take neighbouring slots of a slab in one layer."""
+        ...
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first `tokens` slots of chunk `source` to chunk `target`, all layers."""
+        ...
+
+
 class StoredRows:
     """The rows of an arena by block table, layer and token, as `format` stores them. It holds no chunk and knows no
-    holder; mutated by `write` and `move`."""
+    holder; mutated by `write`, `fill` and `move`."""
 
-    def __init__(self, arena: Arena, groups: LayerGroups, format: KVFormat) -> None:
+    def __init__(self, arena: Rows, groups: LayerGroups, format: KVFormat) -> None:
         self._arena, self.groups, self.format, self.layout = arena, groups, format, arena.layout
 
     @property
     def rows(self) -> torch.Tensor:
-        """`[R, width]`, the pool's memory by row id (`ArenaLayout`), as `format` stores it."""
+        """`[R, width]`, the memory by row id (`ArenaLayout`) of a pool that is in memory, as `format` stores it."""
+        assert isinstance(self._arena, Arena)
         return self._arena.rows
+
+    @property
+    def file(self) -> FileArena | None:
+        """Where the rows of a pool on disk are."""
+        return self._arena if isinstance(self._arena, FileArena) else None
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """K and V of tokens [start, start + n) of one layer, k, v `[Hkv, n, d]` on any device; blocks until copied."""
-        tokens = range(start, start + k.shape[1])
+        self.fill(blocks, layer, start, self.format.encode(k), self.format.encode(v))
+
+    def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """`write` of rows k, v `[Hkv, n, width]` that are as they are stored."""
         done = 0
-        for part in self.stored(blocks, layer, tokens):
-            count = part.k.shape[1]
-            part.k.copy_(self.format.encode(k[:, done : done + count]))
-            part.v.copy_(self.format.encode(v[:, done : done + count]))
-            done += count
+        for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
+            own = slice(done, done + span.size)
+            self.fill_span(layer, span, k[:, own], v[:, own])
+            done += span.size
+
+    def fill_span(self, layer: int, span: Span, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Rows k, v `[Hkv, size, width]`, as they are stored, take the slots of a span in one layer."""
+        self._arena.fill(span.slab, self.groups.place[layer], span.offset, k, v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """The rows of slot `source` also take slot `target`, as they are stored."""
         [row] = self.stored(blocks, layer, range(source, source + 1))
-        [place] = self.stored(blocks, layer, range(target, target + 1))
-        place.k.copy_(row.k)
-        place.v.copy_(row.v)
+        self.fill(blocks, layer, target, row.k, row.v)
 
     def chunks_of(self, blocks: BlockTable, group: int, places: range) -> list[int]:
         """Ids of the chunks that hold the rows of a group's layers in `places` (64 tokens each), where there are
@@ -89,14 +124,13 @@ class StoredRows:
         return spans
 
     def view(self, layer: int, span: Span) -> KVPart:
-        """K and V `[Hkv, size, width]` of one layer and span, as views of the pool."""
-        planes = self._arena.planes[span.slab, self.groups.place[layer]].narrow(2, span.offset, span.size)
-        return KVPart(planes[:, 0], planes[:, 1])
+        """K and V `[Hkv, size, width]` of one layer and span: views of a pool in memory, else copies."""
+        return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
 
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """K and V of the token slots `tokens` of one layer, as views `[Hkv, n, width]` of the pool in token order, one
-        for each contiguous run: each head's `[n, width]` is contiguous. For many layers of a group: `spans` once, then
-        `view`."""
+        """K and V of the token slots `tokens` of one layer, as `view` gives them, `[Hkv, n, width]` in token order, one
+        for each contiguous run: in memory each head's `[n, width]` is contiguous. For many layers of a group:
+        `spans` once, then `view`."""
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:

@@ -231,12 +231,8 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
 def _copy_run(pool: HostPool, layer: int, parts: Seq[KVPart], target: BlockTable, at: int) -> None:
     """Copies the rows of `parts` to the slots of `target` from `at` on."""
     for part in parts:
-        begin, stop = at, at + part.k.shape[1]
-        for place in pool.stored(target, layer, range(begin, stop)):
-            size = place.k.shape[1]
-            place.k.copy_(part.k[:, at - begin : at - begin + size])
-            place.v.copy_(part.v[:, at - begin : at - begin + size])
-            at += size
+        pool.fill(target, layer, at, part.k, part.v)
+        at += part.k.shape[1]
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
@@ -252,4 +248,5 @@ def write_rotated_sinks(
     positions. The block table's first chunk must be its own."""
     for layer, stored in zip(pool.groups.layers_of(0), originals, strict=True):
         keys = adapter.rotate_keys(layer, pool.format.decode(stored), offset)
-        pool.stored(blocks, layer, range(stored.shape[1]))[0].k.copy_(pool.format.encode(keys))
+        values = pool.stored(blocks, layer, range(stored.shape[1]))[0].v
+        pool.fill(blocks, layer, 0, pool.format.encode(keys), values)

@@ -120,12 +120,12 @@ class ChunkLoader:
 
     def _fill(self, chunk: StoredChunk, layer: int, span: Span) -> bool:
         """Loads one layer of one chunk, which is checked before it is copied to its rows."""
-        part = self._pool.view(layer, span)
-        size = 2 * part.k.nbytes
+        layout, format = self._pool.layout, self._pool.format
+        size = 2 * layout.kv_heads * span.size * layout.row_bytes
         if not chunk.read_layer(self._pool.groups.place[layer], memoryview(self._block)[:size]):
             return False
-        heads, count, width = part.k.shape
-        rows = torch.frombuffer(self._block, dtype=part.k.dtype, count=2 * part.k.numel()).view(heads, 2, count, width)
-        part.k.copy_(rows[:, 0])
-        part.v.copy_(rows[:, 1])
+        count = size // format.storage.itemsize
+        rows = torch.frombuffer(self._block, dtype=format.storage, count=count)
+        rows = rows.view(layout.kv_heads, 2, span.size, format.width)
+        self._pool.fill_span(layer, span, rows[:, 0], rows[:, 1])
         return True

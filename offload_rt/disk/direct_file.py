@@ -1,0 +1,112 @@
+"""A file without a name, a process's slow memory: read and written past the page cache, gone with the process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from .requests import Reader, Requests, reader, write
+
+BLOCK = 4096
+"""Bytes: what is read and written past the page cache begins and ends on multiples of it, in the file and in memory."""
+
+
+class DirectFile:
+    """A file in `folder` that no other process can open, and that the kernel removes when this process ends, however it
+    ends. `direct`: whether reads and writes pass the page cache by; a file system that cannot do that is told to forget
+    what was read and written.
+
+    Any thread may read and write. Raises ConfigError where the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, through: Reader | None = None) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _nameless(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep rows in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with room "
+                "where you may write"
+            ) from error
+        self._reader, self._reading = through or reader(), threading.Lock()
+        self.direct = _set_direct(self._file)
+        self.bytes_read = self.bytes_written = 0
+        self._end = weakref.finalize(self, os.close, self._file)
+
+    @property
+    def free_bytes(self) -> int:
+        """What the disk has left for this user."""
+        found = os.fstatvfs(self._file)
+        return found.f_bavail * found.f_frsize
+
+    def allocate(self, offset: int, size: int) -> None:
+        """Takes the bytes [offset, offset + size) from the disk, so that no later write there can find it full. Raises
+        OSError, and then the file is as long as it was."""
+        try:
+            os.posix_fallocate(self._file, offset, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, offset)
+                raise
+            os.ftruncate(self._file, offset + size)
+
+    def read(self, requests: Requests, buffer: torch.Tensor) -> None:
+        """Reads whole blocks into `buffer` (uint8, from `aligned`). Raises OSError."""
+        with self._reading:
+            self._reader.read(self._file, requests, buffer.numpy().data)
+        self.bytes_read += int(requests.size.sum())
+        if not self.direct:
+            for offset, size in zip(requests.offset.tolist(), requests.size.tolist(), strict=True):
+                os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Writes whole blocks of `data` (uint8, from `aligned`) from `offset` on. Raises OSError."""
+        write(self._file, offset, [data.numpy().data])
+        self.bytes_written += len(data)
+        if not self.direct:
+            os.fdatasync(self._file)
+            os.posix_fadvise(self._file, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Gives the disk's room back; a second call does nothing."""
+        self._end()
+
+
+def aligned(size: int) -> torch.Tensor:
+    """uint8 `[size]` whose memory begins on a block, given back to the system when it is dropped."""
+    assert size > 0
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8))
+
+
+def _nameless(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    handle, name = tempfile.mkstemp(prefix=".offload-rt-", suffix=".rows", dir=folder)
+    os.unlink(name)
+    return handle
+
+
+def _set_direct(file: int) -> bool:
+    """Makes reads and writes pass the page cache by; False where the file system cannot."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+        os.pread(file, 0, 0)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,103 @@
+/* Many reads of one file at once, through a submission ring of the kernel (io_uring), without liburing. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <linux/io_uring.h>
+
+struct ring {
+    int fd;
+    unsigned depth, *sq_tail, *sq_mask, *sq_array, *cq_head, *cq_tail, *cq_mask;
+    struct io_uring_sqe *sqes;
+    struct io_uring_cqe *cqes;
+    void *rings;
+    size_t rings_bytes, sqes_bytes;
+};
+
+void ring_close(struct ring *r) {
+    if (r->rings != MAP_FAILED) munmap(r->rings, r->rings_bytes);
+    if (r->sqes != MAP_FAILED) munmap(r->sqes, r->sqes_bytes);
+    close(r->fd);
+    free(r);
+}
+
+/* A ring with room for `depth` requests; NULL where the kernel gives none. */
+struct ring *ring_open(unsigned depth) {
+    struct io_uring_params p;
+    memset(&p, 0, sizeof p);
+    int fd = (int)syscall(__NR_io_uring_setup, depth, &p);
+    if (fd < 0) return NULL;
+    struct ring *r = calloc(1, sizeof *r);
+    if (!r || !(p.features & IORING_FEAT_SINGLE_MMAP)) { close(fd); free(r); return NULL; }
+    size_t sq = p.sq_off.array + p.sq_entries * sizeof(unsigned);
+    size_t cq = p.cq_off.cqes + p.cq_entries * sizeof(struct io_uring_cqe);
+    r->fd = fd;
+    r->depth = depth < p.sq_entries ? depth : p.sq_entries;
+    r->rings_bytes = sq > cq ? sq : cq;
+    r->sqes_bytes = p.sq_entries * sizeof(struct io_uring_sqe);
+    r->rings = mmap(NULL, r->rings_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQ_RING);
+    r->sqes = mmap(NULL, r->sqes_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQES);
+    if (r->rings == MAP_FAILED || r->sqes == MAP_FAILED) { ring_close(r); return NULL; }
+    char *base = r->rings;
+    r->sq_tail = (unsigned *)(base + p.sq_off.tail);
+    r->sq_mask = (unsigned *)(base + p.sq_off.ring_mask);
+    r->sq_array = (unsigned *)(base + p.sq_off.array);
+    r->cq_head = (unsigned *)(base + p.cq_off.head);
+    r->cq_tail = (unsigned *)(base + p.cq_off.tail);
+    r->cq_mask = (unsigned *)(base + p.cq_off.ring_mask);
+    r->cqes = (struct io_uring_cqe *)(base + p.cq_off.cqes);
+    return r;
+}
+
+/* Reads request i, size[i] bytes from offset[i] of `file`, to buffer + at[i]; a request that comes back short goes on
+   where it stopped. Returns 0, or the first error as -errno (-ENODATA where the file ends early). What is in flight has
+   come back when it returns, whatever happened: nothing writes to the buffer any more. */
+int64_t ring_read(struct ring *r, int file, int64_t n, const int64_t *offset, const int64_t *size, const int64_t *at,
+                  char *buffer) {
+    int64_t next = 0, failed = 0, again = 0;
+    unsigned flying = 0, unsent = 0;
+    int64_t *done = calloc((size_t)(n ? n : 1), sizeof *done), *retry = malloc(sizeof *retry * r->depth);
+    if (!done || !retry) { free(done); free(retry); return -ENOMEM; }
+    while (flying || (!failed && (next < n || again))) {
+        unsigned tail = *r->sq_tail;
+        while (!failed && flying < r->depth && (again || next < n)) {
+            int64_t i = again ? retry[--again] : next++;
+            if (size[i] <= done[i]) continue;
+            struct io_uring_sqe *e = &r->sqes[tail & *r->sq_mask];
+            memset(e, 0, sizeof *e);
+            e->opcode = IORING_OP_READ;
+            e->fd = file;
+            e->addr = (uint64_t)(uintptr_t)(buffer + at[i] + done[i]);
+            e->len = (unsigned)(size[i] - done[i]);
+            e->off = (uint64_t)(offset[i] + done[i]);
+            e->user_data = (uint64_t)i;
+            r->sq_array[tail & *r->sq_mask] = tail & *r->sq_mask;
+            tail++, unsent++, flying++;
+        }
+        __atomic_store_n(r->sq_tail, tail, __ATOMIC_RELEASE);
+        while (flying) {
+            long sent = syscall(__NR_io_uring_enter, r->fd, unsent, 1, IORING_ENTER_GETEVENTS, NULL, 0);
+            if (sent >= 0) { unsent -= (unsigned)sent; if (!unsent) break; continue; }
+            if (errno != EINTR && errno != EAGAIN && errno != EBUSY) { free(done); free(retry); return -errno; }
+            if (errno != EINTR) break;
+        }
+        unsigned head = *r->cq_head;
+        while (head != __atomic_load_n(r->cq_tail, __ATOMIC_ACQUIRE)) {
+            struct io_uring_cqe *c = &r->cqes[head++ & *r->cq_mask];
+            int64_t i = (int64_t)c->user_data;
+            flying--;
+            if (c->res == -EINTR || c->res == -EAGAIN) retry[again++] = i;
+            else if (c->res < 0) failed = failed ? failed : c->res;
+            else if (c->res == 0) failed = failed ? failed : -ENODATA;
+            else if ((done[i] += c->res) < size[i]) retry[again++] = i;
+        }
+        __atomic_store_n(r->cq_head, head, __ATOMIC_RELEASE);
+    }
+    free(done);
+    free(retry);
+    return failed;
+}

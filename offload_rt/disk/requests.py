@@ -1,0 +1,121 @@
+"""Many reads of one file at once: through a ring of the kernel where there is one, else by threads."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..native_code import load_library
+
+SOURCE = Path(__file__).with_name("requests.c")
+DEPTH = 64
+"""Requests that are with the disk at once."""
+
+THREADS = 16
+"""Where there is no ring."""
+
+Offsets = NDArray[np.int64]
+
+
+class Requests(NamedTuple):
+    """Reads of one file: `size` bytes from `offset` on, to byte `at` of a buffer; int64 `[n]` each."""
+
+    offset: Offsets
+    size: Offsets
+    at: Offsets
+
+
+class Reader(Protocol):
+    """Reads many pieces of a file."""
+
+    def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
+        """All of `requests`, of the open `file`, to `buffer`. Raises OSError for the first that fails, also where the
+        file ends early; then nobody writes to the buffer any more."""
+        ...
+
+
+class RingReader:
+    """Through io_uring: one call of the kernel for many requests. One thread at a time."""
+
+    def __init__(self, library: ctypes.CDLL, ring: int) -> None:
+        self._library, self._ring = library, ring
+        weakref.finalize(self, library.ring_close, ctypes.c_void_p(ring))
+
+    @classmethod
+    def open(cls, depth: int = DEPTH) -> RingReader | None:
+        """None where there is no compiler, or the kernel gives no ring."""
+        library = _library()
+        if library is None or not (ring := library.ring_open(depth)):
+            return None
+        return cls(library, ring)
+
+    def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
+        """`Reader.read`."""
+        offset, size, at = (np.ascontiguousarray(each) for each in requests)
+        assert not len(at) or int((at + size).max()) <= len(buffer)
+        whole = np.frombuffer(buffer, np.uint8)
+        pointers = (each.ctypes.data_as(ctypes.c_void_p) for each in (offset, size, at, whole))
+        result = self._library.ring_read(ctypes.c_void_p(self._ring), file, ctypes.c_int64(len(at)), *pointers)
+        if result:
+            raise _error(-result)
+
+
+class ThreadReader:
+    """By threads that each wait for one request."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
+        weakref.finalize(self, self._threads.shutdown, wait=False)
+
+    def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
+        """`Reader.read`."""
+        pieces = zip(*(each.tolist() for each in requests), strict=True)
+        jobs = [self._threads.submit(_read, file, offset, buffer[at : at + size]) for offset, size, at in pieces]
+        failures = [job.exception() for job in jobs]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+
+def reader(depth: int = DEPTH) -> Reader:
+    """The fastest there is here."""
+    return RingReader.open(depth) or ThreadReader()
+
+
+def _read(file: int, offset: int, into: memoryview) -> None:
+    while into:
+        count = os.preadv(file, [into], offset)
+        if count == 0:
+            raise _error(errno.ENODATA)
+        offset, into = offset + count, into[count:]
+
+
+def write(file: int, offset: int, pieces: Sequence[memoryview]) -> None:
+    """Writes `pieces` one behind the other from `offset` on. Raises OSError."""
+    for piece in pieces:
+        while piece:
+            count = os.pwrite(file, piece, offset)
+            offset, piece = offset + count, piece[count:]
+
+
+def _error(code: int) -> OSError:
+    return OSError(code, "the file ends early" if code == errno.ENODATA else os.strerror(code))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library(SOURCE, ("-O2", "-std=gnu11"), "disk reads are made by threads")
+    if library is not None:
+        library.ring_open.restype = ctypes.c_void_p
+        library.ring_read.restype = ctypes.c_int64
+    return library

@@ -1,0 +1,115 @@
+"""Where a token's K and V lie in a pool on disk: pure arithmetic of bytes.
+
+A file of equal slabs, each
+
+    [layer, kv_head, slab_chunks, 64 tokens, 2 (K, V), d]
+
+K and V of a token lie side by side, since whoever wants one wants the other and a disk reads whole blocks; tokens of
+one layer and KV head lie in a long run, since a head selects many tokens of one layer at once, and neighbours often
+(measured: `eval/results/disk`). Chunks begin on blocks of the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core import CHUNK
+from ..disk.direct_file import BLOCK
+from ..disk.requests import Offsets
+from .layout import ArenaLayout
+
+
+class RowNames(NamedTuple):
+    """Rows of one layer, int64 `[n]` each: the chunk that a row is of, its slot there, its head."""
+
+    chunks: Offsets
+    slots: Offsets
+    heads: Offsets
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Bytes of the file for an arena of the shape `arena`."""
+
+    arena: ArenaLayout
+
+    @property
+    def pair_bytes(self) -> int:
+        """Of K and V of one token, layer and head."""
+        return 2 * self.arena.row_bytes
+
+    @property
+    def piece(self) -> int:
+        """Of one layer and head of a chunk, whole blocks."""
+        return whole_blocks(CHUNK * self.pair_bytes)
+
+    @property
+    def plane(self) -> int:
+        """Of one layer and head of a slab."""
+        return self.arena.slab_chunks * self.piece
+
+    @property
+    def slab(self) -> int:
+        """Of a slab."""
+        return self.arena.layers * self.arena.kv_heads * self.plane
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole file."""
+        return self.arena.slabs * self.slab
+
+    @property
+    def pairs(self) -> int:
+        """Rows, K and V together, that there may be."""
+        return self.arena.chunks * self.chunk_pairs
+
+    @property
+    def chunk_pairs(self) -> int:
+        """Rows, K and V together, of a chunk."""
+        return self.arena.layers * self.arena.kv_heads * CHUNK
+
+    def offset(self, slab: int, place: int, head: int, slot: int) -> int:
+        """Where chunk slot `slot` of a slab begins, of the layer at `place` and a head."""
+        return slab * self.slab + (place * self.arena.kv_heads + head) * self.plane + slot * self.piece
+
+    def ids(self, place: int, chunks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
+        """A number for each row, from its chunk, its slot there and its head: those of a layer of a chunk follow each
+        other."""
+        return ((chunks * self.arena.layers + place) * self.arena.kv_heads + heads) * CHUNK + slots
+
+    def named(self, ids: Offsets) -> Iterator[tuple[int, RowNames, Offsets]]:
+        """Rows by their numbers, layer by layer: the layer's place, its rows, and which of `ids` these are."""
+        rest, slots = np.divmod(ids, CHUNK)
+        rest, heads = np.divmod(rest, self.arena.kv_heads)
+        chunks, places = np.divmod(rest, self.arena.layers)
+        for place in np.unique(places).tolist():
+            own = np.flatnonzero(places == place)
+            yield place, RowNames(chunks[own], slots[own], heads[own]), own
+
+    def ids_of(self, chunk: int, place: int) -> range:
+        """The numbers of all rows of one layer of a chunk."""
+        count = self.arena.kv_heads * CHUNK
+        first = (chunk * self.arena.layers + place) * count
+        return range(first, first + count)
+
+    def offsets(self, place: int, chunks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
+        """Where rows begin in the file."""
+        slabs, chunk_slots = np.divmod(chunks, self.arena.slab_chunks)
+        planes = (place * self.arena.kv_heads + heads) * self.plane
+        found: Offsets = slabs * self.slab + planes + chunk_slots * self.piece + slots * self.pair_bytes
+        return found
+
+
+def whole_blocks(size: int) -> int:
+    """`size` bytes rounded up to blocks of the disk."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def fitting(layout_bytes: int, row_bytes: int) -> int:
+    """Of `layout_bytes` bytes of a file, those that rows can take: the rest rounds chunks up to blocks."""
+    own = CHUNK * 2 * row_bytes
+    return layout_bytes * own // whole_blocks(own)

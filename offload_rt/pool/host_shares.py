@@ -1,0 +1,48 @@
+"""What a pool on disk keeps in host memory, and how a limit is shared out among that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..disk.direct_file import BLOCK
+from ..errors import MemoryLimitError
+from ..units import format_size
+from .file_layout import FileLayout
+from .row_cache import INDEX_BYTES, SLOT_BYTES
+
+LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
+"""Bytes of what is read or written in one go: from a few requests to more than a disk works on at once."""
+
+
+@dataclass(frozen=True)
+class HostShares:
+    """Bytes of host memory, all that rows take there together.
+
+    index: for each row on disk, where it is in memory. staged: of each of what is being read, what has been asked for
+    and what is on its way to the disk. chunks: of chunks that are filled token by token, at most `chunk_buffers` of
+    them. slots: rows that stay because they were used, with what is known of them.
+    """
+
+    index: int
+    staged: int
+    chunk_buffers: int
+    chunks: int
+    slots: int
+
+    @classmethod
+    def of(cls, limit: int, layout: FileLayout) -> HostShares:
+        """Shares of `limit` bytes: a sixteenth for each of three kinds of staging, an eighth for chunks, the rest for
+        rows that stay. Raises MemoryLimitError where that is too little for any."""
+        index = layout.pairs * INDEX_BYTES
+        staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 16 // BLOCK * BLOCK))
+        chunk = layout.arena.layers * layout.arena.kv_heads * layout.piece
+        buffers = max(2, limit // 8 // chunk)
+        slots = (limit - index - 3 * staged - buffers * chunk) // (layout.pair_bytes + SLOT_BYTES)
+        if slots < 1:
+            least = index + 3 * staged + buffers * chunk
+            raise MemoryLimitError(
+                f"host_memory={format_size(limit)} ({limit} bytes) is too little beside {format_size(layout.bytes)} on "
+                f"disk: {format_size(least)} ({least} bytes) are needed to read and write it, of them "
+                f"{format_size(index)} to know where rows are; raise host_memory, or lower disk_limit"
+            )
+        return cls(index, staged, buffers, buffers * chunk, slots)

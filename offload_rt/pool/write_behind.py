@@ -1,0 +1,74 @@
+"""Writes to a file that go on while others compute, a limited number of bytes behind."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ..disk.direct_file import DirectFile
+from ..errors import DiskError
+
+Piece = tuple[int, torch.Tensor]
+"""An offset, and what is written there (`direct_file.aligned`)."""
+
+
+class WriteBehind:
+    """A thread that writes to `file`, in order. Every write belongs to places `(chunk, layer's place)`: whoever reads
+    one waits for it first (`wait`), and learns there that it could not be written. `add` waits where more than `limit`
+    bytes are on their way."""
+
+    def __init__(self, file: DirectFile, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self._waiting: Counter[tuple[int, int]] = Counter()
+        self._bytes = 0
+        self._lost: dict[tuple[int, int], str] = {}
+        self._changed = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> None:
+        """Writes `pieces`, all that `places` have, behind what was added before."""
+        size = sum(len(data) for _, data in pieces)
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
+            self._waiting.update(places)
+            self._bytes += size
+            for place in places:
+                self._lost.pop(place, None)
+        self._thread.submit(self._write, places, pieces, size)
+
+    def wait(self, places: Sequence[tuple[int, int]]) -> None:
+        """Returns when `places` are in the file. Raises DiskError where one of them could not be written."""
+        with self._changed:
+            if self._waiting:
+                self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
+            if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
+                raise DiskError(f"cannot write rows to {str(self._file.folder)!r}: {why}; what was computed is lost")
+
+    def drain(self) -> None:
+        """Returns when everything has been written, or could not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+
+    def _write(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece], size: int) -> None:
+        why = self._written(pieces)
+        with self._changed:
+            self._bytes -= size
+            self._waiting -= Counter(places)
+            if why:
+                self._lost.update(dict.fromkeys(places, why))
+            self._changed.notify_all()
+
+    def _written(self, pieces: Sequence[Piece]) -> str:
+        """Why they could not be written; empty where they were."""
+        try:
+            for offset, data in pieces:
+                self._file.write(offset, data)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""

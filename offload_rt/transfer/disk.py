@@ -1,0 +1,280 @@
+"""The link to a pool on disk: rows are read while the layer before computes, and those that were used stay in memory.
+
+It is the same idea as across PCIe, one tier lower: sinks and recent tokens are resident on the device, what a layer
+selects is asked for as soon as it is guessed, new rows are written behind. A thread reads, in the order of what is
+asked for; which rows are in host memory, and which of a disk's blocks are read for the others, is the pool's to know
+(`pool.file_arena`). A layer that attends to everything reads it in order, block by block, two blocks ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, Visible
+from ..pool.file_arena import FileArena
+from ..pool.file_layout import RowNames
+from ..pool.pool import HostPool
+from .link import PrefilledLayer, Savings, Ticket
+from .read_ahead import BlockRun, ReadingThread
+from .residency import Residency
+
+
+@dataclass
+class _Open:
+    """What there is of an open sequence: its resident rows, and its chunks as the reading thread takes them."""
+
+    blocks: BlockTable
+    residency: Residency
+    chunks: np.ndarray[tuple[int], np.dtype[np.int64]]
+
+    def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Its chunks, as they are now."""
+        if len(self.chunks) != len(self.blocks.chunks) or self.chunks.tolist() != self.blocks.chunks:
+            self.chunks = np.array(self.blocks.chunks, np.int64)
+        return self.chunks
+
+
+class DiskState:
+    """The open sequences of a link, by block table, and the thread that reads for them."""
+
+    def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
+        assert pool.file is not None, "a pool in memory has other links"
+        self.pool, self.geometry, self.device, self.file = pool, geometry, device, pool.file
+        self.thread = ReadingThread()
+        self.pair_bytes = 2 * pool.layout.row_bytes
+        self.token_bytes = pool.layout.kv_heads * self.pair_bytes
+        self.open: dict[int, _Open] = {}
+
+    def __getitem__(self, blocks: BlockTable) -> _Open:
+        return self.open[id(blocks)]
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of a run: three blocks are in memory at once."""
+        fits = self.file.shares.staged // 3 // self.token_bytes
+        return max(CHUNK, fits // CHUNK * CHUNK)
+
+    def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
+        """K and V `[Hkv, n, d]` of `tokens` of a layer, on the device."""
+        parts = [self._on_device(part) for part in self.pool.stored(blocks, layer, tokens)]
+        if len(parts) == 1:
+            return parts[0]
+        return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
+
+    def _on_device(self, part: KVPart) -> KVPart:
+        decode = self.pool.format.decode
+        return KVPart(decode(part.k.to(self.device)), decode(part.v.to(self.device)))
+
+    def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
+        """All rows of `tokens`, block by block; the first ones are being read when this returns."""
+        size = self.block_tokens
+        edges = [tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop]
+        runs = [range(a, b) for a, b in pairwise(edges) if a < b]
+        return BlockRun(self.thread, lambda own: self.rows(blocks, layer, own), runs)
+
+
+class DiskStorage:
+    """`KVStorage` on disk: what is resident is kept on the device, everything is in the pool when `append` returns (in
+    memory of the pool, or on its way to the disk)."""
+
+    def __init__(self, state: DiskState) -> None:
+        self._state = state
+
+    def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
+        """Opens a sequence; the resident rows of one that has tokens already are copied or read."""
+        state, none = self._state, np.empty(0, np.int64)
+        if origin is not None:
+            state.open[id(blocks)] = _Open(blocks, state[origin].residency.clone(), none)
+            return
+        residency = Residency(state.geometry, state.pool.format.dtype, state.device, sinks, recent)
+        state.open[id(blocks)] = _Open(blocks, residency, none)
+        for layer in range(state.geometry.layers if blocks.length else 0):
+            sinks_here, recent_here = state.geometry.resident(layer, sinks, recent)
+            last = range(max(0, blocks.length - recent_here), blocks.length)
+            for tokens in (range(min(sinks_here, blocks.length)), state.pool.kept(blocks, layer, last)):
+                if tokens:
+                    rows = state.rows(blocks, layer, tokens)
+                    residency.store(layer, tokens.start, rows.k, rows.v)
+
+    def close(self, blocks: BlockTable) -> None:
+        """Closes a sequence; after it nothing reads the block table's chunks any more."""
+        self._state.thread.wait()
+        del self._state.open[id(blocks)]
+
+    def settle(self, blocks: BlockTable) -> None:
+        """Returns at once: whoever reads what was appended finds it."""
+
+    def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Keeps the resident ones of k, v `[Hkv, m, d]` and hands to the pool all that have slots."""
+        state = self._state
+        state[blocks].residency.store(layer, start, k, v)
+        kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
+        if kept:
+            state.pool.write(blocks, layer, kept.start, k[:, kept.start - start :], v[:, kept.start - start :])
+        return len(kept) * state.token_bytes
+
+    def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
+        """Copies the row in the pool, behind what is being read; where the target is a resident slot, on the device
+        too."""
+        self._state.thread.wait()
+        self._state.pool.move(blocks, layer, source, target)
+        self._state[blocks].residency.move(layer, source, target)
+
+    def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
+        """As `move`: the pool has every row, resident or not."""
+        self.move(blocks, layer, source, target)
+
+    def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
+        """Appends the slices, and reads the rows before `start` in front of them."""
+        state = self._state
+        first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
+        parts = [state.rows(blocks, layer, range(first, start))] if first < start else []
+        stop, written = start, 0
+        for part in slices:
+            written += self.append(blocks, layer, stop, part.k, part.v)
+            parts.append(part)
+            stop += part.k.shape[1]
+        k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
+        return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
+
+
+@dataclass(frozen=True)
+class _RunTicket:
+    """All rows of a range, block by block, behind the resident ones (read at `wait`: the newest is stored after the
+    request)."""
+
+    run: BlockRun
+    bytes: int
+    residency: Residency | None = None
+    layer: int = 0
+    visible: Visible | None = None
+    savings: Savings | None = None
+
+    def wait(self) -> list[KVPart]:
+        parts = self.run.parts
+        if self.residency is None or self.visible is None:
+            return parts
+        return [*self.residency.part(self.layer, self.visible), *parts]
+
+
+@dataclass(frozen=True)
+class _RowsTicket:
+    """Selected rows on their way into `staged` `[Hkv, m + n, 2, width]`, behind room for m resident ones."""
+
+    state: DiskState
+    reading: Future[None]
+    staged: torch.Tensor
+    bytes: int
+    residency: Residency | None = None
+    layer: int = 0
+    visible: Visible | None = None
+    savings: Savings | None = None
+
+    def wait(self) -> list[KVPart]:
+        self.reading.result()
+        own = [] if self.residency is None or self.visible is None else self.residency.part(self.layer, self.visible)
+        exact = self.state.pool.format.exact
+        at = 0
+        for part in own if exact else ():
+            self.staged[:, at : at + part.k.shape[1], 0] = part.k
+            self.staged[:, at : at + part.k.shape[1], 1] = part.v
+            at += part.k.shape[1]
+        rows = self.staged.to(self.state.device, non_blocking=True)
+        whole = KVPart(*(self.state.pool.format.decode(rows[:, :, kv]) for kv in (0, 1)))
+        return [whole] if exact else [*own, whole]
+
+
+class DiskRows:
+    """`RowFetch` from disk. Rows that several sequences select are read once if they stay in memory, else for each."""
+
+    def __init__(self, state: DiskState) -> None:
+        self._state = state
+
+    def fetch(self, blocks: BlockTable, layer: int, visible: Visible, selection: Selection | None) -> Ticket:
+        """A ticket of the selected rows, or of all candidates."""
+        if selection is not None:
+            return self._rows(blocks, layer, selection, visible)
+        run = self._state.run(blocks, layer, visible.candidates)
+        size = len(visible.candidates) * self._state.token_bytes
+        return _RunTicket(run, size, self._state[blocks].residency, layer, visible)
+
+    def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> Ticket:
+        """A ticket of all rows of `tokens`."""
+        return _RunTicket(self._state.run(blocks, layer, tokens), len(tokens) * self._state.token_bytes)
+
+    def fetch_together(
+        self,
+        block_tables: Sequence[BlockTable],
+        layer: int,
+        visible: Sequence[Visible],
+        selections: Sequence[Selection],
+    ) -> list[Ticket]:
+        """A ticket for each sequence."""
+        each = zip(block_tables, visible, selections, strict=True)
+        return [self._rows(blocks, layer, selection, seen) for blocks, seen, selection in each]
+
+    def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> Ticket:
+        """A ticket of the extra rows alone."""
+        return self._rows(blocks, layer, extra)
+
+    def _rows(self, blocks: BlockTable, layer: int, selection: Selection, visible: Visible | None = None) -> Ticket:
+        """Starts reading what was selected; with `visible`, behind room for the resident rows."""
+        state, one = self._state, self._state[blocks]
+        tokens = selection.known().tokens.cpu()
+        room = visible.resident if visible is not None and state.pool.format.exact else 0
+        heads, count = tokens.shape
+        pin = state.device.type == "cuda"
+        staged = torch.empty(
+            heads, room + count, 2, state.pool.format.width, dtype=state.pool.format.storage, pin_memory=pin
+        )
+        place = state.pool.groups.place[layer]
+        reading = state.thread.start(_gather, state.file, place, one.current(), tokens, room, staged)
+        size = heads * count * state.pair_bytes
+        return _RowsTicket(state, reading, staged, size, one.residency if visible is not None else None, layer, visible)
+
+
+def _gather(
+    file: FileArena,
+    place: int,
+    chunks: np.ndarray[tuple[int], np.dtype[np.int64]],
+    tokens: torch.Tensor,
+    room: int,
+    staged: torch.Tensor,
+) -> None:
+    """Rows of tokens int64 `[Hkv, n]` of a sequence with these chunks into staged `[Hkv, room + n, 2, width]`, behind
+    the first `room` of each head."""
+    kv_heads, count = tokens.shape
+    if not count:
+        return
+    index, slots = np.divmod(tokens.numpy().reshape(-1), CHUNK)
+    heads = np.repeat(np.arange(kv_heads), count)
+    into = np.tile(np.arange(count), kv_heads) + heads * (room + count) + room
+    file.gather(place, RowNames(chunks[index], slots, heads), staged.view(kv_heads * (room + count), -1), into)
+
+
+class DiskLink:
+    """`Link` to a pool on disk, for any device and KV format."""
+
+    def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
+        self._state = DiskState(pool, geometry, device)
+        self.storage, self.rows = DiskStorage(self._state), DiskRows(self._state)
+        self.batched = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the resident rows of all open sequences."""
+        return sum(one.residency.nbytes for one in self._state.open.values())
+
+    def working_set_bytes(self, blocks: BlockTable) -> int:
+        """0: rows that stay are the pool's, in host memory."""
+        return 0
+
+    def check_integrity(self) -> None:
+        """Waits for what is being read: nobody else looks at the pool then."""
+        self._state.thread.wait()
