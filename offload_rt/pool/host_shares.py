@@ -36,7 +36,7 @@ class HostShares:
         index = layout.pairs * INDEX_BYTES
         staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 16 // BLOCK * BLOCK))
         chunk = layout.arena.layers * layout.arena.kv_heads * layout.piece
-        buffers = max(2, limit // 8 // chunk)
+        buffers = max(1, limit // 8 // chunk)
         slots = (limit - index - 3 * staged - buffers * chunk) // (layout.pair_bytes + SLOT_BYTES)
         if slots < 1:
             least = index + 3 * staged + buffers * chunk

@@ -1,0 +1,344 @@
+"""Contexts on disk: rows in a file are the rows that were written, whatever is in memory of them; every policy writes
+the same tokens; a disk that fails is said, and what it still has is right."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.disk import direct_file, speed
+from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
+from offload_rt.disk.extents import merged
+from offload_rt.disk.requests import Reader, Requests, RingReader, ThreadReader
+from offload_rt.engine import build
+from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
+from offload_rt.pool.file_arena import FileArena
+from offload_rt.pool.file_layout import RowNames
+from offload_rt.pool.layout import ArenaLayout
+from offload_rt.pool.pool import HostPool
+
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+LIMITS: dict[str, Any] = {"host_memory": "144KiB", "disk_limit": "1MiB"}
+"""A quarter of the context's rows, and a few of these in slots: everything else of host memory is on its way."""
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [tiny_prompt(300, seed=1), tiny_prompt(260, seed=2)]
+
+
+def written(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)]
+
+
+def make(folder: Path | None, **named: Any) -> LLM:
+    limits = {} if folder is None else {"disk": folder, **LIMITS}
+    return LLM(MODEL, **{"dtype": "float64", **limits, **named})
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+@given(
+    places=st.lists(st.integers(0, 4000), unique=True, max_size=60),
+    size=st.sampled_from([68, 256, 1024]),
+    gap=st.sampled_from([0, 4096, 40_960]),
+)
+@settings(max_examples=60, deadline=None)
+def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_request(
+    places: list[int], size: int, gap: int
+) -> None:
+    offsets = np.array(places, np.int64) * size
+    requests, at = merged(offsets, size, gap)
+    assert not (requests.offset % BLOCK).any() and not (requests.size % BLOCK).any()
+    ends = requests.offset + requests.size
+    for offset, place in zip(offsets, at, strict=True):
+        [own] = np.flatnonzero((requests.offset <= offset) & (offset + size <= ends))
+        assert place - requests.at[own] == offset - requests.offset[own]
+    assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size)
+    assert (requests.offset[1:] - ends[:-1] > gap).all()
+    blocks = {block for offset in offsets.tolist() for block in range(offset // BLOCK, -(-(offset + size) // BLOCK))}
+    assert requests.size.sum() <= len(blocks) * BLOCK + gap * max(0, len(places) - 1)
+
+
+READERS: dict[str, Callable[[], Reader | None]] = {"ring": RingReader.open, "threads": lambda: ThreadReader(3)}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> None:
+    if (reader := READERS[kind]()) is None:
+        pytest.skip("no ring here")
+    file = DirectFile(tmp_path, reader)
+    file.allocate(0, 64 * BLOCK)
+    data = aligned(64 * BLOCK)
+    data.copy_(torch.arange(64).repeat_interleave(BLOCK))
+    file.write(0, data)
+    blocks = np.random.default_rng(0).permutation(64)
+    buffer = aligned(64 * BLOCK)
+    at = np.arange(64, dtype=np.int64) * BLOCK
+    file.read(Requests(blocks * BLOCK, np.full(64, BLOCK, np.int64), at), buffer)
+    assert torch.equal(buffer.view(64, BLOCK), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, BLOCK))
+    beyond = Requests(np.array([63, 70]) * BLOCK, np.full(2, BLOCK, np.int64), at[:2])
+    with pytest.raises(OSError, match="ends early"):
+        file.read(beyond, buffer)
+
+
+def test_nobody_sees_the_file_and_it_goes_with_its_owner(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path)
+    file.allocate(0, 1 << 20)
+    assert list(tmp_path.iterdir()) == []
+    handle = file._file
+    del file
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(handle)
+
+
+def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no")
+        return real(path, flags, *args, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(direct_file, "_set_direct", lambda handle: False)
+    file = DirectFile(tmp_path)
+    assert list(tmp_path.iterdir()) == [] and not file.direct
+    data = aligned(BLOCK)
+    data.fill_(7)
+    file.write(BLOCK, data)
+    read = aligned(BLOCK)
+    one = np.array([BLOCK], np.int64)
+    file.read(Requests(one, one, one * 0), read)
+    assert torch.equal(read, data)
+
+
+def test_a_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
+    found = speed.measured_speed(tmp_path, 4 << 20)
+    assert found.byte > 0 and found.seek >= 0 and found.gap >= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=3, slabs=2)
+"""Rows that are no whole number of anything, and pieces that are padded to blocks."""
+
+WIDTH = 2 * LAYOUT.head_dim
+
+
+def arena(folder: Path, limit: int = 107_500, reader: Reader | None = None) -> FileArena:
+    made = FileArena(LAYOUT, torch.float32, DirectFile(folder, reader), limit)
+    while made.active < LAYOUT.slabs:
+        made.activate()
+    return made
+
+
+FILL = st.tuples(st.just("fill"), st.integers(0, 1), st.integers(0, 1), st.integers(0, 191), st.integers(1, 192))
+COPY = st.tuples(st.just("copy"), st.integers(0, 5), st.integers(0, 5), st.just(0), st.integers(0, 64))
+GATHER = st.tuples(st.just("gather"), st.integers(0, 1), st.integers(0, 2**31), st.just(0), st.integers(1, 40))
+VIEW = st.tuples(st.just("view"), st.integers(0, 1), st.integers(0, 1), st.integers(0, 191), st.integers(1, 192))
+
+
+@given(st.lists(st.one_of(FILL, COPY, GATHER, VIEW), max_size=25))
+@settings(max_examples=15, deadline=None)
+def test_rows_are_those_that_were_written(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
+    """Against an array. The cache has 20 slots, and one chunk is filled at a time."""
+    made = arena(tmp_path_factory.mktemp("rows", numbered=True))
+    model = torch.zeros(LAYOUT.layers, LAYOUT.chunks, LAYOUT.kv_heads, CHUNK, WIDTH)
+    for number, (kind, a, b, c, d) in enumerate(steps):
+        if kind == "fill":
+            count = min(d, 192 - c)
+            rows = torch.full((LAYOUT.kv_heads, count, WIDTH), float(number + 1)) + torch.arange(count)[:, None] / 256
+            made.fill(a, b, c, rows[..., : LAYOUT.head_dim], rows[..., LAYOUT.head_dim :])
+            flat = model[b, a * 3 : a * 3 + 3].transpose(0, 1).flatten(1, 2).clone()
+            flat[:, c : c + count] = rows
+            model[b, a * 3 : a * 3 + 3] = flat.view(LAYOUT.kv_heads, 3, CHUNK, WIDTH).transpose(0, 1)
+        elif kind == "copy" and a != b:
+            made.copy(a, b, d)
+            model[:, b, :, :d] = model[:, a, :, :d]
+        elif kind == "gather":
+            chosen = np.random.default_rng(b).permutation(LAYOUT.chunks * 2 * CHUNK)[:d]
+            chunks, rest = np.divmod(chosen, 2 * CHUNK)
+            heads, slots = np.divmod(rest, CHUNK)
+            out = torch.full((d + 3, WIDTH), -1.0)
+            made.gather(a, RowNames(chunks, slots, heads), out, np.arange(d)[::-1].copy() + 2)
+            assert torch.equal(out[2 : d + 2].flip(0), model[a, chunks, heads, slots]) and bool((out[:2] == -1).all())
+        elif kind == "view":
+            count = min(d, 192 - c)
+            part = made.view(a, b, c, count)
+            want = model[b, a * 3 : a * 3 + 3].transpose(0, 1).flatten(1, 2)[:, c : c + count]
+            assert torch.equal(torch.cat((part.k, part.v), dim=2), want)
+    made.check_integrity()
+    assert made.shares.slots < 25 and made.shares.chunk_buffers == 1, "or nothing ever leaves memory"
+
+
+def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
+    made = arena(tmp_path)
+    made.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
+    rows = RowNames(np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
+    for _ in range(3):
+        made.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
+    assert (made.use.wanted, made.use.cached) == (9, 6)
+
+
+# ----------------------------------------------------------------------------------------------------------- runtime
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "infinigen": {"policy_options": {"preset": "rows", "recent": 8, "budget": 0.2}},
+    "infinigen, tail": {"policy_options": {"recent": 8, "tail": "int4", "budget": 0.2}},
+    "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_format": "int4"},
+    "infinigen, missed mass": {"policy_options": {"recent": 8, "max_missed_mass": 0.2}},
+    "oracle": {"policy": "oracle", "policy_options": {"budget": 0.2, "recent": 8}},
+    "streaming": {"policy": "streaming", "policy_options": {"budget": 0.2}},
+    "quest": {"policy": "quest", "policy_options": {"budget": 0.2, "recent": 8}},
+    "h2o": {"policy": "h2o", "policy_options": {"budget": 0.2, "recent": 8}},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(policy: str, tmp_path: Path) -> None:
+    said = []
+    for folder in (None, tmp_path):
+        with make(folder, **POLICIES[policy]) as llm:
+            said.append(written(llm, PROMPTS))
+            if folder is not None:
+                file = llm.runner.pool.file
+                assert file is not None
+                if llm.runner.pool.format.exact:
+                    assert 8 * file.shares.slots < llm.runner.pool.bytes_peak // file.places.pair_bytes
+                assert file.file.bytes_read > 0 and list(tmp_path.iterdir()) == []
+                llm.runner.check_integrity()
+    assert said[0] == said[1]
+
+
+def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
+    model = tiny_model("mistral", dtype=torch.float64, num_hidden_layers=2, sliding_window=24)
+    several = SamplingParams(max_tokens=6, temperature=0.8, seed=3, n=3)
+    said = []
+    for limits in ({}, {"disk": tmp_path, **LIMITS}):
+        with LLM(model, dtype="float64", **limits) as llm:
+            said.append([[one.token_ids for one in each.outputs] for each in llm.generate([PROMPTS[0]], several)])
+            llm.runner.check_integrity()
+    assert said[0] == said[1]
+
+
+def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
+    """The pool takes a prompt and 30 tokens more."""
+    said = []
+    size = 6 * LLM(MODEL, dtype="float64").runner.pool.chunk_bytes
+    long = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    options = POLICIES["infinigen"]
+    for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "144KiB", "disk_limit": size}):
+        with LLM(MODEL, dtype="float64", eviction="counter", **limits, **options) as llm:
+            said.append(written(llm, PROMPTS[:1], long))
+            llm.runner.check_integrity()
+    assert said[0] == said[1]
+
+
+def test_sessions_come_back_from_their_store(tmp_path: Path) -> None:
+    said = []
+    for name, folder in (("memory", None), ("disk", tmp_path / "rows")):
+        tokens = []
+        for turn in PROMPTS:
+            with make(folder, policy="full") as llm:
+                session = llm.session("ada", tmp_path / name)
+                tokens += [event.token_id for event in session.send(turn, GREEDY)]
+        said.append(tokens)
+    assert said[0] == said[1]
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+
+class FailingReader(ThreadReader):
+    """Fails from the `at`-th read on, or finds the file short."""
+
+    def __init__(self, at: int, code: int = errno.EIO) -> None:
+        super().__init__(2)
+        self.at, self.code = at, code
+
+    def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
+        self.at -= 1
+        if self.at < 0:
+            raise OSError(self.code, os.strerror(self.code))
+        super().read(file, requests, buffer)
+
+
+def test_a_read_that_fails_ends_the_request_and_not_the_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = FailingReader(10)
+    monkeypatch.setattr(direct_file, "reader", lambda: failing)
+    with make(tmp_path, **POLICIES["infinigen"]) as llm:
+        with pytest.raises(DiskError, match="cannot read rows"):
+            llm.generate(PROMPTS, GREEDY)
+        llm.runner.check_integrity() if failing.at > 0 else None
+        failing.at = 1 << 30
+        again = written(llm, PROMPTS)
+        llm.runner.check_integrity()
+    assert again == written(make(None, **POLICIES["infinigen"]), PROMPTS)
+
+
+def test_rows_that_could_not_be_written_are_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = arena(tmp_path)
+    rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
+    made.fill(0, 0, 0, *rows)
+    made._writer.drain()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        made.fill(0, 0, 64, *rows[:, :, :64])
+        made._writer.drain()
+    names = RowNames(np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
+    with pytest.raises(DiskError, match="No space left"):
+        made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
+    with pytest.raises(DiskError, match="No space left"):
+        made.view(0, 0, 64, 64)
+    assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "what was written before is there"
+    made.fill(0, 0, 64, *rows[:, :, :64])
+    assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64])
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.posix_fallocate
+    monkeypatch.setattr(build, "HostPool", partial(HostPool, slab_tokens=2 * CHUNK))
+
+    def allocate(file: int, offset: int, size: int) -> None:
+        if offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file, offset, size)
+
+    with make(tmp_path, policy="full") as llm:
+        short = written(llm, [PROMPTS[0][:90]])
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        with pytest.raises(PoolFullError, match="gives no"):
+            llm.generate([tiny_prompt(900, seed=9)], GREEDY)
+        assert written(llm, [PROMPTS[0][:90]]) == short
+        llm.runner.check_integrity()
+
+
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="disk_limit"):
+        make(None, disk_limit="1GiB")
+    with pytest.raises(ConfigError, match="working_set"):
+        make(tmp_path, working_set=8)
+    with pytest.raises(MemoryLimitError, match="raise host_memory"):
+        make(tmp_path, disk_limit="64MiB")
+    with pytest.raises(MemoryLimitError, match="has left"):
+        make(tmp_path, disk_limit="900TiB")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot keep rows"):
+        make(tmp_path / "file")
