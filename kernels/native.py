@@ -1,4 +1,4 @@
-"""Low-bit attention in C, compiled on first use (`native_code.py`); where it cannot be, callers take the torch path."""
+"""This room's C code, compiled on first use (`native_code.py`): where it cannot be, callers take their torch path."""
 
 from __future__ import annotations
 
