@@ -13,6 +13,7 @@ import torch
 from . import lists, low_bit, low_bit_cpu, low_bit_lists, norm, rotary, segments
 from .lists import Scores
 from .low_bit import Layout
+from .pages import Pages, PageTable
 from .pointer_table import PointerTable
 from .segments import Run
 
@@ -209,30 +210,28 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     return whole
 
 
-def low_bit_scores(
-    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
-) -> torch.Tensor:
+def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
     """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` with the low-bit keys of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    found: torch.Tensor = module.low_bit_scores(q, mean, storage, layout, tokens)
+    found: torch.Tensor = module.low_bit_scores(q, mean, pages, layout, tokens)
     return found
 
 
 def tail_attention(
-    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q `[Hkv, G, d]` over the low-bit rows of `tokens` that are not among `skip` `[Hkv, n]`: out, lse."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     if _compiled(q):
         from . import triton_low_bit as module
-    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, mean, storage, layout, tokens, skip)
+    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, mean, pages, layout, tokens, skip)
     return part
 
 
 def select_low_bit(
     q: torch.Tensor,
     mean: torch.Tensor,
-    storage: torch.Tensor,
+    pages: Pages,
     layout: Layout,
     tokens: range,
     alpha: float,
@@ -240,23 +239,23 @@ def select_low_bit(
 ) -> torch.Tensor:
     """The tokens that low-bit scores select by threshold and best score: `[Hkv, n]` from the first of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    chosen: torch.Tensor = module.select_tokens(q, mean, storage, layout, tokens, alpha, max_fraction)
+    chosen: torch.Tensor = module.select_tokens(q, mean, pages, layout, tokens, alpha, max_fraction)
     return chosen
 
 
 def top_low_bit(
-    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, n: int
 ) -> torch.Tensor:
     """The n of `tokens` with the largest low-bit scores after softmax: `[Hkv, n]` from the first of `tokens`."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    chosen: torch.Tensor = module.top_scored(q, mean, storage, layout, tokens, n)
+    chosen: torch.Tensor = module.top_scored(q, mean, pages, layout, tokens, n)
     return chosen
 
 
-def store_low_bit(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
+def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
     """Rounds rows `[Hkv, m, d]` into the slots from `start` on, as keys or as values."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
-    module.store_rows(storage, layout, rows, start, values=values)
+    module.store_rows(pages, layout, rows, start, values=values)
 
 
 def append_low_bit(
@@ -266,21 +265,21 @@ def append_low_bit(
     mean: torch.Tensor,
     mixing: torch.Tensor,
     layout: Layout,
-    storages: PointerTable,
+    table: PageTable,
     slots: torch.Tensor,
 ) -> None:
     """Rounds the newest rows k, v `[P, d]` of each list into slot `slots[p]` of its low-bit rows."""
     module: Any = low_bit_lists
     if _compiled(k):
         from . import triton_low_bit_rows as module
-    module.append_rows(k, v, basis, mean, mixing, layout, storages, slots)
+    module.append_rows(k, v, basis, mean, mixing, layout, table, slots)
 
 
 def score_low_bit(
     q: torch.Tensor,
     mean: torch.Tensor,
     layout: Layout,
-    storages: PointerTable,
+    table: PageTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     tokens: int,
@@ -289,7 +288,7 @@ def score_low_bit(
     module: Any = low_bit_lists
     if _compiled(q):
         from . import triton_low_bit as module
-    found: Scores = module.scores(q, mean, layout, storages, starts, stops, tokens)
+    found: Scores = module.scores(q, mean, layout, table, starts, stops, tokens)
     return found
 
 
@@ -298,7 +297,7 @@ def join_tail(
     mean: torch.Tensor,
     mixing: torch.Tensor,
     layout: Layout,
-    storages: PointerTable,
+    table: PageTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     chosen: torch.Tensor,
@@ -313,6 +312,6 @@ def join_tail(
     if _compiled(q):
         from . import triton_low_bit as module
     whole: tuple[torch.Tensor, torch.Tensor] = module.join_tail(
-        q, mean, mixing, layout, storages, starts, stops, chosen, counts, tokens, out, lse
+        q, mean, mixing, layout, table, starts, stops, chosen, counts, tokens, out, lse
     )
     return whole

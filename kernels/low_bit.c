@@ -1,7 +1,7 @@
 /* Scores with low-bit keys, and attention over low-bit rows, on a processor: what low_bit.py defines, in one pass.
 
-Compiled by native.py for one head dimension (HEAD_DIM) and one number of bits of a value (VALUE_BITS). A block holds 64
-tokens: keys byte by byte of all tokens (byte i: channels i and i + KEY_BYTES), values token by token, steps of keys,
+Compiled by native.py for one head dimension (HEAD_DIM), one number of bits of a value (VALUE_BITS) and pages of so many
+blocks of each head (PAGE_BLOCKS). A block holds 64 tokens: keys byte by byte of all tokens (byte i: channels i and i + KEY_BYTES), values token by token, steps of keys,
 steps of values. Loops run over 64 tokens or HEAD_DIM channels without branches, so that compilers turn them into vector
 instructions. */
 
@@ -22,6 +22,11 @@ instructions. */
 #define AT_ONCE 4 /* queries whose sums stay in registers; a group is padded to a multiple */
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+
+/* Where block b of a head lies: every page holds PAGE_BLOCKS blocks of each head, from `offset` bytes on. */
+static inline uint8_t *block_of(uint8_t *const *pages, int64_t offset, int head, int64_t b) {
+    return pages[b / PAGE_BLOCKS] + offset + ((int64_t)head * PAGE_BLOCKS + b % PAGE_BLOCKS) * BLOCK_BYTES;
+}
 
 static inline float step_of(uint8_t code) {
     uint32_t bits = ((uint32_t)code + ((127 - 20) << 3)) << 20;
@@ -210,18 +215,18 @@ static void add_values(const uint8_t *restrict values, float weights[][BLOCK], i
 }
 #endif
 
-/* One KV head over `count` blocks: hidden[t] is 0 where token t of them counts, else 1. */
-static void attend_head(const uint8_t *blocks, const int8_t *weights, const float *middle, const float *scale,
-                        const float *shift, const uint8_t *hidden, int64_t count, int group,
-                        float out[][HEAD_DIM], float *peak, float *total) {
+/* One KV head over blocks [first, last): hidden[t] is 0 where token t of them counts, else 1. */
+static void attend_head(uint8_t *const *pages, int64_t offset, int head, const int8_t *weights, const float *middle,
+                        const float *scale, const float *shift, const uint8_t *hidden, int64_t first, int64_t last,
+                        int group, float out[][HEAD_DIM], float *peak, float *total) {
     float scores[MOST_QUERIES][BLOCK], sums[MOST_QUERIES][LANES];
     memset(sums, 0, sizeof sums);
     for (int g = 0; g < group; g++) {
         peak[g] = -3e38f;
         memset(out[g], 0, sizeof out[g]);
     }
-    for (int64_t b = 0; b < count; b++) {
-        const uint8_t *block = blocks + b * BLOCK_BYTES, *hides = hidden + b * BLOCK;
+    for (int64_t b = first; b < last; b++) {
+        const uint8_t *block = block_of(pages, offset, head, b), *hides = hidden + (b - first) * BLOCK;
         const uint8_t *steps = block + BLOCK * (KEY_BYTES + VALUE_BYTES + 1);
         float shown[BLOCK], step[BLOCK];
         int any = 0;
@@ -257,15 +262,15 @@ static void attend_head(const uint8_t *blocks, const int8_t *weights, const floa
 }
 
 /* Attention of all heads over blocks [first, last): outs [heads * group][HEAD_DIM] not yet divided, peaks and totals
-[heads * group]. The blocks of a head lie head_stride bytes after those of the one before; hidden [heads][(last - first)
-* 64]; weights [heads * group][HEAD_DIM], a multiple of AT_ONCE queries in a group; middle, scale, shift [heads * group]. */
-void attend(const uint8_t *storage, int64_t head_stride, int heads, int group, const int8_t *weights,
+[heads * group]. hidden [heads][(last - first) * 64]; weights [heads * group][HEAD_DIM], a multiple of AT_ONCE queries in
+a group; middle, scale, shift [heads * group]. */
+void attend(uint8_t *const *pages, int64_t offset, int heads, int group, const int8_t *weights,
             const float *middle, const float *scale, const float *shift, const uint8_t *hidden, int64_t first,
             int64_t last, float *outs, float *peaks, float *totals) {
     for (int head = 0; head < heads; head++) {
         int64_t row = (int64_t)head * group;
-        attend_head(storage + head * head_stride + first * BLOCK_BYTES, weights + row * HEAD_DIM, middle + row,
-                    scale + row, shift + row, hidden + head * (last - first) * BLOCK, last - first, group,
+        attend_head(pages, offset, head, weights + row * HEAD_DIM, middle + row, scale + row, shift + row,
+                    hidden + head * (last - first) * BLOCK, first, last, group,
                     (float(*)[HEAD_DIM])(outs + row * HEAD_DIM), peaks + row, totals + row);
     }
 }
@@ -273,7 +278,7 @@ void attend(const uint8_t *storage, int64_t head_stride, int heads, int group, c
 /* Scores of tokens [start, stop) in blocks [first, last): scores [heads * group][(last - first) * 64], of the tokens in
 these blocks outside [start, stop) very small; of each query the largest, peaks, and the sum of exp(score - largest),
 totals [heads * group]. */
-void score(const uint8_t *storage, int64_t head_stride, int heads, int group, const int8_t *weights,
+void score(uint8_t *const *pages, int64_t offset, int heads, int group, const int8_t *weights,
            const float *middle, const float *scale, const float *shift, int64_t start, int64_t stop, float *scores,
            float *peaks, float *totals) {
     float found[MOST_QUERIES][BLOCK];
@@ -284,8 +289,8 @@ void score(const uint8_t *storage, int64_t head_stride, int heads, int group, co
         memset(sums, 0, sizeof sums);
         for (int g = 0; g < group; g++) peaks[row + g] = -3e38f;
         for (int64_t b = first; b < last; b++) {
-            block_scores(storage + head * head_stride + b * BLOCK_BYTES, weights + row * HEAD_DIM, middle + row,
-                         scale + row, shift + row, group, found);
+            block_scores(block_of(pages, offset, head, b), weights + row * HEAD_DIM, middle + row, scale + row,
+                         shift + row, group, found);
             int from = b * BLOCK < start ? (int)(start - b * BLOCK) : 0;
             int to = stop < (b + 1) * BLOCK ? (int)(stop - b * BLOCK) : BLOCK;
             for (int g = 0; g < group; g++) {
@@ -337,13 +342,13 @@ int64_t rank(const float *scores, int64_t stride, int heads, int group, int padd
 }
 
 /* Rows [heads][count][HEAD_DIM] take the slots from `slot` on: as keys, or as values. */
-void store(uint8_t *storage, int64_t head_stride, int heads, int64_t slot, int64_t count, const float *rows,
+void store(uint8_t *const *pages, int64_t offset, int heads, int64_t slot, int64_t count, const float *rows,
            int values) {
     int bits = values ? VALUE_BITS : 4, half = 1 << (bits - 1), most_code = 2 * half - 1, width = HEAD_DIM * bits / 8;
     for (int head = 0; head < heads; head++)
         for (int64_t i = 0; i < count; i++) {
             const float *row = rows + (head * count + i) * HEAD_DIM;
-            uint8_t *block = storage + head * head_stride + (slot + i) / BLOCK * BLOCK_BYTES;
+            uint8_t *block = block_of(pages, offset, head, (slot + i) / BLOCK);
             int t = (int)((slot + i) % BLOCK);
             float most = 0.0f;
             for (int c = 0; c < HEAD_DIM; c++) most = fabsf(row[c]) > most ? fabsf(row[c]) : most;

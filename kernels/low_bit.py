@@ -7,7 +7,7 @@ clipped. (Steps of least squared error, which clip, are worse here: what the tai
 but not clipping.) One step for a row is enough because rows arrive mixed: multiplied with an orthogonal matrix that
 spreads what single channels carry over all of them (`mixing`).
 
-Rows lie in blocks of 64 tokens, `Layout`: one tensor of bytes holds all that a layer of a sequence has, at one address.
+Rows lie in blocks of 64 tokens, `Layout`, and blocks in pages (`pages.py`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from . import selection
+from .pages import BLOCK, Pages
 from .selection import quantise_query
-
-BLOCK = 64
-"""Tokens of a block."""
 
 KEY_BITS = 4
 """Of a number of a key. Two bits ruin scores; values bear them."""
-
-SCORED_AT_ONCE = 4096
-"""Tokens whose keys are widened together: those of a long context would take ten times the room of their codes."""
 
 SMALLEST = (127 - 20) << 3
 """The step of code 0, 2^-20, as the upper eleven bits of a float32: exponent and three bits of the fraction."""
@@ -92,7 +87,7 @@ class Layout:
     Keys lie byte by byte, each of all 64 tokens (a score is a sum over channels, tokens side by side), values token by
     token (an output is a sum over tokens, channels side by side).
 
-    Storage is uint8 `[Hkv, blocks, block_bytes]`; the parts are views of it, `[Hkv, blocks, 64, ...]`.
+    Blocks are uint8 `[Hkv, blocks, block_bytes]`; the parts are views of them, `[Hkv, blocks, 64, ...]`.
     """
 
     head_dim: int
@@ -116,32 +111,31 @@ class Layout:
         """Of a block."""
         return BLOCK * (self.key_bytes + self.value_bytes + 2)
 
-    def keys(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed keys `[Hkv, blocks, 64, key_bytes]` and their steps `[Hkv, blocks, 64]`."""
         steps = BLOCK * (self.key_bytes + self.value_bytes)
-        packed = storage[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
-        return packed, storage[:, :, steps : steps + BLOCK]
+        packed = rows[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
+        return packed, rows[:, :, steps : steps + BLOCK]
 
-    def values(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed values `[Hkv, blocks, 64, value_bytes]` and their steps `[Hkv, blocks, 64]`."""
         first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
-        return storage[:, :, first:steps].unflatten(2, (BLOCK, -1)), storage[:, :, steps + BLOCK :]
+        return rows[:, :, first:steps].unflatten(2, (BLOCK, -1)), rows[:, :, steps + BLOCK :]
 
 
-def store_rows(storage: torch.Tensor, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
+def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
     """Rows `[Hkv, m, d]` take the slots from `start` on, as keys or as values."""
-    parts, bits = (layout.values(storage), layout.value_bits) if values else (layout.keys(storage), KEY_BITS)
-    slots = torch.arange(start, start + rows.shape[1], device=rows.device)
-    for part, data in zip(parts, quantise_rows(rows, bits), strict=True):
-        part[:, slots // BLOCK, slots % BLOCK] = data
+    data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
+    for blocks, slots, at in pages.parts(range(start, start + rows.shape[1])):
+        places = torch.arange(slots.start, slots.stop, device=rows.device)
+        for part, own in zip(layout.values(blocks) if values else layout.keys(blocks), data, strict=True):
+            part[:, places // BLOCK, places % BLOCK] = own[:, at]
 
 
 # -------------------------------------------------------------------------------------------------------- attention
 
 
-def low_bit_scores(
-    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range
-) -> torch.Tensor:
+def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
     """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]`, scaled and in the basis of the keys, with the keys of `tokens`;
     mean `[Hkv, d]` was taken from every key of a head.
 
@@ -149,33 +143,34 @@ def low_bit_scores(
     exact integer, the same on every device.
     """
     weights, scale = quantise_query(q)
-    packed, steps = (part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in layout.keys(storage))
-    sums = q.new_empty(*q.shape[:2], len(tokens))
-    for codes, into in zip(packed.split(SCORED_AT_ONCE, 1), sums.split(SCORED_AT_ONCE, 2), strict=True):
-        into.copy_(torch.bmm(weights.to(q.dtype), unpack_rows(codes, KEY_BITS).to(q.dtype).transpose(1, 2)))
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
-    return (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1) * scale + torch.bmm(q, mean.unsqueeze(2))
+    scores = q.new_empty(*q.shape[:2], len(tokens))
+    for blocks, slots, at in pages.parts(tokens):
+        codes, steps = (part.flatten(1, 2)[:, slots] for part in layout.keys(blocks))
+        sums = torch.bmm(weights.to(q.dtype), unpack_rows(codes, KEY_BITS).to(q.dtype).transpose(1, 2))
+        scores[:, :, at] = (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1)
+    return scores * scale + torch.bmm(q, mean.unsqueeze(2))
 
 
 def select_tokens(
     q: torch.Tensor,
     mean: torch.Tensor,
-    storage: torch.Tensor,
+    pages: Pages,
     layout: Layout,
     tokens: range,
     alpha: float,
     max_fraction: float,
 ) -> torch.Tensor:
     """`selection.select_tokens` of these scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-    return selection.select_tokens(low_bit_scores(q, mean, storage, layout, tokens), alpha, max_fraction)
+    return selection.select_tokens(low_bit_scores(q, mean, pages, layout, tokens), alpha, max_fraction)
 
 
 def top_scored(
-    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, n: int
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, n: int
 ) -> torch.Tensor:
     """The n tokens of each KV head with the largest of these scores, over its queries after softmax: int64
     `[Hkv, n]`, counted from the first of `tokens`."""
-    return selection.top_scored(low_bit_scores(q, mean, storage, layout, tokens), n)
+    return selection.top_scored(low_bit_scores(q, mean, pages, layout, tokens), n)
 
 
 def hidden_tokens(tokens: range, skip: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -192,7 +187,7 @@ def hidden_tokens(tokens: range, skip: torch.Tensor) -> tuple[int, torch.Tensor]
 def tail_attention(
     q: torch.Tensor,
     mean: torch.Tensor,
-    storage: torch.Tensor,
+    pages: Pages,
     layout: Layout,
     tokens: range,
     skip: torch.Tensor,
@@ -203,11 +198,14 @@ def tail_attention(
     q and mean as in `low_bit_scores`. Returns out `[Hkv, G, d]`, mixed as the values are, and lse `[Hkv, G]` (natural
     log), float32 (float64 for float64): 0 and -inf where no token is left.
     """
-    scores = low_bit_scores(q, mean, storage, layout, tokens)
+    scores = low_bit_scores(q, mean, pages, layout, tokens)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
     hidden.scatter_(1, torch.where(skip < 0, len(tokens), skip - tokens.start), True)
     scores = scores.masked_fill_(hidden[:, :-1].unsqueeze(1), -math.inf)
     lse = torch.logsumexp(scores, -1)
     weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
-    packed, steps = (part.flatten(1, 2)[:, tokens.start : tokens.stop] for part in layout.values(storage))
-    return torch.bmm(weights, dequantise_rows(packed, steps, layout.value_bits, q.dtype)), lse
+    out = torch.zeros_like(q)
+    for blocks, slots, at in pages.parts(tokens):
+        packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(blocks))
+        out += torch.bmm(weights[:, :, at], dequantise_rows(packed, steps, layout.value_bits, q.dtype))
+    return out, lse

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..native_code import load_library
-from .low_bit import BLOCK
+from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c11")
 QUERIES = 4
@@ -38,7 +38,7 @@ class LowBitLibrary:
     library: ctypes.CDLL
 
     def scores(
-        self, weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, storage: torch.Tensor, tokens: range
+        self, weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, pages: Pages, tokens: range
     ) -> ScoredTokens:
         """Of queries that are int8 weights `[Hkv, G, d]`, scale and shift `[Hkv, G]`."""
         heads, group, _ = weights.shape
@@ -47,7 +47,7 @@ class LowBitLibrary:
         out = torch.empty(heads, padded, -(-tokens.stop // BLOCK) * BLOCK - first)
         peak, total = torch.empty(heads, padded), torch.empty(heads, padded)
         self.library.score(
-            *_storage(storage), heads, padded, *map(_pointer, queries),
+            *_pages(pages), heads, padded, *map(_pointer, queries),
             ctypes.c_int64(tokens.start), ctypes.c_int64(tokens.stop), _pointer(out), _pointer(peak), _pointer(total),
         )  # fmt: skip
         return ScoredTokens(out[:, :, tokens.start - first : tokens.stop - first], peak, peak + total.log(), group)
@@ -65,18 +65,18 @@ class LowBitLibrary:
         )  # fmt: skip
         return values, passing, int(within)
 
-    def store(self, storage: torch.Tensor, rows: torch.Tensor, start: int, *, values: bool) -> None:
+    def store(self, pages: Pages, rows: torch.Tensor, start: int, *, values: bool) -> None:
         """Rows `[Hkv, m, d]` take the slots from `start` on, as keys or as values."""
         rows = rows.contiguous()
         count = ctypes.c_int64(rows.shape[1])
-        self.library.store(*_storage(storage), len(rows), ctypes.c_int64(start), count, _pointer(rows), int(values))
+        self.library.store(*_pages(pages), len(rows), ctypes.c_int64(start), count, _pointer(rows), int(values))
 
     def attend(
         self,
         weights: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        storage: torch.Tensor,
+        pages: Pages,
         hidden: torch.Tensor,
         blocks: range,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +88,7 @@ class LowBitLibrary:
         out, peak, total = torch.empty(heads, padded, d), torch.empty(heads, padded), torch.empty(heads, padded)
         assert hidden.is_contiguous() and hidden.shape == (heads, len(blocks) * BLOCK)
         self.library.attend(
-            *_storage(storage), heads, padded, *map(_pointer, queries), _pointer(hidden),
+            *_pages(pages), heads, padded, *map(_pointer, queries), _pointer(hidden),
             ctypes.c_int64(blocks.start), ctypes.c_int64(blocks.stop), _pointer(out), _pointer(peak), _pointer(total),
         )  # fmt: skip
         out, peak, total = out[:, :group], peak[:, :group], total[:, :group]
@@ -104,9 +104,8 @@ def _queries(weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) ->
     return whole, whole.sum(-1, dtype=torch.float32).mul_(7.5), *padded
 
 
-def _storage(storage: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
-    assert storage.stride(2) == 1 and storage.stride(1) == storage.shape[2]
-    return _pointer(storage), ctypes.c_int64(storage.stride(0))
+def _pages(pages: Pages) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    return _pointer(pages.addresses), ctypes.c_int64(pages.offset)
 
 
 def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
@@ -117,7 +116,7 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
     """The library for these shapes; None where the code does not take them, or cannot be compiled."""
     if head_dim % 32 or group > MOST_QUERIES:
         return None
-    library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits)
+    library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
     return None if library is None else LowBitLibrary(library)
 
 

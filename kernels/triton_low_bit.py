@@ -16,17 +16,14 @@ import triton.language as tl
 
 from .h2d_copy import to_device
 from .lists import Scores
-from .low_bit import BLOCK, KEY_BITS, Layout
-from .pointer_table import PointerTable, entry
+from .low_bit import KEY_BITS, Layout
+from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
 from .triton_attention import merge_parts
-from .triton_low_bit_rows import alignment, decoded_steps, list_blocks, padded_sizes
+from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
 from .triton_scores import _finish, _outputs, _rint
 
-PIECE_BLOCKS = 8
-"""Blocks of a program that attends: 512 tokens."""
-
 _SCORED = 4 * BLOCK
-"""Tokens of a program that scores."""
+"""Tokens of a program that scores; they lie in one page, as those of a program that attends, which are a page."""
 
 _LOOKED_UP = 512
 """Tokens of a program that looks up which of them were selected."""
@@ -70,12 +67,13 @@ def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor) -> tl.tensor:
     return sums.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["pages", "offset", "tokens", "blocks"])
 def _score(
-    q: tl.tensor, mean: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor,
-    maxima: tl.tensor, sums: tl.tensor, heads: tl.tensor, tokens: tl.tensor, blocks: tl.tensor,
+    q: tl.tensor, mean: tl.tensor, table: tl.tensor, pages: tl.tensor, offset: tl.tensor, starts: tl.tensor,
+    stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
+    blocks: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, ALIGN: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i): tokens [i * TOKENS, ...) of list p. Programs outside the range read no keys."""
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -85,8 +83,9 @@ def _score(
     if (piece * TOKENS < stop) & (piece * TOKENS + TOKENS > start):
         low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
         there = token < (stop + _BLOCK - 1) // _BLOCK * _BLOCK
-        own = list_blocks(table, p, heads, ALIGN) + (token // _BLOCK).to(tl.int64) * (_BLOCK * (KEYS + VALUES + 2))
-        own += token % _BLOCK
+        first = block_of(table, pages, offset, p, heads, piece * (TOKENS // _BLOCK), _BLOCK * (KEYS + VALUES + 2))
+        place = tl.arange(0, TOKENS)
+        own = first + place // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + place % _BLOCK
         keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
         step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
         acc = (_products(low, high, keys) - centre[:, None]) * step[None, :] * scale[:, None] + shift[:, None]
@@ -97,21 +96,20 @@ def scores(
     q: torch.Tensor,
     mean: torch.Tensor,
     layout: Layout,
-    storages: PointerTable,
+    table: PageTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
     """`low_bit_lists.scores` in one launch; float32 queries and scores."""
     lists, group, d = q.shape
-    assert storages.lists == lists and q.is_contiguous() and mean.shape == (storages.heads, d)
+    assert table.lists == lists and q.is_contiguous() and mean.shape == (table.heads, d)
     assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
     blocks, sizes = triton.cdiv(tokens, _SCORED), padded_sizes(layout)
     out, maxima, sums = _outputs(q, tokens, blocks)
     _score[(lists, blocks)](
-        q, mean, storages.table, starts, stops, out, maxima, sums, storages.heads, tokens, blocks,
+        q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
         d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"], G=group, GROUP=_padded(group), TOKENS=_SCORED,
-        ALIGN=alignment(storages),
     )  # fmt: skip
     return Scores(out, maxima, sums)
 
@@ -168,12 +166,13 @@ def _store_field(
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "lists"])
+@triton.jit(do_not_specialize=["pages", "offset", "tokens", "lists"])
 def _attend(
-    table: tl.tensor, q: tl.tensor, mean: tl.tensor, starts: tl.tensor, stops: tl.tensor, hidden: tl.tensor,
-    outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor, lists: tl.tensor,
+    table: tl.tensor, pages: tl.tensor, offset: tl.tensor, q: tl.tensor, mean: tl.tensor, starts: tl.tensor,
+    stops: tl.tensor, hidden: tl.tensor, outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
+    lists: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, s): blocks [s * PIECE, ...) of list p, as far as they hold any of its tokens, softmax on the fly.
     Writes part s: lse, and out `[G, d]` (nothing where it has no blocks, 0 where no token counts). KEYS and VALUES are
@@ -189,9 +188,9 @@ def _attend(
         low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
         acc0, acc1 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
         acc2, acc3 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
-        storage = list_blocks(table, p, heads, ALIGN)
+        page = block_of(table, pages, offset, p, heads, piece * PIECE, _BLOCK * (KEYS + VALUES + 2))
         for block in range(begin, end):
-            own = storage + block * (_BLOCK * (KEYS + VALUES + 2))
+            own = page + (block - piece * PIECE) * (_BLOCK * (KEYS + VALUES + 2))
             keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
             steps = own + _BLOCK * (KEYS + VALUES) + token
             scores = (
@@ -259,7 +258,7 @@ def join_tail(
     mean: torch.Tensor,
     mixing: torch.Tensor,
     layout: Layout,
-    storages: PointerTable,
+    table: PageTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     chosen: torch.Tensor,
@@ -272,7 +271,7 @@ def join_tail(
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
-    outs, lses = _parts(q, mean, layout, storages, starts, stops, chosen, counts, tokens)
+    outs, lses = _parts(q, mean, layout, table, starts, stops, chosen, counts, tokens)
     whole, total = torch.empty_like(out), torch.empty_like(lse)
     _join[(lists * group,)](
         outs, lses, mixing, out, lse, whole, total, len(outs), lists * group,
@@ -283,15 +282,15 @@ def join_tail(
 
 
 def tail_attention(
-    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`low_bit.tail_attention` of float32 queries, as of a batch of one."""
     heads, group, d = q.shape
     counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
-    storages = PointerTable((storage,), to_device(torch.tensor([entry(storage)]), q.device))
+    table = PageTable((pages,), to_device(pages.addresses.unsqueeze(0), q.device))
     chosen = skip.sort(1).values
-    outs, lses = _parts(q, mean, layout, storages, bounds[0], bounds[1], chosen, bounds[2], tokens.stop)
+    outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], chosen, bounds[2], tokens.stop)
     out, lse = merge_parts(outs, lses)
     return out.view(heads, group, d), lse.view(heads, group)
 
@@ -300,7 +299,7 @@ def _parts(
     q: torch.Tensor,
     mean: torch.Tensor,
     layout: Layout,
-    storages: PointerTable,
+    table: PageTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     chosen: torch.Tensor,
@@ -310,10 +309,10 @@ def _parts(
     """The low-bit rows of the tokens that count, in pieces: outs `[pieces, P * G, d]` and lses `[pieces, P * G]`, in
     two launches. Of chosen only what lies within [start, stop), and is meant, matters."""
     lists, group, d = q.shape
-    assert storages.lists == lists and q.is_contiguous() and q.dtype == mean.dtype == torch.float32
+    assert table.lists == lists and q.is_contiguous() and q.dtype == mean.dtype == torch.float32
     assert starts.shape == stops.shape == counts.shape == (lists,) and chosen.is_contiguous()
     blocks = triton.cdiv(tokens, BLOCK)
-    pieces, every = triton.cdiv(blocks, PIECE_BLOCKS), blocks * BLOCK
+    pieces, every = triton.cdiv(blocks, PAGE_BLOCKS), blocks * BLOCK
     hidden = torch.empty(lists, every, dtype=torch.uint8, device=q.device)
     _hide[(lists, triton.cdiv(every, _LOOKED_UP))](
         chosen, counts, starts, stops, hidden, chosen.shape[1], every, chosen.shape[1].bit_length(), TOKENS=_LOOKED_UP
@@ -321,9 +320,9 @@ def _parts(
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
     _attend[(lists, pieces)](
-        storages.table, q, mean, starts, stops, hidden, outs, lses, storages.heads, every, lists,
-        d=d, **padded_sizes(layout), BITS=layout.value_bits, G=group, GROUP=_padded(group), PIECE=PIECE_BLOCKS,
-        ALIGN=alignment(storages), WIDEN=not q.is_cuda,
+        *addressed(table), q, mean, starts, stops, hidden, outs, lses, table.heads, every, lists,
+        d=d, **padded_sizes(layout), BITS=layout.value_bits, G=group, GROUP=_padded(group), PIECE=PAGE_BLOCKS,
+        WIDEN=not q.is_cuda,
     )  # fmt: skip
     return outs, lses
 

@@ -11,10 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit import BLOCK, KEY_BITS, SMALLEST, Layout
-from .pointer_table import ALIGNED, FIELDS, PointerTable
+from .low_bit import KEY_BITS, SMALLEST, Layout
+from .pages import BLOCK, PAGE_BLOCKS, PageTable
+from .pointer_table import ALIGNED
 
-_BLOCK, _SMALLEST, _FIELDS = tl.constexpr(BLOCK), tl.constexpr(SMALLEST), tl.constexpr(FIELDS)
+_BLOCK, _PAGE, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(PAGE_BLOCKS), tl.constexpr(SMALLEST)
+_ALIGNED = tl.constexpr(ALIGNED)
 
 
 @triton.jit
@@ -24,11 +26,15 @@ def decoded_steps(codes: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def list_blocks(table: tl.tensor, p: tl.tensor, heads: tl.tensor, ALIGN: tl.constexpr) -> tl.tensor:
-    """Where the blocks of list p begin; they lie without gaps."""
-    own = table + p // heads * _FIELDS
-    begin = tl.load(own).to(tl.pointer_type(tl.uint8)) + p % heads * tl.load(own + 1)
-    return tl.multiple_of(begin, ALIGN)
+def block_of(
+    table: tl.tensor, pages: tl.tensor, offset: tl.tensor, p: tl.tensor, heads: tl.tensor, block: tl.tensor,
+    BLOCK_BYTES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Where block `block` of list p begins, of a sequence that has it; those behind it in its page follow without gaps.
+    table int64 `[B, pages]`; the layer's rows begin `offset` bytes behind a page's address."""
+    page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
+    begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
+    return tl.multiple_of(begin, _ALIGNED)
 
 
 @triton.jit
@@ -84,18 +90,18 @@ def _store_row(
     tl.store(step_at, code.to(tl.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "offset"])
 def _append(
     k: tl.tensor, v: tl.tensor, basis: tl.tensor, mean: tl.tensor, mixing: tl.tensor, table: tl.tensor,
-    slots: tl.tensor, heads: tl.tensor,
+    pages: tl.tensor, offset: tl.tensor, slots: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, KEY: tl.constexpr,
-    VALUE: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
+    VALUE: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, 0) stores the key of list p in KEY bits, (p, 1) its value in VALUE bits."""
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
     row = slot % _BLOCK
-    own = list_blocks(table, p, heads, ALIGN) + slot // _BLOCK * (_BLOCK * (KEYS + VALUES + 2))
+    own = block_of(table, pages, offset, p, heads, slot // _BLOCK, _BLOCK * (KEYS + VALUES + 2))
     steps = own + _BLOCK * (KEYS + VALUES) + row
     if tl.program_id(1) == 0:
         _store_row(k + p * d, basis + head * d * d, mean + head * d, own + row, steps, _BLOCK,
@@ -112,19 +118,19 @@ def append_rows(
     mean: torch.Tensor,
     mixing: torch.Tensor,
     layout: Layout,
-    storages: PointerTable,
+    table: PageTable,
     slots: torch.Tensor,
 ) -> None:
     """`low_bit_lists.append_rows` in one launch; a float32 basis. Sums over d are in another order than torch's, so
     that a number within rounding of the border of two codes may take either."""
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)
-    assert basis.dtype == mean.dtype == mixing.dtype == torch.float32 and storages.lists == lists
+    assert basis.dtype == mean.dtype == mixing.dtype == torch.float32 and table.lists == lists
     assert basis.is_contiguous() and mean.is_contiguous() and mixing.is_contiguous()
     _append[(lists, 2)](
-        k, v, basis, mean, mixing, storages.table, slots, storages.heads,
+        k, v, basis, mean, mixing, *addressed(table), slots, table.heads,
         d=d, **padded_sizes(layout), KEY=KEY_BITS, VALUE=layout.value_bits,
-        ROWS=min(32, triton.next_power_of_2(d)), ALIGN=alignment(storages),
+        ROWS=min(32, triton.next_power_of_2(d)),
     )  # fmt: skip
 
 
@@ -135,6 +141,6 @@ def padded_sizes(layout: Layout) -> dict[str, int]:
     return {"KEYS": keys, "VALUES": values} | padded
 
 
-def alignment(storages: PointerTable) -> int:
-    """Bytes of which every list's beginning is a multiple."""
-    return ALIGNED if storages.aligned else 1
+def addressed(table: PageTable) -> tuple[torch.Tensor, int, int]:
+    """What `block_of` reads: addresses, how many a sequence has there, and bytes of a page before the layer's."""
+    return table.table, table.table.shape[1], table.offset

@@ -38,7 +38,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
             for state, (q, k), length in zip(states, streams, LENGTHS, strict=True):
                 state.on_queries(layer, q[layer, :, :length], k[layer, :, :length], 0)
                 state.on_keys(layer, k[layer, :, :length], 0)
-    lists = KeyLists(RULE, range(shape.layers), len(LENGTHS), CPU)
+    lists = KeyLists(RULE, range(shape.layers), len(LENGTHS), 160, CPU)
     for step in range(5):
         places = [length + step for length in LENGTHS]
         moved = lists.hold([state.scoring_keys for state in batched], places)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.low_bit import ragged_lists, stored_rows
+from support.low_bit import copied, joined, ragged_lists, stored_rows
 
 from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native
 from offload_rt.kernels.low_bit import (
-    BLOCK,
     KEY_BITS,
     Layout,
     decode_steps,
@@ -20,7 +19,7 @@ from offload_rt.kernels.low_bit import (
     tail_attention,
     unpack_rows,
 )
-from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 from offload_rt.kernels.reference import merge_lse
 from offload_rt.kernels.selection import quantise_query
 
@@ -52,13 +51,13 @@ def test_rows_come_back_within_half_a_step(bits: int) -> None:
 
 
 def plain_tail(
-    q: torch.Tensor, mean: torch.Tensor, storage: torch.Tensor, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Everything dequantised in float64, one softmax; the query rounded as it is there."""
     weights, scale = quantise_query(q)
     keys, values = (
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
-        for parts, bits in ((layout.keys(storage), KEY_BITS), (layout.values(storage), layout.value_bits))
+        for parts, bits in ((layout.keys(joined(pages)), KEY_BITS), (layout.values(joined(pages)), layout.value_bits))
     )
     shift = torch.einsum("hgd,hd->hg", q.double(), mean.double()).unsqueeze(-1)
     scores = torch.einsum("hgd,hnd->hgn", weights.double() * scale, keys) + shift
@@ -71,35 +70,34 @@ def plain_tail(
 
 
 @pytest.mark.parametrize("value_bits", [2, 4])
-@pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(130, 131)])
+@pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(500, 530), range(512, 1024)])
 def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, tokens: range) -> None:
     layout = Layout(32, value_bits)
-    storage, q, mean = stored_rows(layout, 2, 180), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
+    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
-    out, lse = tail_attention(q, mean, storage, layout, tokens, skip)
-    expected, expected_lse = plain_tail(q, mean, storage, layout, tokens, skip)
+    out, lse = tail_attention(q, mean, pages, layout, tokens, skip)
+    expected, expected_lse = plain_tail(q, mean, pages, layout, tokens, skip)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
 
 
 def test_without_a_token_the_tail_is_nothing() -> None:
     layout = Layout(16, 2)
-    storage, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
-    out, lse = tail_attention(q, torch.zeros(2, 16), storage, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
+    pages, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
+    out, lse = tail_attention(q, torch.zeros(2, 16), pages, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
 def test_lists_are_the_sequences_by_themselves() -> None:
     layout = Layout(16, 2)
-    storages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 190)]
+    pages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 600)]
     q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
-    table = PointerTable.of(storages)
-    starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 180, 180])
-    found = low_bit_lists.scores(q, mean, layout, table, starts, stops, 190)
-    for b, stop in enumerate((90, 180)):
+    starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 580, 580])
+    found = low_bit_lists.scores(q, mean, layout, PageTable.of(pages), starts, stops, 600)
+    for b, stop in enumerate((90, 580)):
         own = slice(2 * b, 2 * b + 2)
-        scores = low_bit_scores(q[own], mean, storages[b], layout, range(2, stop))
+        scores = low_bit_scores(q[own], mean, pages[b], layout, range(2, stop))
         torch.testing.assert_close(found.scores[own, :, 2:stop], scores, rtol=0, atol=1e-5)
         assert found.scores[own, :, stop:].isneginf().all() and found.scores[own, :, :2].isneginf().all()
 
@@ -113,12 +111,12 @@ def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> No
     joined, total = low_bit_lists.join_tail(
         q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse
     )
-    for b, storage in enumerate(table.tensors):
+    for b, pages in enumerate(table.pages):
         own, span = slice(2 * b, 2 * b + 2), range(int(starts[2 * b]), int(stops[2 * b]))
         skip = chosen[own, : int(counts[2 * b])]
         want, want_lse = out[own].double(), lse[own].double()
         if skip.shape[1] < len(span):
-            tail, tail_lse = plain_tail(q[own], mean, storage, layout, span, skip)
+            tail, tail_lse = plain_tail(q[own], mean, pages, layout, span, skip)
             want, want_lse = merge_lse([want, tail @ mixed.double().T], [want_lse, tail_lse])
         torch.testing.assert_close(joined[own].double(), want, rtol=0, atol=2e-5)
         torch.testing.assert_close(total[own].double(), want_lse, rtol=0, atol=2e-5)
@@ -126,14 +124,13 @@ def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> No
 
 def test_a_batch_appends_as_each_sequence_does() -> None:
     layout = Layout(16, 4)
-    storages = [stored_rows(layout, 2, 63), stored_rows(layout, 2, 128)]
-    before = [storage.clone() for storage in storages]
-    table = PointerTable.of(storages)
-    slots = torch.tensor([63, 63, 5, 5])
+    pages = [stored_rows(layout, 2, PAGE_TOKENS + 64), stored_rows(layout, 2, 128)]
+    before = [joined(own) for own in pages]
+    slots = torch.tensor([PAGE_TOKENS + 63] * 2 + [5, 5])
     basis, mean, k, v = torch.randn(2, 16, 16), torch.randn(2, 16), torch.randn(4, 16), torch.randn(4, 16)
     mixed = mixing(16).float()
-    low_bit_lists.append_rows(k, v, basis, mean, mixed, layout, table, slots)
-    for b, (own, old) in enumerate(zip(storages, before, strict=True)):
+    low_bit_lists.append_rows(k, v, basis, mean, mixed, layout, PageTable.of(pages), slots)
+    for b, (own, old) in enumerate(zip(pages, before, strict=True)):
         for head in range(2):
             p = 2 * b + head
             block, row = divmod(int(slots[p]), BLOCK)
@@ -142,13 +139,13 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
             parts = zip((*layout.keys(old), *layout.values(old)), (*keys, *values), strict=True)
             for part, data in parts:
                 part[head, block, row] = data[0]
-        assert own.equal(old), "only the new rows have changed"
+        assert joined(own).equal(old), "only the new rows have changed"
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3)])
-@pytest.mark.parametrize("tokens", [range(5, 177), range(320), range(64, 65), range(130, 131)])
+@pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])
 def test_a_processor_computes_what_is_defined(
     monkeypatch: pytest.MonkeyPatch, tokens: range, d: int, group: int, value_bits: int, compiled: bool
 ) -> None:
@@ -158,16 +155,16 @@ def test_a_processor_computes_what_is_defined(
     elif native.low_bit(d, value_bits, group) is None:
         pytest.skip("no C compiler")
     layout = Layout(d, value_bits)
-    storage, q, mean = stored_rows(layout, 2, 320), torch.randn(2, group, d) / 4, torch.randn(2, d)
+    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
-    expected = low_bit_scores(q, mean, storage, layout, tokens)
-    found = low_bit_cpu.low_bit_scores(q, mean, storage, layout, tokens)
+    expected = low_bit_scores(q, mean, pages, layout, tokens)
+    found = low_bit_cpu.low_bit_scores(q, mean, pages, layout, tokens)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    out, lse = low_bit_cpu.tail_attention(q, mean, storage, layout, tokens, skip)
-    expected, expected_lse = tail_attention(q, mean, storage, layout, tokens, skip)
+    out, lse = low_bit_cpu.tail_attention(q, mean, pages, layout, tokens, skip)
+    expected, expected_lse = tail_attention(q, mean, pages, layout, tokens, skip)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
-    packed, steps = (part.flatten(1, 2)[:, :320] for part in layout.values(storage))
+    packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
     largest = dequantise_rows(packed, steps, value_bits, torch.float32)
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-8 * float(largest.abs().max()))
 
@@ -177,34 +174,34 @@ def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPat
     if not compiled:
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     layout = Layout(32, 2)
-    storage, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
+    pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
-    out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 32), storage, layout, range(3, 120), skip)
+    out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 32), pages, layout, range(3, 120), skip)
     assert out.eq(0).all() and lse.isneginf().all()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("alpha", "max_fraction"), [(1.0, 0.3), (4.0, 0.5), (float("inf"), 1.0)])
-@pytest.mark.parametrize(("group", "tokens"), [(1, range(5, 177)), (7, range(5, 320)), (3, range(64, 65))])
+@pytest.mark.parametrize(("group", "tokens"), [(1, range(5, 177)), (7, range(5, 600)), (3, range(64, 65))])
 def test_a_processor_selects_and_stores_what_is_defined(
     monkeypatch: pytest.MonkeyPatch, group: int, tokens: range, alpha: float, max_fraction: float, compiled: bool
 ) -> None:
     if not compiled:
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     layout = Layout(64, 2)
-    storage, q, mean = stored_rows(layout, 2, 320), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
+    pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     chosen = [
-        module.select_tokens(q, mean, storage, layout, tokens, alpha, max_fraction).sort(1).values
+        module.select_tokens(q, mean, pages, layout, tokens, alpha, max_fraction).sort(1).values
         for module in (low_bit, low_bit_cpu)
     ]
     assert chosen[0].equal(chosen[1])
     n = len(tokens) // 3
-    best = [module.top_scored(q, mean, storage, layout, tokens, n).sort(1).values for module in (low_bit, low_bit_cpu)]
+    best = [module.top_scored(q, mean, pages, layout, tokens, n).sort(1).values for module in (low_bit, low_bit_cpu)]
     assert best[0].equal(best[1])
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3] = 0
-    other = storage.clone()
+    other = copied(pages)
     for values in (False, True):
-        low_bit.store_rows(storage, layout, rows, 61, values=values)
-        low_bit_cpu.store_rows(other, layout, rows, 61, values=values)
-    assert storage.equal(other)
+        low_bit.store_rows(pages, layout, rows, 461, values=values)
+        low_bit_cpu.store_rows(other, layout, rows, 461, values=values)
+    assert joined(pages).equal(joined(other))

@@ -25,6 +25,7 @@ import torch
 from ...config_fields import check_choice
 from ...errors import ConfigError
 from ...kernels.low_bit import Layout
+from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 from ...kernels.pointer_table import PointerTable
 from ...kernels.segments import Run
 from ...select.scoring import row_width
@@ -271,19 +272,15 @@ def _tail(bits: int, d: int) -> None:
     from ...kernels import triton_low_bit, triton_low_bit_rows
 
     layout, lists = Layout(d, bits), BATCH * KV_HEADS
-    own = [torch.zeros(KV_HEADS, TOKENS // 64, layout.block_bytes, dtype=torch.uint8) for _ in range(BATCH)]
-    storages, q, mean, mixing = (
-        PointerTable.of(own),
-        torch.ones(lists, GROUP, d),
-        torch.zeros(KV_HEADS, d),
-        torch.eye(d),
-    )
+    page, count = torch.zeros(2, KV_HEADS, PAGE_BLOCKS, layout.block_bytes, dtype=torch.uint8), TOKENS // PAGE_TOKENS
+    table = PageTable.of([Pages.of([page] * count, 1) for _ in range(BATCH)])
+    q, mean, mixing = torch.ones(lists, GROUP, d), torch.zeros(KV_HEADS, d), torch.eye(d)
     k, basis = torch.empty(lists, d, dtype=torch.bfloat16), torch.empty(KV_HEADS, d, d)
     slots = torch.zeros(lists, dtype=torch.int64)
-    triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, storages, slots)
-    triton_low_bit.scores(q, mean, layout, storages, _lists(), _lists(), TOKENS)
+    triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, slots)
+    triton_low_bit.scores(q, mean, layout, table, _lists(), _lists(), TOKENS)
     chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty(lists, GROUP, d), torch.empty(lists, GROUP))
-    triton_low_bit.join_tail(q, mean, mixing, layout, storages, _lists(), _lists(), chosen, _lists(), TOKENS, *exact)
+    triton_low_bit.join_tail(q, mean, mixing, layout, table, _lists(), _lists(), chosen, _lists(), TOKENS, *exact)
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -49,7 +49,7 @@ class StepInputs:
         self._heads, self._slides = geometry.kv_heads, bool(geometry.sliding)
         selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
         self._selecting = selecting[0]
-        self.keys = KeyLists(rule, selecting, size, device)
+        self.keys = KeyLists(rule, selecting, size, capacity, device)
         lists = size * geometry.kv_heads
         self._newest = torch.zeros(4 * size + lists, dtype=torch.int64, device=device)
         self._bounds = torch.zeros(4 * lists + size, dtype=torch.int32, device=device)

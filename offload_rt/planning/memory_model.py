@@ -49,9 +49,12 @@ class DeviceCosts:
         return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def scoring(self, context: int) -> int:
-        """Scoring keys of a sequence, with what they allocate ahead; one layer at a time is there twice."""
+        """Scoring keys of a sequence, as if it shared none: its pages; or, where they grow, with what they allocate
+        ahead, one layer at a time twice."""
         if self.keys_on_host:
             return 0
+        if page := self.demand.key_page:
+            return self.demand.scoring_bytes(self.shape.geometry.layers, -(-context // page) * page)
         return self.demand.scoring_bytes(self.shape.geometry.layers + 1, most_slots(context, TOKENS_PER_BYTE))
 
     @property

@@ -13,6 +13,7 @@ class MemoryDemand:
     resident: tokens (sinks and recent window) whose rows stay on the device.
     share: largest share of the context that a selecting layer fetches, in [0, 1].
     key_bytes: bytes of selection data for one token of one selecting layer.
+    key_page: tokens of a page, where these data lie in pages; 0 where they grow by a sixteenth.
     basis_bytes: bytes that all sequences share and that lie where the scoring keys do.
     guess_bytes: bytes that correct a guessed query; on the device wherever the scoring keys lie.
     weights_at_once: most attention weights of a prompt that the policy computes together; 0 where it computes none.
@@ -22,6 +23,7 @@ class MemoryDemand:
     resident: int
     share: float
     key_bytes: float = 0.0
+    key_page: int = 0
     basis_bytes: int = 0
     guess_bytes: int = 0
     weights_at_once: int = 0

@@ -14,6 +14,7 @@ from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError, ModelError
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.low_bit import Layout
+from ..kernels.pages import PAGE_TOKENS
 from ..kernels.selection import extend_selection, floor_share
 from ..skewing.artifact import SkewArtifact, artifact_bytes
 from ..skewing.guess import SOURCES
@@ -95,7 +96,7 @@ class InfiniGenState(PassiveState):
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
         """`select` as of a batch of one."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
-        lists = KeyLists(rule, [layer], 1, q.device)
+        lists = KeyLists(rule, [layer], 1, slots, q.device)
         moved = lists.hold([self._keys], [slots - 1])
         assert moved is not None
         copy_into(moved, lists.tables)
@@ -211,6 +212,7 @@ class InfiniGen:
                 if options.tail != "off"
                 else float(key_bytes(options.keys, options.partial_ratio, geometry, dtype))
             ),
+            key_page=0 if options.tail == "off" else PAGE_TOKENS,
             basis_bytes=bases + artifact_bytes(geometry),
             guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
         )

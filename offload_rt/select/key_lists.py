@@ -14,6 +14,7 @@ import torch
 from ..core import Visible
 from ..kernels import dispatch
 from ..kernels.lists import selection_limit
+from ..kernels.pages import PAGE_TOKENS, Pages, PageTable, table_of
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .bases import Basis
 from .low_bit_rows import LowBitRows
@@ -53,39 +54,50 @@ class Spans:
 
 
 class KeyLists:
-    """The scoring keys of `batch` sequences in the layers that select. `hold` says of which, before each step; their
-    storages lie where they like, in tables of fixed addresses."""
+    """The scoring keys of `batch` sequences, of up to `tokens` tokens each, in the layers that select. `hold` says of
+    which, before each step; their storages lie where they like, in tables of fixed addresses: one for each layer, or
+    for pages, which hold all layers, one."""
 
-    def __init__(self, rule: Rule, layers: Iterable[int], batch: int, device: torch.device) -> None:
+    def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
         """layers: those that select."""
         self._rule, self._at = rule, {layer: i for i, layer in enumerate(layers)}
-        self._tables = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
+        self._pointers = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
+        self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
         self._keys: list[ScoringKeys] = []
         self._bases: list[list[Basis]] = []
-        self._storages: list[PointerTable] = []
+        self._held: list[list[torch.Tensor | Pages]] = []
+        self._storages: list[PointerTable | PageTable] = []
         self._basis: list[Basis] = []
 
     def hold(self, keys: Sequence[ScoringKeys], slots: Sequence[int]) -> torch.Tensor | None:
         """From now on the lists are of `keys`, which get room for a key in each one's slot. Returns the tables int64
-        `[layers, B, FIELDS]` as they have to be on the device, if anything has moved; `tables` is where."""
+        `[layers, B, FIELDS]` or `[1, B, pages]` as they have to be on the device, if anything has moved; `tables` is
+        where."""
         self._keys = list(keys)
         bases = [[own.basis(layer) for own in keys] for layer in self._at]
         if _differ(bases, self._bases):
             self._bases, self._basis = bases, [Basis.stacked(each) for each in bases]
-        rows = [[own.storage(layer, slot + 1) for own, slot in zip(keys, slots, strict=True)] for layer in self._at]
-        if not _differ(rows, [each.tensors for each in self._storages]):
+        newest = [(own, range(slot, slot + 1)) for own, slot in zip(keys, slots, strict=True)]
+        held = [[own.storage(layer, there) for own, there in newest] for layer in self._at]
+        if not _differ(held, self._held):
             return None
-        self._storages = [PointerTable(tuple(each), table) for each, table in zip(rows, self._tables, strict=True)]
-        return torch.tensor([[entry(own) for own in each] for each in rows])
+        self._held = held
+        paged = [tuple(own for own in each if isinstance(own, Pages)) for each in held]
+        if paged[0]:
+            self._storages = [PageTable(each, self._pages[0]) for each in paged]
+            return table_of(paged[0], self._pages.shape[2]).unsqueeze(0)
+        tensors = [tuple(own for own in each if isinstance(own, torch.Tensor)) for each in held]
+        self._storages = [PointerTable(each, table) for each, table in zip(tensors, self._pointers, strict=True)]
+        return torch.tensor([[entry(own) for own in each] for each in tensors])
 
     def release(self) -> None:
         """Lets go of the sequences, until the next `hold`."""
-        self._keys, self._bases, self._storages, self._basis = [], [], [], []
+        self._keys, self._bases, self._held, self._storages, self._basis = [], [], [], [], []
 
     @property
     def tables(self) -> torch.Tensor:
-        """int64 `[layers, B, FIELDS]`."""
-        return self._tables
+        """int64 `[layers, B, FIELDS]` or `[1, B, pages]`, of what is held."""
+        return self._pages if isinstance(self._storages[0], PageTable) else self._pointers
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Keys k `[P, d]`, and values v `[P, d]` where they are kept too, enter the slots int64 `[P]`."""
@@ -117,6 +129,7 @@ class KeyLists:
         if not isinstance(rows, LowBitRows):
             return exact
         storage = self._storages[at]
+        assert isinstance(storage, PageTable)
         skewed = self._basis[at].skew_queries(q, storage.heads)
         return rows.join_tail(layer, skewed, storage, spans.starts, spans.stops, spans.tokens, chosen, exact)
 

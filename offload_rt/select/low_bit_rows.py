@@ -15,12 +15,12 @@ import torch
 from ..core import ModelGeometry
 from ..kernels import dispatch
 from ..kernels.lists import Scores
-from ..kernels.low_bit import BLOCK, Layout, mixing
-from ..kernels.pointer_table import PointerTable
+from ..kernels.low_bit import Layout, mixing
+from ..kernels.pages import BLOCK, Pages, PageTable
 from ..kernels.selection import skew
 from ..skewing.artifact import SkewArtifact
 from .bases import Basis
-from .growing import LayerTensors
+from .layer_pages import LayerPages
 from .scoring import LEARNED_AT_ONCE
 
 VALUE_BITS = {"int4": 4, "int2": 2}
@@ -70,62 +70,66 @@ class RowBasis:
 
 
 class LowBitRows:
-    """The rows of one sequence, layer by layer: `[Hkv, blocks, block_bytes]` of each (`kernels.low_bit.Layout`)."""
+    """The rows of one sequence, layer by layer, in pages that forks share until one of them writes to them."""
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
         """bases: of every sparse layer."""
         self._bases, self._layout = bases, layout
-        self._blocks = LayerTensors(1, torch.uint8, device, per_slot=BLOCK, multiple=1)
+        heads = next((own.mean.shape[0] for own in bases.values()), 0)
+        self._rows = LayerPages(bases, heads, layout.block_bytes, device)
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated for this sequence."""
-        return self._blocks.nbytes
+        """Bytes of this sequence's pages; of those that others have too, its part."""
+        return self._rows.nbytes
 
     def length(self, layer: int) -> int:
         """Tokens whose keys the layer has."""
-        return self._blocks.length(layer)
+        return self._rows.length(layer)
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Keys k `[Hkv, m, d]` enter the slots from `start` on."""
         own = self._bases[layer]
-        storage = self.storage(layer, start + k.shape[1])
+        pages = self.storage(layer, range(start, start + k.shape[1]))
         for at, rows in _pieces(k, start):
             turned = skew(rows, own.basis.key).sub_(own.mean.unsqueeze(1))
-            dispatch.store_low_bit(storage, self._layout, turned, at, values=False)
+            dispatch.store_low_bit(pages, self._layout, turned, at, values=False)
 
     def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         """Values v `[Hkv, m, d]` enter the slots from `start` on, whose keys came before."""
         assert start + v.shape[1] <= self.length(layer), "keys come before values"
         own = self._bases[layer]
-        storage = self.storage(layer, start + v.shape[1])
+        pages = self.storage(layer, range(start, start + v.shape[1]))
         for at, rows in _pieces(v, start):
-            dispatch.store_low_bit(storage, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
+            dispatch.store_low_bit(pages, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """Queries `[H, m, d]` of the prompt change nothing: the basis is calibrated."""
 
     def move(self, layer: int, source: int, target: int) -> None:
         """The row in slot `source` also takes slot `target`."""
-        storage = self.storage(layer, self.length(layer))
-        (block, row), (into, place) = divmod(source, BLOCK), divmod(target, BLOCK)
-        for part in (*self._layout.keys(storage), *self._layout.values(storage)):
-            part[:, into, place] = part[:, block, row]
+        pages = self.storage(layer, range(target, target + 1))
+        [(read, here, _)] = pages.parts(range(source, source + 1))
+        [(written, there, _)] = pages.parts(range(target, target + 1))
+        (block, row), (into, place) = divmod(here.start, BLOCK), divmod(there.start, BLOCK)
+        for parts in (self._layout.keys, self._layout.values):
+            for old, new in zip(parts(read), parts(written), strict=True):
+                new[:, into, place] = old[:, block, row]
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`."""
-        queries, storage = self._bases[layer].queries(q), self._blocks.data(layer)
-        return dispatch.low_bit_scores(*queries, storage, self._layout, tokens)
+        queries, pages = self._bases[layer].queries(q), self._rows.pages(layer)
+        return dispatch.low_bit_scores(*queries, pages, self._layout, tokens)
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
         """Threshold and best score, from the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        queries, storage = self._bases[layer].queries(q), self._blocks.data(layer)
-        return dispatch.select_low_bit(*queries, storage, self._layout, tokens, alpha, max_fraction)
+        queries, pages = self._bases[layer].queries(q), self._rows.pages(layer)
+        return dispatch.select_low_bit(*queries, pages, self._layout, tokens, alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
         """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        queries, storage = self._bases[layer].queries(q), self._blocks.data(layer)
-        return dispatch.top_low_bit(*queries, storage, self._layout, tokens, n)
+        queries, pages = self._bases[layer].queries(q), self._rows.pages(layer)
+        return dispatch.top_low_bit(*queries, pages, self._layout, tokens, n)
 
     def basis(self, layer: int) -> Basis:
         """What keys and queries are multiplied with, all columns."""
@@ -136,13 +140,12 @@ class LowBitRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`: out `[H, d]`, lse `[H]`."""
         own, heads = self._bases[layer], q.shape[0]
-        out, lse = dispatch.tail_attention(*own.queries(q), self._blocks.data(layer), self._layout, tokens, skip)
+        out, lse = dispatch.tail_attention(*own.queries(q), self._rows.pages(layer), self._layout, tokens, skip)
         return out.reshape(heads, -1) @ own.mixing.T, lse.reshape(heads)
 
-    def storage(self, layer: int, slots: int) -> torch.Tensor:
-        """Where the layer's rows lie, private and with room for `slots` slots, which count as written from now on."""
-        self._blocks.open(layer, self._bases[layer].mean.shape[0], 0, self._layout.block_bytes)
-        return self._blocks.reserve(layer, slots)
+    def storage(self, layer: int, slots: range) -> Pages:
+        """The pages of the layer's rows; those of `slots`, which count as written from now on, are private."""
+        return self._rows.reserve(layer, slots)
 
     def enter(
         self,
@@ -150,30 +153,30 @@ class LowBitRows:
         k: torch.Tensor,
         v: torch.Tensor,
         basis: Basis,
-        storages: PointerTable,
+        table: PageTable,
         slots: torch.Tensor,
     ) -> None:
-        """Rounds the newest rows k, v `[P, d]` of a batch into slot `slots[p]` of their storages."""
+        """Rounds the newest rows k, v `[P, d]` of a batch into slot `slots[p]` of their table."""
         own = self._bases[layer]
-        dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, storages, slots)
+        dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
     def found(
         self,
         layer: int,
         q: torch.Tensor,
-        storages: PointerTable,
+        table: PageTable,
         starts: torch.Tensor,
         stops: torch.Tensor,
         tokens: int,
     ) -> Scores:
         """Scores of queries q `[P, G, d]` of a batch with its low-bit keys."""
-        return dispatch.score_low_bit(q, self._bases[layer].mean, self._layout, storages, starts, stops, tokens)
+        return dispatch.score_low_bit(q, self._bases[layer].mean, self._layout, table, starts, stops, tokens)
 
     def join_tail(
         self,
         layer: int,
         q: torch.Tensor,
-        storages: PointerTable,
+        table: PageTable,
         starts: torch.Tensor,
         stops: torch.Tensor,
         tokens: int,
@@ -184,20 +187,17 @@ class LowBitRows:
         out `[P, G, d]` and lse `[P, G]`, given and returned. What was chosen, and how many of each list are meant, is
         left out."""
         own = self._bases[layer]
-        return dispatch.join_tail(
-            q, own.mean, own.mixing, self._layout, storages, starts, stops, *chosen, tokens, *exact
-        )
+        return dispatch.join_tail(q, own.mean, own.mixing, self._layout, table, starts, stops, *chosen, tokens, *exact)
 
-    def fork(self) -> LowBitRows:
-        """Copies on the first write of either side."""
+    def fork(self, tokens: int | None = None) -> LowBitRows:
+        """The rows of the first `tokens` tokens (None: all); a page is copied when either side writes to it."""
         twin = object.__new__(LowBitRows)
-        twin._bases, twin._layout, twin._blocks = self._bases, self._layout, self._blocks.fork()
+        twin._bases, twin._layout, twin._rows = self._bases, self._layout, self._rows.fork(tokens)
         return twin
 
     def check_integrity(self) -> None:
-        """Asserts that every layer's storage holds its tokens."""
-        self._blocks.check_integrity()
-        assert self._blocks.layers <= self._bases.keys()
+        """Asserts that the pages hold the tokens of every layer, and know whose they are."""
+        self._rows.check_integrity()
 
 
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:

@@ -9,13 +9,14 @@ that chooses a token is ever computed from a younger key. (A repair also estimat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..core import ModelGeometry
 from ..kernels import dispatch
 from ..kernels.lists import Scores
+from ..kernels.pages import Pages
 from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import (
     GAUSSIAN_STEP,
@@ -106,9 +107,9 @@ class ScoringKeys(Protocol):
         """What the keys that the layer has, of which there is at least one, and its queries are multiplied with."""
         ...
 
-    def storage(self, layer: int, slots: int) -> torch.Tensor:
-        """Where the keys lie, with room for those of `slots` slots, which count as written from now on. It is this
-        sequence's alone until the next `fork`, and stays where it is until it has to grow."""
+    def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
+        """Where the keys lie, with room for those of `slots`, which count as written from now on and are this
+        sequence's alone until the next `fork`. The same object until it has to move or grow."""
         ...
 
     def enter(
@@ -117,18 +118,19 @@ class ScoringKeys(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         basis: Basis,
-        storages: PointerTable,
+        storages: Any,
         slots: torch.Tensor,
     ) -> None:
         """`write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
-        slot `slots[p]` (int64) of its storage, and its value v `[P, d]` where values are kept too."""
+        slot `slots[p]` (int64) of its storage, and its value v `[P, d]` where values are kept too. storages: a
+        `PointerTable` or `PageTable` of what `storage` returned of each."""
         ...
 
     def found(
         self,
         layer: int,
         q: torch.Tensor,
-        storages: PointerTable,
+        storages: Any,
         starts: torch.Tensor,
         stops: torch.Tensor,
         tokens: int,
@@ -174,7 +176,7 @@ class PartialKeys:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
             self._keys.open(layer, kv_heads, r, 0)
-        basis, data = self._bases[layer].key, self.storage(layer, start + k.shape[1])
+        basis, data = self._bases[layer].key, self.storage(layer, range(start, start + k.shape[1]))
         for rows in k.split(LEARNED_AT_ONCE, dim=1):
             stop = start + rows.shape[1]
             data[:, :, start:stop] = torch.bmm(basis.transpose(1, 2), rows.to(basis.dtype).transpose(1, 2))
@@ -201,9 +203,9 @@ class PartialKeys:
         """Of the layer's kept columns."""
         return self._bases[layer]
 
-    def storage(self, layer: int, slots: int) -> torch.Tensor:
-        """The columns `[Hkv, r, capacity]`, with room for `slots` slots, which count as written from now on."""
-        return self._keys.reserve(layer, slots)
+    def storage(self, layer: int, slots: range) -> torch.Tensor:
+        """The columns `[Hkv, r, capacity]`, with room for `slots`, which count as written from now on."""
+        return self._keys.reserve(layer, slots.stop)
 
     def enter(
         self,
@@ -286,7 +288,7 @@ class QuantisedKeys:
         """Skews, quantises and packs keys k `[Hkv, m, d]`; other tokens in the same bytes keep their codes."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         known = self.length(layer)
-        data = self.storage(layer, start + k.shape[1])
+        data = self.storage(layer, range(start, start + k.shape[1]))
         for rows in k.split(LEARNED_AT_ONCE, dim=1):
             self._write(layer, data, rows, start, max(known, start))
             start += rows.shape[1]
@@ -311,7 +313,7 @@ class QuantisedKeys:
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copies one token's codes between bytes."""
-        data = self.storage(layer, self.length(layer))
+        data = self.storage(layer, range(target, target + 1))
         (byte, field), (into, place) = divmod(source, self._fields), divmod(target, self._fields)
         codes = unpack(data[:, into : into + 1], self._bits)
         codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
@@ -340,9 +342,9 @@ class QuantisedKeys:
         """Of the layer's quantiser."""
         return self._quantisers[layer].basis
 
-    def storage(self, layer: int, slots: int) -> torch.Tensor:
-        """The codes `[Hkv, capacity / f, w]`, with room for `slots` slots, which count as written from now on."""
-        return self._packed.reserve(layer, slots)
+    def storage(self, layer: int, slots: range) -> torch.Tensor:
+        """The codes `[Hkv, capacity / f, w]`, with room for `slots`, which count as written from now on."""
+        return self._packed.reserve(layer, slots.stop)
 
     def enter(
         self,

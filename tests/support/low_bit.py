@@ -6,27 +6,38 @@ from typing import Any
 
 import torch
 
-from offload_rt.kernels.low_bit import BLOCK, KEY_BITS, Layout, mixing, quantise_rows
-from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.low_bit import KEY_BITS, Layout, mixing, quantise_rows
+from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 
 
-def stored_rows(layout: Layout, heads: int, tokens: int) -> torch.Tensor:
-    """Storage of random rows, everything behind them garbage."""
-    storage = torch.randint(0, 256, (heads, -(-tokens // BLOCK) + 1, layout.block_bytes), dtype=torch.uint8)
-    slots = torch.arange(tokens)
-    halves = ((layout.keys(storage), KEY_BITS), (layout.values(storage), layout.value_bits))
-    for parts, bits in halves:
+def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
+    """Pages of random rows in the second of two layers, everything behind them and beside them garbage."""
+    count = -(-tokens // PAGE_TOKENS)
+    tensors = torch.randint(0, 256, (count, 2, heads, PAGE_BLOCKS, layout.block_bytes), dtype=torch.uint8)
+    blocks, slots = tensors[:, 1].transpose(0, 1).flatten(1, 2).clone(), torch.arange(tokens)
+    for parts, bits in ((layout.keys(blocks), KEY_BITS), (layout.values(blocks), layout.value_bits)):
         rows = quantise_rows(torch.randn(heads, tokens, layout.head_dim), bits)
         for part, data in zip(parts, rows, strict=True):
             part[:, slots // BLOCK, slots % BLOCK] = data
-    return storage
+    tensors[:, 1] = blocks.unflatten(1, (count, PAGE_BLOCKS)).transpose(0, 1)
+    return Pages.of([tensors[i].clone().to(device) for i in reversed(range(count))][::-1], 1)
+
+
+def joined(pages: Pages) -> torch.Tensor:
+    """All blocks of the layer, uint8 `[Hkv, blocks, block_bytes]`, a copy."""
+    return torch.cat([tensor[pages.layer] for tensor in pages.tensors], 1)
+
+
+def copied(pages: Pages) -> Pages:
+    """The same rows in pages of their own."""
+    return Pages.of([tensor.clone() for tensor in pages.tensors], pages.layer)
 
 
 def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any, ...]:
     """What `low_bit_lists.join_tail` takes, of three sequences of two heads: one whose candidates end within a block,
     one without candidates, and one all of whose candidates were selected."""
     d, spans = layout.head_dim, ((5, 600), (4, 4), (60, 70))
-    storages = PointerTable.of([stored_rows(layout, 2, tokens).to(device) for tokens in (620, 6, 130)])
+    table = PageTable.of([stored_rows(layout, 2, tokens, device) for tokens in (620, 6, 130)])
     starts, stops = (torch.tensor(each, dtype=torch.int32).repeat_interleave(2) for each in zip(*spans, strict=True))
     chosen = torch.randint(0, 600, (6, 90))
     chosen[:2, :70] = torch.stack([torch.randperm(595)[:70] + 5 for _ in range(2)]).sort(1).values
@@ -35,4 +46,4 @@ def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any,
     q, out, lse = torch.randn(6, group, d) * d**-0.5, torch.randn(6, group, d), torch.randn(6, group)
     starts, stops, chosen, counts, q, out, lse = (x.to(device) for x in (starts, stops, chosen, counts, q, out, lse))
     mean, mixed = torch.randn(2, d).to(device), mixing(d).float().to(device)
-    return q, mean, mixed, layout, storages, starts, stops, chosen, counts, 640, out, lse
+    return q, mean, mixed, layout, table, starts, stops, chosen, counts, 640, out, lse
