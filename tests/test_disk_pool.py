@@ -23,8 +23,11 @@ from offload_rt.disk import direct_file, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
 from offload_rt.disk.extents import merged
 from offload_rt.disk.requests import Reader, Requests, RingReader, ThreadReader
-from offload_rt.engine import build
+from offload_rt.engine import build, runner
 from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
+from offload_rt.forward.prefill import Prefill
+from offload_rt.kernels.causal import attend_causal
+from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.pool.file_arena import FileArena
 from offload_rt.pool.file_layout import RowNames
 from offload_rt.pool.layout import ArenaLayout
@@ -259,6 +262,42 @@ def test_sessions_come_back_from_their_store(tmp_path: Path) -> None:
                 tokens += [event.token_id for event in session.send(turn, GREEDY)]
         said.append(tokens)
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
+    """The seven last of 50 tokens: blocks of the past, own tokens; with capped scores and with sinks."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float64), torch.randn(2, 2, 50, 16, dtype=torch.float64)
+    sinks = torch.randn(6, dtype=torch.float64) if sunk else None
+    each = BlockedAttention(q, 2, 0.3, softcap)
+    for first, stop in ((20, 43), (0, 20)):
+        each.add(k[:, first:stop], v[:, first:stop])
+    each.add_own(k[:, 43:], v[:, 43:])
+    torch.testing.assert_close(each.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen, tail", "quest"])
+def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 tokens, in slices of 32; the second prompt begins with what the first one has left."""
+    monkeypatch.setitem(runner.SEGMENT_BYTES, "cpu", 1)
+    prompts = [PROMPTS[0], PROMPTS[0][:200] + PROMPTS[1][:61]]
+    said, heard, passes = [], [], []
+    real = Prefill._begin_segment
+    monkeypatch.setattr(Prefill, "_begin_segment", lambda self, start: passes.append(start) or real(self, start))
+    for folder in (None, tmp_path):
+        passes.clear()
+        with make(folder, prefill_slice=32, **POLICIES[policy]) as llm:
+            said.append([written(llm, [prompt]) for prompt in prompts])
+            [told] = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+            heard.append(
+                [each[token].logprob for token, each in zip(PROMPTS[1], told.prompt_logprobs, strict=True) if each]
+            )
+            llm.runner.check_integrity()
+    assert said[0] == said[1]
+    assert heard[1] == pytest.approx(heard[0], abs=1e-9) and len(heard[0]) == len(PROMPTS[1]) - 1
+    assert passes[:10] == list(range(0, 300, 32)) and passes[10] == 192, "ten segments, then a shared prefix"
 
 
 # ------------------------------------------------------------------------------------------------------------ faults

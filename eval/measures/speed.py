@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.registry import measure
-from .flags import counts, given, say_on_stderr, show, words
+from .flags import counts, given, numbers, say_on_stderr, show, words
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +83,58 @@ def session_ttft(args: argparse.Namespace) -> int:
     say = say_on_stderr(False)
     for report in run_session_ttft(Path(args.out), args.histories, args.reference, args.buffer_history, args.repeats):
         show(report, args.out, say)
+    return 0
+
+
+def _disk_flags(parser: argparse.ArgumentParser) -> None:
+    from ..speed.baselines import SHAPES
+
+    parser.add_argument("--out", required=True, metavar="DIR", help="disk_speed and disk_steps, each .json, .csv, .md")
+    parser.add_argument("--disk", required=True, metavar="DIR", help="folder on the disk that is measured")
+    parser.add_argument("--record", metavar="RUN", help="selections of a model (default: drawn ones)")
+    parser.add_argument("--shape", default="llama-1b", metavar="A", help=f"of drawn ones: {', '.join(SHAPES)}")
+    parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of the shape")
+    parser.add_argument("--contexts", type=counts, default=(65_536,), metavar="64k,256k", help="of drawn ones (64k)")
+    parser.add_argument("--fraction", type=float, default=0.05, metavar="F", help="selected of drawn ones (0.05)")
+    parser.add_argument("--neighbours", type=float, default=2.0, metavar="N", help="tokens of a drawn run (2)")
+    parser.add_argument("--stay", type=float, default=0.8, metavar="F", help="drawn runs selected again (0.8)")
+    parser.add_argument("--host", type=numbers, default=[0.05, 0.1, 0.25], metavar="F,F", help="host memory, of KV")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="drawn, 2 in 5 to fill memory (30)")
+    parser.add_argument("--full-steps", type=int, default=3, metavar="N", help="under full attention (3)")
+
+
+@measure("disk", "steps of a context on disk, beside the disk's own speed", _disk_flags)
+def disk(args: argparse.Namespace) -> int:
+    """Steps of a context that lies on disk, with several shares of it in host memory and under full attention: bytes
+    wanted and read, time, and how far resident memory went over the limit; and the disk by itself, in the same run."""
+    from dataclasses import replace
+
+    from ...engine.recording import Recording
+    from ..speed import disk_tier as tier
+    from ..speed.baselines import SHAPES
+
+    folder, say = Path(args.disk), say_on_stderr(False)
+    speeds, speed = tier.disk_speeds(folder)
+    if args.record:
+        case, steps = tier.recorded_case(Recording.open(Path(args.record)), SHAPES[args.shape].head_dim)
+        cases, about = [case], {"selections": f"recorded: {args.record}"}
+    else:
+        shape = SHAPES[args.shape]
+        drawn = tier.DiskCase(
+            args.layers or shape.layers, shape.kv_heads, shape.head_dim, 0, shape.heads // shape.kv_heads,
+            args.fraction, args.neighbours, args.stay,
+        )  # fmt: skip
+        cases = [replace(drawn, context=context) for context in args.contexts]
+        about = {"selections": f"drawn: runs of {args.neighbours} tokens, {args.stay:.0%} of them again"}
+    rows = []
+    for case in cases:
+        steps = steps if args.record else list(tier.drawn_steps(case, args.steps))
+        rows += tier.measure_case(case, steps, folder, args.host, speed, args.full_steps)
+        about["shape"] = f"{case.layers} layers, {case.kv_heads} KV heads of {case.head_dim}, {case.dtype}"
+    about["disk"] = f"a request {1e6 * speed.seek:.1f} us, {1e-6 / speed.byte:,.0f} MB a second; direct reads"
+    for one in tier.report(about, speeds, rows):
+        one.write(Path(args.out))
+        show(one, args.out, say)
     return 0
 
 

@@ -42,6 +42,11 @@ MISSED_MASS_EVERY = 16
 """Steps between two measurements of the missed mass on a CPU, where all keys are at hand in memory."""
 
 
+SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
+"""Of hidden states, queries and outputs of a segment of a prompt whose rows lie on disk: more is fewer passes over what
+is there already, and memory."""
+
+
 def _on_own_device(method: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
     """The method with the runner's device as the current one."""
 
@@ -322,10 +327,22 @@ class Runner:
             self.link.storage,
             slice_tokens=self._slice_tokens,
             logits_of=int(want_logits),
+            segment_tokens=self._segment_tokens(),
             before_layer=before_layer,
             after_layer=after_layer,
             every_logits=every_logits,
         )
+
+    def _segment_tokens(self) -> int | None:
+        """Prompt tokens that go through the layers together; None for all of them. A pool on disk takes prompts beyond
+        memory, whose hidden states, queries and outputs would not fit either. A policy that learns from queries has to
+        see all keys with them, and of sliding layers only the last rows are kept."""
+        geometry, size = self.adapter.geometry, self.adapter.dtype.itemsize
+        if self.pool.file is None or self.policy.wants_queries or geometry.sliding:
+            return None
+        token = geometry.hidden * size + geometry.heads * geometry.head_dim * (size + 4)
+        most = SEGMENT_BYTES["cpu" if self.adapter.device.type == "cpu" else "device"] // token
+        return max(1, most // self._slice_tokens) * self._slice_tokens
 
     @_on_own_device
     @torch.inference_mode()
@@ -343,7 +360,8 @@ class Runner:
             self._publish(sequence)
             self.room.slide(sequence, self.link.storage, prefill.stop)
         sequence.trace.prefill_seconds += time.perf_counter() - began
-        prefill.after_layer(prefill.layer - 1)
+        if prefill.layer:
+            prefill.after_layer(prefill.layer - 1)
 
     def prefill(
         self,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..core import KVPart
+from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
 from ..models.exact_layer import keys_and_values, residual_after_attention, slices_of
-from ..transfer.link import KVStorage
+from ..transfer.link import KVStorage, PrefilledLayer
 from .sequence import Sequence
 
 LOGITS_AT_ONCE = 64
@@ -25,7 +26,10 @@ class Prefill:
     not wait for all of it. What the block table has already (a reused prefix) is loaded layer by layer, and its rows
     are made known to the policy if they are not yet. The pool must have room reserved. When the last layer is done,
     `logits` `[n, V]` holds what follows each of the last n tokens that was asked for, and the caller commits the block
-    table."""
+    table.
+
+    Where rows lie on disk, and a layer's need not fit in memory, it goes through the layers once for each segment of
+    the prompt, and attends block by block to what was there before."""
 
     def __init__(
         self,
@@ -36,33 +40,57 @@ class Prefill:
         *,
         slice_tokens: int,
         logits_of: int,
+        segment_tokens: int | None = None,
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
-        """logits_of: n, tokens of the last slice. `before_layer(layer)` is called before a layer is computed: the rows
+        """logits_of: n, tokens of the last slice. segment_tokens: most tokens of a segment, whole slices; None is all
+        of them. `before_layer(layer)` is called before a layer is computed: the rows
         that the block table has already must be in the pool when it returns. `after_layer(layer)` is for the runner to
         call, when a layer is computed and, after the last one, committed. `every_logits(t, logits)`, if given, is
-        called at the end with the logits `[m, V]` of what follows tokens t, t + 1, ..., a few at a time."""
+        called at the end of each segment with the logits `[m, V]` of what follows tokens t, t + 1, ..., a few at a
+        time."""
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
-        self.layer = 0
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         self._adapter, self._storage = adapter, storage
         self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
-        self._start = sequence.blocks.length
-        self._slices = slices_of(stop - self._start, slice_tokens)
-        assert logits_of <= self._slices[-1].stop - self._slices[-1].start
-        self._learn_from = 0 if sequence.unlearned else self._start
-        self._positions = torch.arange(self._start, stop, device=adapter.device) + sequence.shift
-        tokens = torch.tensor(sequence.tokens[self._start : stop], device=adapter.device)
+        self._slice_tokens, self._segment_tokens = slice_tokens, segment_tokens or stop
+        assert self._segment_tokens == stop or self._segment_tokens % slice_tokens == 0
+        self._learn_from = 0 if sequence.unlearned else sequence.blocks.length
+        self._layer = 0
+        self._began = False
+        self._begin_segment(sequence.blocks.length)
+
+    def _begin_segment(self, start: int) -> None:
+        """The next tokens, from `start` on, as they enter the first layer."""
+        adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
+        self._start, self._segment_stop, self._layer = start, stop, 0
+        self._slices = slices_of(stop - start, self._slice_tokens)
+        self._positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
+        tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
         self._hidden = adapter.embed(tokens, self._positions)
 
     @property
     def tokens(self) -> int:
-        """How many it computes."""
-        return self.stop - self._start
+        """How many a layer computes now."""
+        return self._segment_stop - self._start
+
+    @property
+    def _last(self) -> bool:
+        return self._segment_stop == self.stop
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been computed."""
+        return not self._began
+
+    @property
+    def layer(self) -> int:
+        """Layers that have run for all tokens."""
+        return self._layer if self._last else 0
 
     @property
     def done(self) -> bool:
@@ -70,41 +98,83 @@ class Prefill:
         return self.layer == self._adapter.geometry.layers
 
     def run_layer(self) -> None:
-        """Computes one layer for all tokens."""
+        """Computes one layer for all tokens of a segment."""
         last = self._adapter.geometry.layers - 1
-        assert self.layer <= last
-        self._before_layer(self.layer)
-        layer = self._storage.prefill_layer(self.sequence.blocks, self.layer, self._start, self._keys_and_values())
+        assert self._layer <= last
+        self._began = True
+        self._before_layer(self._layer)
+        layer = self._storage.prefill_layer(self.sequence.blocks, self._layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_requested += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
-        self._attention_and_mlp(layer.kv, layer.first, last=self.layer == last)
-        if self.layer == last and self._logits_of:
-            self.logits = self._adapter.logits(self._hidden[-self._logits_of :])
-        if self.layer == last and self._every_logits is not None:
+        self._attention_and_mlp(layer, last=self._layer == last)
+        self._layer += 1
+        if self._layer > last:
+            self._end_segment()
+
+    def _end_segment(self) -> None:
+        if self._every_logits is not None:
             for s in slices_of(self.tokens, LOGITS_AT_ONCE):
                 self._every_logits(self._start + s.start, self._adapter.logits(self._hidden[s]))
-        self.layer += 1
+        if not self._last:
+            self._learn_from = self._segment_stop
+            self._begin_segment(self._segment_stop)
+        elif self._logits_of:
+            self.logits = self._adapter.logits(self._hidden[-self._logits_of :])
 
     def _keys_and_values(self) -> Iterator[KVPart]:
-        inputs = (self._adapter.attention_input(self.layer, self._hidden[s]) for s in self._slices)
-        return keys_and_values(self._adapter, self.layer, inputs, (self._positions[s] for s in self._slices))
+        inputs = (self._adapter.attention_input(self._layer, self._hidden[s]) for s in self._slices)
+        return keys_and_values(self._adapter, self._layer, inputs, (self._positions[s] for s in self._slices))
 
-    def _attention_and_mlp(self, kv: KVPart, first: int, *, last: bool) -> None:
-        """The layer's second half, over K and V of the tokens from `first` on. Of the last layer only the outputs
-        of the last tokens, if any, are ever read. The policy hears nothing of sliding layers, which select nothing."""
-        adapter, layer, state = self._adapter, self.layer, self.sequence.state
+    def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
+        """The layer's second half, over K and V of the tokens that it sees. Of the last layer only the outputs of the
+        last tokens, if any, are ever read. The policy hears nothing of sliding layers, which select nothing."""
+        adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None
-        for s in self._slices:
+        if rows.past:
+            self._attend_past(rows, self._read_slices() if last else self._slices)
+        for s in self._slices if not rows.past else ():
             attention_input = adapter.attention_input(layer, self._hidden[s])
             q = adapter.query(layer, attention_input, self._positions[s])
             if not slides:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
+            if last and s not in self._read_slices():
+                continue
             if last and self._every_logits is None:
-                if not self._logits_of or s.stop < self.tokens:
-                    continue
                 q, s = q[:, -self._logits_of :], slice(s.stop - self._logits_of, s.stop)
-            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, self._start + s.stop - first)
+            seen = self._start + s.stop - rows.first
+            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, seen)
             self._hidden[s] = adapter.mlp(layer, residual)
         if not slides:
-            state.on_keys(layer, kv.k[:, self._learn_from :], self._learn_from)
-            state.on_values(layer, kv.v[:, self._learn_from :], self._learn_from)
+            learned = max(0, self._learn_from - rows.first)
+            state.on_keys(layer, kv.k[:, learned:], rows.first + learned)
+            state.on_values(layer, kv.v[:, learned:], rows.first + learned)
+
+    def _read_slices(self) -> list[slice]:
+        """Those of the segment's slices whose outputs of the last layer are read."""
+        if self._every_logits is not None:
+            return self._slices
+        return self._slices[-1:] if self._logits_of and self._last else []
+
+    def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
+        """Attention and MLP of `slices` over a past that is gone through once for all of them, block by block; what of
+        it the policy does not know yet, it learns."""
+        adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
+        attending = []
+        for s in slices:
+            q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), self._positions[s])
+            attending.append(BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap))
+        at = 0
+        for part in rows.past if slices or self._learn_from < rows.first else ():
+            k, v = part.k, part.v
+            for each in attending:
+                each.add(k, v)
+            if (known := max(0, self._learn_from - at)) < k.shape[1]:
+                state.on_keys(layer, k[:, known:], at + known)
+                state.on_values(layer, v[:, known:], at + known)
+            at += k.shape[1]
+        for s, each in zip(slices, attending, strict=True):
+            if s.start:
+                each.add(rows.kv.k[:, : s.start], rows.kv.v[:, : s.start])
+            each.add_own(rows.kv.k[:, s], rows.kv.v[:, s])
+            attended = each.result(adapter.sinks(layer)).transpose(0, 1).flatten(1)
+            self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))

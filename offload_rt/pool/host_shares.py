@@ -31,12 +31,12 @@ class HostShares:
 
     @classmethod
     def of(cls, limit: int, layout: FileLayout) -> HostShares:
-        """Shares of `limit` bytes: a sixteenth for each of three kinds of staging, an eighth for chunks, the rest for
-        rows that stay. Raises MemoryLimitError where that is too little for any."""
+        """Shares of `limit` bytes: a thirty-second for each of three kinds of staging, a sixteenth for chunks, the rest
+        for rows that stay. Raises MemoryLimitError where that is too little for any."""
         index = layout.pairs * INDEX_BYTES
-        staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 16 // BLOCK * BLOCK))
+        staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // BLOCK * BLOCK))
         chunk = layout.arena.layers * layout.arena.kv_heads * layout.piece
-        buffers = max(1, limit // 8 // chunk)
+        buffers = max(1, limit // 16 // chunk)
         slots = (limit - index - 3 * staged - buffers * chunk) // (layout.pair_bytes + SLOT_BYTES)
         if slots < 1:
             least = index + 3 * staged + buffers * chunk

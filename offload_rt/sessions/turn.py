@@ -183,7 +183,7 @@ class Turn(SampledRequest):
         self._trace, self.sequence = self.sequence.trace, None
         damaged = self.kv.loader is not None and self.kv.loader.damaged
         self._count_arrived(self._trace)
-        untouched = self._prefill is not None and self._prefill.layer == 0 and not damaged
+        untouched = self._prefill is not None and self._prefill.untouched and not damaged
         self._give_up_prefill()
         if not untouched:
             self.kv.history.tokens = list(self._before)

@@ -3,7 +3,7 @@
 It is the same idea as across PCIe, one tier lower: sinks and recent tokens are resident on the device, what a layer
 selects is asked for as soon as it is guessed, new rows are written behind. A thread reads, in the order of what is
 asked for; which rows are in host memory, and which of a disk's blocks are read for the others, is the pool's to know
-(`pool.file_arena`). A layer that attends to everything reads it in order, block by block, two blocks ahead.
+(`pool.file_arena`). A layer that attends to everything reads it in order, block by block, one block ahead.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class DiskState:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of a run: three blocks are in memory at once."""
-        fits = self.file.shares.staged // 3 // self.token_bytes
+        """Tokens of a block of a run: two blocks are in memory at once."""
+        fits = self.file.shares.staged // 2 // self.token_bytes
         return max(CHUNK, fits // CHUNK * CHUNK)
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
@@ -76,7 +76,7 @@ class DiskState:
         size = self.block_tokens
         edges = [tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop]
         runs = [range(a, b) for a, b in pairwise(edges) if a < b]
-        return BlockRun(self.thread, lambda own: self.rows(blocks, layer, own), runs)
+        return BlockRun(self.thread, lambda own: self.rows(blocks, layer, own), runs, ahead=1)
 
 
 class DiskStorage:
@@ -131,9 +131,11 @@ class DiskStorage:
         self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Appends the slices, and reads the rows before `start` in front of them."""
-        state = self._state
-        first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
+        """Appends the slices. The rows before `start` are the `past`, read block by block beside the computation; of a
+        sliding layer, which shows few, they go in front."""
+        state, slides = self._state, self._state.pool.groups.group[layer] != 0
+        first = state.pool.groups.first_seen(start, blocks.floor) if slides else start
+        past = state.run(blocks, layer, range(start)).parts if start and not slides else []
         parts = [state.rows(blocks, layer, range(first, start))] if first < start else []
         stop, written = start, 0
         for part in slices:
@@ -141,7 +143,8 @@ class DiskStorage:
             parts.append(part)
             stop += part.k.shape[1]
         k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
-        return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
+        loaded = start - (first if slides else 0)
+        return PrefilledLayer(KVPart(k, v), first, loaded * state.token_bytes, written, past)
 
 
 @dataclass(frozen=True)

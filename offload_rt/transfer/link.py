@@ -23,12 +23,14 @@ from .row_lists import RowLists
 class PrefilledLayer:
     """K and V of tokens [first, stop) of one layer, contiguous, valid until the next layer is taken: all, or of a
     sliding layer those that the new tokens' windows show; and what crossed the link for them: rows before `start` that
-    had to be loaded, new rows written back."""
+    had to be loaded, new rows written back. past: where rows lie on disk, the tokens before `first` that the layer sees
+    besides, as parts in token order, to be gone through once."""
 
     kv: KVPart
     first: int
     bytes_to_device: int
     bytes_to_host: int
+    past: Sequence[KVPart] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,288 @@
+"""A context on disk, step by step: what a step reads of it and how long that takes, beside the disk's own speed.
+
+Rows are random numbers, and no model runs: a step asks for each layer's rows while the layer before attends, as a model
+does, attends to them and appends one row. What is selected is what a model selected (`generate --record`), or drawn:
+runs of neighbouring tokens, most of which were selected a step before. Everything passes the page cache by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core import CHUNK, ModelGeometry, Selection, Visible
+from ...disk.direct_file import BLOCK, DirectFile
+from ...disk.speed import SEQUENTIAL, DiskSpeed, fill, measure
+from ...engine.recording import Recording
+from ...errors import InputError
+from ...forward.attention import attend
+from ...pool.disk_tier import DiskTier
+from ...pool.pool import HostPool
+from ...transfer.disk import DiskLink
+from ..core.report import Column, Report, Row
+
+CPU = torch.device("cpu")
+SINKS, RECENT = 4, 64
+"""Resident tokens."""
+
+WARM_UP = 0.4
+"""Share of the steps that fill the memory for rows, and are not counted."""
+
+SPEED_BYTES = 1 << 30
+"""Of the file that the disk's speed is measured with."""
+
+
+@dataclass(frozen=True)
+class DiskCase:
+    """A context of `context` tokens; of each layer and KV head `fraction` of it is selected in a step. neighbours:
+    tokens of a run; stay: share of the runs that the next step selects again, of steps that are drawn."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    group: int = 4
+    fraction: float = 0.05
+    neighbours: float = 2.0
+    stay: float = 0.8
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The shape as a model's, of which only rows matter here."""
+        heads = self.kv_heads * self.group
+        return ModelGeometry(
+            self.layers, heads * self.head_dim, heads, self.kv_heads, self.head_dim, vocab=2,
+            scales=(self.head_dim**-0.5,) * self.layers, windows=(None,) * self.layers, max_positions=1 << 30,
+            absolute_positions=False, default_alpha=4.0,
+        )  # fmt: skip
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all rows of the context."""
+        return self.geometry.kv_bytes(self.context, self.dtype)
+
+
+Step = list[torch.Tensor]
+"""Of each layer, int64 `[Hkv, n]`: what is selected."""
+
+
+def recorded_case(recording: Recording, head_dim: int) -> tuple[DiskCase, list[Step]]:
+    """The case that a recording is of, of a model with `head_dim`, and its steps, without what is resident here."""
+    info = recording.info
+    steps = [[torch.from_numpy(one).long() for one in step] for _, step in recording.steps()]
+    if len(steps) < 5:
+        raise InputError(f"{str(recording.folder)!r} has {len(steps)} steps: record 5 new tokens or more")
+    context = info.prompt_tokens // CHUNK * CHUNK
+    kept = [[_within(one, context) for one in step] for step in steps]
+    share = float(np.mean([one.shape[1] for step in kept for one in step])) / context
+    return DiskCase(len(info.selecting), info.kv_heads, head_dim, context, fraction=share), kept
+
+
+def _within(tokens: torch.Tensor, context: int) -> torch.Tensor:
+    """Tokens `[Hkv, n]` that are candidates of a context: as many of each head as the head with the fewest has."""
+    own = [row[(row >= SINKS) & (row < context - RECENT)] for row in tokens]
+    least = min(len(row) for row in own)
+    return torch.stack([row[:least] for row in own])
+
+
+def drawn_steps(case: DiskCase, steps: int, seed: int = 0) -> Iterator[Step]:
+    """Selections of a case, step after step."""
+    generator = np.random.default_rng(seed)
+    first, stop = SINKS, case.context - RECENT
+    count = max(1, round(case.fraction * (stop - first)))
+    lists = case.layers * case.kv_heads
+    held = [_runs(generator, case, count, first, stop, np.empty(0, np.int64)) for _ in range(lists)]
+    for _ in range(steps):
+        rows = [torch.from_numpy(own) for own in held]
+        yield [torch.stack(rows[i : i + case.kv_heads]) for i in range(0, lists, case.kv_heads)]
+        for i, own in enumerate(held):
+            breaks = np.flatnonzero(np.diff(own, prepend=own[0] - 2) > 1)
+            stays = generator.random(len(breaks)) < case.stay
+            held[i] = _runs(generator, case, count, first, stop, own[np.repeat(stays, np.diff(breaks, append=count))])
+
+
+def _runs(
+    generator: np.random.Generator, case: DiskCase, count: int, first: int, stop: int, kept: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """`count` tokens of [first, stop), rising: those of `kept`, and runs of new ones."""
+    chosen = kept
+    while len(chosen) < count:
+        runs = max(1, int((count - len(chosen)) / case.neighbours))
+        starts = generator.integers(first, stop, runs)
+        sizes = generator.geometric(1 / case.neighbours, runs)
+        new = np.repeat(starts, sizes) + np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        fresh = np.setdiff1d(new[new < stop], chosen)
+        chosen = np.union1d(chosen, generator.permutation(fresh)[: count - len(chosen)] if len(fresh) else fresh)
+    return chosen
+
+
+class DiskContext:
+    """A case's context in a pool on disk, of which `host_bytes` may be in memory."""
+
+    def __init__(self, case: DiskCase, folder: Path, host_bytes: int, speed: DiskSpeed) -> None:
+        self.case, geometry = case, case.geometry
+        # Attended tokens and steps' new ones; a slab more than that, so that the last one need not be full.
+        room = geometry.kv_bytes(case.context + 1024, case.dtype)
+        self.pool = HostPool(geometry, case.dtype, host_bytes, disk=DiskTier(folder, room, speed))
+        self.link = DiskLink(self.pool, geometry, CPU)
+        assert self.pool.file is not None
+        self.file = self.pool.file
+        self.blocks = self.pool.new_block_table(case.context)
+        self._fill()
+        self.link.storage.open(self.blocks, SINKS, RECENT)
+        self._q = torch.randn(geometry.heads, case.head_dim).to(case.dtype)
+        self._row = torch.randn(case.kv_heads, 1, case.head_dim).to(case.dtype)
+
+    def _fill(self, at_once: int = 4096) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for layer in range(self.case.layers):
+            for start in range(0, self.case.context, at_once):
+                shape = (2, self.case.kv_heads, min(at_once, self.case.context - start), self.case.head_dim)
+                k, v = torch.randn(shape, generator=generator).to(self.case.dtype)
+                self.pool.write(self.blocks, layer, start, k, v)
+        self.pool.commit(self.blocks, self.case.context)
+
+    @torch.inference_mode()
+    def step(self, selected: Step | None) -> None:
+        """A token: all layers, each attending to what is selected (None: to everything)."""
+        position = self.blocks.length
+        self.pool.reserve(self.blocks, position + 1)
+        visible = Visible.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
+        coming = self._fetch(0, visible, selected)
+        for layer in range(self.case.layers):
+            self.link.storage.append(self.blocks, layer, position, self._row, self._row)
+            ticket, coming = coming, self._fetch(layer + 1, visible, selected)
+            assert ticket is not None
+            attend(self._q, ticket.wait(), self.case.geometry.scales[layer])
+        self.pool.commit(self.blocks, position + 1)
+
+    def _fetch(self, layer: int, visible: Visible, selected: Step | None) -> Any:
+        if layer == self.case.layers:
+            return None
+        chosen = None if selected is None else Selection(selected[layer])
+        return self.link.rows.fetch(self.blocks, layer, visible, chosen)
+
+
+def disk_speeds(folder: Path) -> tuple[list[Row], DiskSpeed]:
+    """The disk by itself: reads of several sizes, scattered and in order, and the two numbers that sum them up."""
+    file = DirectFile(folder)
+    size = min(SPEED_BYTES, file.free_bytes // 4 // SEQUENTIAL * SEQUENTIAL)
+    try:
+        fill(file, size)
+        found = [
+            measure(file, size, block, random=random)
+            for block in (BLOCK, 4 * BLOCK, 16 * BLOCK, SEQUENTIAL)
+            for random in (True, False)
+        ]
+    finally:
+        file.close()
+    rows = [
+        {"size": one.size, "order": "scattered" if one.random else "in order", "direct": file.direct,
+         "requests_per_second": one.requests_per_second, "mb_per_second": one.bytes_per_second / 1e6}
+        for one in found
+    ]  # fmt: skip
+    byte = 1 / found[-1].bytes_per_second
+    return rows, DiskSpeed(max(0.0, 1 / found[0].requests_per_second - BLOCK * byte), byte)
+
+
+def measure_case(
+    case: DiskCase, steps: Sequence[Step], folder: Path, host_shares: Sequence[float], speed: DiskSpeed, full_steps: int
+) -> list[Row]:
+    """Steps under full attention, then selected ones with each share of the context's bytes in host memory."""
+    rows = [_measured(case, [None] * full_steps, folder, 0.25, speed, "full")]
+    rows += [_measured(case, steps, folder, share, speed, "selected") for share in host_shares]
+    for row in rows:
+        row["times_full"] = rows[0]["step_ms"] / row["step_ms"]
+    return rows
+
+
+def _measured(
+    case: DiskCase, steps: Sequence[Step | None], folder: Path, share: float, speed: DiskSpeed, what: str
+) -> Row:
+    before = _reset_peak()
+    context = DiskContext(case, folder, int(share * case.kv_bytes), speed)
+    file, seconds, skipped = context.file, [], int(len(steps) * WARM_UP)
+    for i, selected in enumerate(steps):
+        if i == skipped:
+            wanted, cached, requests, size = file.use.wanted, file.use.cached, file.use.requests, file.use.bytes_read
+        began = time.perf_counter()
+        context.step(selected)
+        seconds.append(time.perf_counter() - began)
+    counted = len(steps) - skipped
+    asked = (file.use.wanted - wanted) * file.places.pair_bytes / counted
+    read = (file.use.bytes_read - size) / counted
+    asked = asked or case.kv_bytes
+    return {
+        "what": what,
+        "context": case.context,
+        "kv_bytes": case.kv_bytes,
+        "host_bytes": int(share * case.kv_bytes),
+        "host_share": share,
+        "rows_kept": file.shares.slots / file.places.pairs,
+        "wanted_bytes": asked,
+        "hit_rate": (file.use.cached - cached) / max(1, file.use.wanted - wanted),
+        "read_bytes": read,
+        "requests": (file.use.requests - requests) / counted,
+        "step_ms": 1e3 * float(np.median(seconds[skipped:])),
+        "wanted_ms": 1e3 * asked * speed.byte,
+        "read_ms": 1e3 * speed.seconds(round((file.use.requests - requests) / counted), round(read)),
+        "over_limit_mb": (_peak() - before) / 1e6 - share * case.kv_bytes / 1e6,
+    }
+
+
+def _peak() -> int:
+    """The most bytes that were resident since `_reset_peak`."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def _reset_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+SPEEDS = (
+    Column("bytes a request", "size", ",d"),
+    Column("order", "order"),
+    Column("requests a second", "requests_per_second", ",.0f"),
+    Column("MB a second", "mb_per_second", ",.0f"),
+)
+
+STEPS = (
+    Column("context", "context", ",d"),
+    Column("attended", "what"),
+    Column("host memory, of KV", "host_share", ".0%"),
+    Column("rows kept", "rows_kept", ".1%"),
+    Column("wanted MB a step", "mb_wanted", ",.1f"),
+    Column("from memory", "hit_rate", ".1%"),
+    Column("read MB", "mb_read", ",.1f"),
+    Column("requests", "requests", ",.0f"),
+    Column("step ms", "step_ms", ",.1f"),
+    Column("wanted bytes in order ms", "wanted_ms", ",.1f"),
+    Column("what was read, alone ms", "read_ms", ",.1f"),
+    Column("faster than full", "times_full", ".1f"),
+    Column("peak over limit MB", "over_limit_mb", ",.0f"),
+)
+
+NOTES = (
+    "A step is its reads and its attention, nothing else of a model. The last columns in ms are at the disk's speed as",
+    "it was measured in the same run: of the wanted rows' bytes if they lay side by side, and of the requests made.",
+    "Peak: of resident memory, less what was resident before, less the limit.",
+)
+
+
+def report(about: dict[str, Any], speeds: list[Row], rows: list[Row]) -> list[Report]:
+    """The disk's table and the steps' table."""
+    for row in rows:
+        row["mb_wanted"], row["mb_read"] = row["wanted_bytes"] / 1e6, row["read_bytes"] / 1e6
+    return [
+        Report("disk_speed", "The disk by itself", about, SPEEDS, speeds),
+        Report("disk_steps", "Steps of a context on disk", about, STEPS, rows, NOTES),
+    ]

@@ -1,0 +1,77 @@
+"""Causal attention of many queries whose keys come block by block, from a disk: each block is attended to by all of
+them, and goes.
+
+Memory beside the queries: out `[H, m, d]` in float32 and a log-sum-exp `[H, m]`, and scores of one block where torch
+has no kernel that gives both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .reference import attention_weights, capped, merge_lse, scaled_scores
+
+_BLOCK = 1024
+"""Keys that are scored together."""
+
+
+class BlockedAttention:
+    """Queries q `[H, m, d]`. First blocks of keys that all of them see, in any order (`add`), then the m tokens' own
+    (`add_own`)."""
+
+    def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
+        self.q = q
+        self._grouped, self._scale, self._softcap = q.unflatten(0, (kv_heads, -1)), scale, softcap
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self._out = torch.zeros(self._grouped.shape, dtype=wide, device=q.device)
+        self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+
+    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keys and values `[Hkv, n, d]` that all queries see."""
+        if self._flashes:
+            self._flash(k, v, causal=False)
+            return
+        q = self._grouped.flatten(1, 2)
+        for first in range(0, k.shape[1], _BLOCK):
+            own = slice(first, first + _BLOCK)
+            weights, lse = attention_weights(q, k[:, own], self._scale, self._softcap)
+            out = torch.bmm(weights.to(v.dtype), v[:, own])
+            self._join(out.view(self._out.shape), lse.view(self._lse.shape))
+
+    def add_own(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keys and values `[Hkv, m, d]` of the queries' own tokens: query i sees the first i + 1 of them."""
+        if self._flashes:
+            self._flash(k, v, causal=True)
+            return
+        m = k.shape[1]
+        hidden = torch.ones(m, m, dtype=torch.bool, device=k.device).triu_(1)
+        for group in range(self._grouped.shape[1]):
+            scores = capped(scaled_scores(self._grouped[:, group], k, self._scale), self._softcap)
+            scores = scores.masked_fill_(hidden, -torch.inf)
+            lse = scores.logsumexp(-1)
+            out = torch.bmm((scores - lse.unsqueeze(-1)).exp_().to(v.dtype), v)
+            self._join(out.unsqueeze(1), lse.unsqueeze(1), slice(group, group + 1))
+
+    def result(self, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """The attention `[H, m, d]`, less the share that sinks `[H]`, scores of rows without a value, take of it."""
+        out = self._out.flatten(0, 1)
+        if sinks is not None:
+            out = out * torch.sigmoid(self._lse.flatten(0, 1) - sinks.to(self._lse.dtype)[:, None]).unsqueeze(-1)
+        return out.to(self.q.dtype)
+
+    @property
+    def _flashes(self) -> bool:
+        """Whether torch's kernel, which gives the log-sum-exp too, does it."""
+        return self.q.device.type == "cpu" and self._softcap is None
+
+    def _flash(self, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        for group in range(self._grouped.shape[1]):
+            out, lse = flash(self._grouped[None, :, group], k[None], v[None], 0.0, causal, scale=self._scale)
+            self._join(out[0].unsqueeze(1), lse[0].unsqueeze(1), slice(group, group + 1))
+
+    def _join(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:
+        held, sums = self._out[:, groups], self._lse[:, groups]
+        merged, total = merge_lse([held, out.to(held.dtype)], [sums, lse.to(sums.dtype)])
+        held.copy_(merged)
+        sums.copy_(total)
