@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.core import CHUNK
+from offload_rt.core import CHUNK, KVPart
 from offload_rt.disk import direct_file, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
 from offload_rt.disk.extents import merged
@@ -32,6 +32,7 @@ from offload_rt.pool.file_arena import FileArena
 from offload_rt.pool.file_layout import RowNames
 from offload_rt.pool.layout import ArenaLayout
 from offload_rt.pool.pool import HostPool
+from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
 
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
 LIMITS: dict[str, Any] = {"host_memory": "144KiB", "disk_limit": "1MiB"}
@@ -101,6 +102,12 @@ def test_nobody_sees_the_file_and_it_goes_with_its_owner(tmp_path: Path) -> None
     file = DirectFile(tmp_path)
     file.allocate(0, 1 << 20)
     assert list(tmp_path.iterdir()) == []
+    (other := tmp_path / "other").write_bytes(b"")
+    try:
+        os.close(os.open(other, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("a file system that knows no direct access")
+    assert file.direct
     handle = file._file
     del file
     with pytest.raises(OSError, match="Bad file"):
@@ -195,6 +202,34 @@ def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
     for _ in range(3):
         made.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
     assert (made.use.wanted, made.use.cached) == (9, 6)
+
+
+def test_a_row_that_is_written_again_is_not_the_one_that_stayed(tmp_path: Path) -> None:
+    """By a whole chunk, and by a single slot; the row that was read before has another value."""
+    made, rows = arena(tmp_path), RowNames(np.array([1]), np.array([9]), np.array([1]))
+    for value, first, count in ((1.0, 0, 192), (2.0, 64, 64), (3.0, 73, 1)):
+        made.fill(0, 0, first, *torch.full((2, LAYOUT.kv_heads, count, LAYOUT.head_dim), value))
+        for _ in range(2):
+            made.gather(0, rows, out := torch.empty(1, WIDTH), np.arange(1))
+            assert bool((out == value).all())
+
+
+def test_a_run_is_read_ahead_and_leaves_again() -> None:
+    read: list[range] = []
+
+    def block(tokens: range) -> KVPart:
+        read.append(tokens)
+        return KVPart(torch.full((1, len(tokens), 1), float(tokens.start)), torch.zeros(1, len(tokens), 1))
+
+    thread, blocks = ReadingThread(), [range(start, start + 10) for start in range(0, 50, 10)]
+    run = BlockRun(thread, block, blocks, ahead=1)
+    thread.wait()
+    assert read == blocks[:2], "before anybody asks"
+    for number, part in enumerate(run.parts):
+        assert float(part.k[0, 0, 0]) == 10 * number and part.v.shape == (1, 10, 1)
+        thread.wait()
+        assert read == blocks[: number + 2] and len(run._reading) <= 1
+    assert float(run.parts[1].k[0, 0, 0]) == 10, "and again"
 
 
 # ----------------------------------------------------------------------------------------------------------- runtime
