@@ -24,6 +24,7 @@ from .errors import (
     OffloadError,
     PoolFullError,
     QueueFullError,
+    SessionBusyError,
     StoreError,
 )
 from .outputs import CompletionOutput, Logprob, RequestOutput
@@ -53,6 +54,7 @@ __all__ = [
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "SessionBusyError",
     "StoreError",
     "StoreOptions",
     "StructuredOutputs",

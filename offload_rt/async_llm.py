@@ -5,83 +5,29 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
 from .arguments import sampling, shown, whole_or_none
+from .config import StoreOptions
+from .engine.callers import Caller, EngineLoad, Mailbox
 from .engine.constraints import check_answerable
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
-from .errors import InputError, QueueFullError
+from .engine.watching import Watch
+from .errors import InputError, QueueFullError, StoreError
 from .llm import LLM
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
+from .sessions.whole_prompts import WholePrompts
 
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """What an engine has to do, and what it has done since it began.
-
-    waiting, running: prompts that wait for room; completions that are computed, the prompt that is prefilled included.
-    pool_used_bytes, pool_limit_bytes: KV of requests in host memory, and its limit.
-    prompt_tokens, cached_tokens: of all prompts that have ended; those that had been computed before.
-    generated_tokens, link_bytes: new tokens so far; rows that crossed to the device for what has ended.
-    """
-
-    waiting: int
-    running: int
-    pool_used_bytes: int
-    pool_limit_bytes: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    link_bytes: int
-
-
-class Mailbox:
-    """The latest output of one request, on the event loop of its caller. One that is not taken in time gives way to the
-    next, which says all that it said: a slow reader costs no memory."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._latest: RequestOutput | Exception | None = None
-        self._arrived = asyncio.Event()
-
-    def post(self, latest: RequestOutput | Exception) -> None:
-        """From any thread. Raises RuntimeError where the event loop has been closed."""
-        self._loop.call_soon_threadsafe(self._put, latest)
-
-    def _put(self, latest: RequestOutput | Exception) -> None:
-        self._latest = latest
-        self._arrived.set()
-
-    async def take(self) -> RequestOutput:
-        """Waits for the next output. Raises what was posted, if that is an error."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        latest, self._latest = self._latest, None
-        assert latest is not None
-        if isinstance(latest, Exception):
-            raise latest
-        return latest
-
-
-@dataclass(eq=False)
-class Caller:
-    """Somebody who waits for an answer. `text` is the prompt, None where token ids were given."""
-
-    request_id: str
-    text: str | None
-    ids: list[int]
-    params: SamplingParams
-    mailbox: Mailbox
-    request: Request | None = None
-    counted: int = 0
-    """Of its new tokens, those that are among the engine's."""
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -92,11 +38,20 @@ class AsyncLLM:
     that request's alone.
 
     max_waiting: so many prompts may wait for room; one more raises QueueFullError. None lets any number wait.
+    store, store_options: a folder for sessions (`generate(session=...)`), and how it is kept; raises as `LLM.session`.
     """
 
-    def __init__(self, llm: LLM, *, max_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_waiting: int | None = None,
+        store: str | Path | None = None,
+        store_options: StoreOptions | None = None,
+    ) -> None:
         self._llm, self._max_waiting = llm, whole_or_none("max_waiting", max_waiting, 1)
-        self._engine = llm.make_engine(on_failure=self._fail)
+        self._engine = llm.make_engine(on_failure=self._fail, on_prefill=self._prefilled)
+        self._sessions = None if store is None else WholePrompts(llm.session_store(store, store_options))
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -104,7 +59,7 @@ class AsyncLLM:
         self._closed = False
         self._callers: dict[str, Caller] = {}  # this and what follows is the thread's
         self._by_number: dict[int, Caller] = {}
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._link_bytes = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._link_bytes = self._device_bytes = 0
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -123,14 +78,28 @@ class AsyncLLM:
     # --------------------------------------------------------------------------------------------------------- callers
 
     async def generate(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        session: str | None = None,
+        trace: bool = False,
     ) -> AsyncGenerator[RequestOutput]:
         """What becomes of one prompt, as it comes: each item is all of it so far, the last has `finished`. Leaving the
         iterator (break, a cancelled task, `aclose`) aborts the request. Of a beam search only the last item comes.
 
-        Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait.
+        session: a name in the store. What it has computed of the beginning of `prompt` (the whole conversation, each
+            time) comes back from host memory or disk, also after a restart; the rest and the answer are kept there.
+        trace: items have a `RequestTrace`; they come from the prefill too, layer by layer.
+
+        Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait,
+        SessionBusyError where the session is answering.
         """
-        caller = await self._arrive(prompt, sampling(sampling_params, self._llm.runner.model.sampling), request_id)
+        params = sampling(sampling_params, self._llm.runner.model.sampling)
+        if session is not None and self._sessions is None:
+            raise InputError(f"session={shown(session)}, and there is no store: make AsyncLLM(llm, store=folder)")
+        caller = await self._arrive(prompt, params, request_id, session, trace)
         finished = False
         try:
             while not finished:
@@ -146,9 +115,43 @@ class AsyncLLM:
         where there is no such request any more."""
         self._calls.put(lambda: self._abort(request_id))
 
+    async def delete_session(self, name: str) -> None:
+        """Forgets a session, if there is one. Raises SessionBusyError, StoreError; InputError without a store."""
+        sessions, loop = self._sessions, asyncio.get_running_loop()
+        if sessions is None:
+            raise InputError("there is no store of sessions: make AsyncLLM(llm, store=folder)")
+        done: asyncio.Future[None] = loop.create_future()
+
+        def delete() -> None:
+            error = None
+            try:
+                with self._llm.runner.pool.lock:
+                    sessions.delete(name)
+            except Exception as found:
+                error = found
+            loop.call_soon_threadsafe(lambda: done.set_exception(error) if error else done.set_result(None))
+
+        with self._lock:
+            self._check_open()
+            self._calls.put(delete)
+        await done
+
     def load(self) -> EngineLoad:
         """How much there is to do, and has been done."""
-        scheduler, pool = self._engine.scheduler, self._llm.runner.pool
+        load, sessions = self._load(), self._sessions
+        if sessions is None:
+            return load
+        return replace(
+            load,
+            session_host_tokens=sessions.stats.host_tokens,
+            session_disk_tokens=sessions.stats.disk_tokens,
+            session_computed_tokens=sessions.stats.computed_tokens,
+            store_bytes=sessions.disk_bytes,
+        )
+
+    def _load(self) -> EngineLoad:
+        scheduler, runner = self._engine.scheduler, self._llm.runner
+        pool = runner.pool
         return EngineLoad(
             waiting=self._arriving + len(scheduler.waiting),
             running=len(scheduler.running) + (scheduler.prefilling is not None),
@@ -158,6 +161,9 @@ class AsyncLLM:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             link_bytes=self._link_bytes,
+            weight_bytes=self._llm.weight_bytes,
+            device_kv_bytes=self._device_bytes,
+            kept_bytes=pool.idle_chunks * pool.chunk_bytes,
         )
 
     async def close(self) -> None:
@@ -174,7 +180,9 @@ class AsyncLLM:
             self._calls.put(self._abort_all)
         self._thread.join()
 
-    async def _arrive(self, prompt: PromptLike, params: SamplingParams, request_id: str | None) -> Caller:
+    async def _arrive(
+        self, prompt: PromptLike, params: SamplingParams, request_id: str | None, session: str | None, trace: bool
+    ) -> Caller:
         """Hands a prompt to the engine's thread; a text is tokenized beside the event loop."""
         if request_id is not None and not isinstance(request_id, str):
             raise InputError(f"request_id={shown(request_id)}; it must be a text")
@@ -191,7 +199,9 @@ class AsyncLLM:
             ids = await asyncio.to_thread(self._llm.encode, given) if text is not None else self._llm.encode(given)
             if params.structured_outputs is not None:  # the first of a tokenizer takes a second
                 await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
-            caller = Caller(request_id or f"request-{next(self._ids)}", text, ids, params, Mailbox())
+            name = request_id or f"request-{next(self._ids)}"
+            watch = Watch(len(ids), self._llm.geometry.layers) if trace else None
+            caller = Caller(name, text, ids, params, Mailbox(), session, watch)
             with self._lock:
                 self._check_open()  # behind the last call of all nobody answers
                 self._calls.put(lambda: self._join(caller))
@@ -222,12 +232,28 @@ class AsyncLLM:
                 call()
             except Exception as error:  # of no request alone: what is half computed is nobody's answer
                 self._fail_all(error)
+            self._device_bytes = self._llm.runner.link.device_bytes
 
     def _step(self) -> None:
-        events = self._engine.step()
-        for number in dict.fromkeys(event.request_id for event in events):
-            if number in self._by_number:
-                self._report(self._by_number[number])
+        if self._sessions is not None:
+            with self._llm.runner.pool.lock:
+                self._sessions.look_ahead()
+        try:
+            numbers = {event.request_id for event in self._engine.step()}
+        except (
+            StoreError
+        ) as error:  # the answer is whole; what others gained comes with their next token
+            logger.warning("a session could not be saved: %s", error)
+            numbers = {number for number, each in self._by_number.items() if each.has_ended}
+        for number in sorted(numbers & self._by_number.keys()):
+            self._report(self._by_number[number])
+
+    def _prefilled(self, request: Request, layers: int) -> None:
+        """Says how far a prompt is, where somebody watches."""
+        caller = self._by_number.get(request.prompt.id)
+        if caller is not None and caller.watch is not None:
+            caller.watch.layers_prefilled = layers
+            self._tell(caller, self._output(caller))
 
     def _join(self, caller: Caller) -> None:
         if caller.request_id in self._callers:
@@ -240,16 +266,30 @@ class AsyncLLM:
 
     def _add(self, caller: Caller) -> None:
         try:
-            caller.request = self._engine.add(caller.ids, caller.params)
+            caller.request = self._request(caller)
         except Exception as error:
             self._tell(caller, error)
         else:
             self._callers[caller.request_id] = self._by_number[caller.request.prompt.id] = caller
 
-    def _report(self, caller: Caller) -> None:
-        """Says what has become of a request so far; where all of it has ended, it is counted and leaves."""
+    def _request(self, caller: Caller) -> Request:
+        """Queues what a caller asks for."""
+        if caller.session is None or self._sessions is None:
+            return self._engine.add(caller.ids, caller.params, caller.watch)
+        with self._llm.runner.pool.lock:
+            number = self._engine.next_id()
+            turn = self._sessions.turn(caller.session, number, caller.ids, caller.params, caller.watch)
+        self._engine.submit(turn)
+        return turn
+
+    def _output(self, caller: Caller) -> RequestOutput:
         assert caller.request is not None
         output = request_output(caller.request, caller.ids, caller.text, caller.request_id)
+        return output if caller.watch is None else replace(output, trace=caller.watch.trace(caller.request))
+
+    def _report(self, caller: Caller) -> None:
+        """Says what has become of a request so far; where all of it has ended, it is counted and leaves."""
+        output = self._output(caller)
         written = sum(len(completion.token_ids) for completion in output.outputs)
         self._generated_tokens += written - caller.counted
         caller.counted = written
@@ -269,7 +309,12 @@ class AsyncLLM:
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
         del self._callers[caller.request_id]
-        self._engine.cancel(request)
+        try:
+            self._engine.cancel(request)
+        except StoreError as error:
+            logger.warning("a session could not be saved: %s", error)
+        if caller.session is not None and self._sessions is not None:
+            self._sessions.ended(caller.session)
         self._prompt_tokens += len(request.prompt.token_ids)
         self._cached_tokens += request.cached_tokens
         ended = (completion.stats for completion in request.completions())

@@ -3,6 +3,7 @@
     OffloadError
     ├── ConfigError          (ValueError)   an option's value or name; unknown keys
     ├── InputError           (ValueError)   a prompt, a file, a text, a request
+    │   └── SessionBusyError                a session that is answering is asked for a second answer
     ├── ModelError           (ValueError)   unsupported architecture, missing weights, positions a model cannot have
     ├── ArtifactError        (ValueError)   a skew artifact: damaged, of another version, of another model
     ├── MemoryLimitError     (MemoryError)  more memory asked than there is, or than the limit allows
@@ -26,6 +27,10 @@ class ConfigError(OffloadError, ValueError):
 
 class InputError(OffloadError, ValueError):
     """A prompt, file or request cannot be used as it is."""
+
+
+class SessionBusyError(InputError):
+    """A session is answering; it has one answer at a time."""
 
 
 class ModelError(OffloadError, ValueError):

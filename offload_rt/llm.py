@@ -22,7 +22,7 @@ from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.swap import Swap
 from .errors import InputError, OffloadError
-from .forward.batch import Recorder
+from .forward.trace import Recorder
 from .outputs import RequestOutput, Stats, TokenOutput
 from .progress import Progress
 from .sampling_params import SamplingParams
@@ -194,10 +194,8 @@ class LLM:
         self, prompt: list[int], params: SamplingParams, recorder: Recorder | None = None
     ) -> Iterator[TokenOutput]:
         with self._progress.prefill(self.geometry.layers) as on_prefill:
-            engine = Engine(
-                self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers), recorder=recorder
-            )
-            self._last = request = engine.add(prompt, params)
+            engine = Engine(self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers))
+            self._last = request = engine.add(prompt, params, recorder)
             try:
                 while not engine.idle:
                     yield from engine.step()
@@ -278,11 +276,21 @@ class LLM:
         given = zip(requests, encoded, texts, strict=True)
         return [request_output(request, ids, text) for request, ids, text in given]
 
-    def make_engine(self, on_failure: Callable[[Request, Exception], None] | None = None) -> Engine:
+    def make_engine(
+        self,
+        on_failure: Callable[[Request, Exception], None] | None = None,
+        on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
+    ) -> Engine:
         """An engine over this runtime, for front ends that add requests and take steps themselves. `on_failure` hears
-        of requests that cannot go on; without it a step raises."""
+        of requests that cannot go on; without it a step raises. `on_prefill` hears of every layer of a prefill."""
         self._check_open()
-        return Engine(self._runner, max_batch=self.config.max_batch, swap=self._swap, on_failure=on_failure)
+        return Engine(
+            self._runner,
+            max_batch=self.config.max_batch,
+            on_prefill=on_prefill,
+            swap=self._swap,
+            on_failure=on_failure,
+        )
 
     def score(
         self,
@@ -337,7 +345,7 @@ class LLM:
         Raises InputError, ConfigError (a policy that cannot be restored, eviction, a wrong option), StoreError.
         """
         with self._runner.pool.lock:
-            known = self._store(store, options, fields)
+            known = self.session_store(store, options, **fields)
             try:
                 session = known.open(name)
             except OffloadError:
@@ -364,9 +372,11 @@ class LLM:
         evicted. Options and errors as `session`."""
         with self._runner.pool.lock:
             most = whole_or_none("max_batch", max_batch, 1) or self.config.max_batch
-            return TurnQueue(self._store(store, options, fields), most)
+            return TurnQueue(self.session_store(store, options, **fields), most)
 
-    def _store(self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any]) -> SessionStore:
+    def session_store(self, store: str | Path, options: StoreOptions | None = None, **fields: Any) -> SessionStore:
+        """What the sessions of one folder have in common, for front ends: it closes with the last that holds it.
+        Options and errors as `session`."""
         self._check_open()
         folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a completion ended: by a stop string, a stop token or the end of the text; by `max_tokens`; or by its caller."""
@@ -68,10 +72,45 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened to one prompt, as `time.time()` says; None: they have not. `time_in_queue` is in seconds."""
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    last_token_time: float | None
+    finished_time: float | None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """From arrival to the beginning of the prefill."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """What the runtime does for the first completion of a prompt, while it does it.
+
+    layers_prefilled: of the model's `layers`, those that the prompt has gone through.
+    attended_by_step: `[steps][layers]`, share of the visible rows that each decode step attended to.
+    link_bytes: rows that crossed to the device so far.
+    selected: int64 `[prompt tokens]`, how often a layer and KV head of a decode step has selected each token, besides
+        the resident ones (the first tokens and the newest), which are always attended to.
+    """
+
+    layers_prefilled: int
+    layers: int
+    attended_by_step: list[list[float]]
+    link_bytes: int
+    selected: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What became of one prompt: its `outputs`, as many as `n` says. `prompt` is its text, None where token ids were
     given; `num_cached_tokens` of its tokens had been computed before; `prompt_logprobs`, where they are asked for, has
-    None for the first of them and a mapping for each other one. `finished` once every completion has ended."""
+    None for the first of them and a mapping for each other one. `finished` once every completion has ended. `trace`,
+    where it was asked for (`AsyncLLM.generate`)."""
 
     request_id: str
     prompt: str | None
@@ -80,6 +119,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    metrics: RequestMetrics | None = None
+    trace: RequestTrace | None = None
 
     def __repr__(self) -> str:
         prompt = "" if self.prompt is None else f"{_short(self.prompt)}, "

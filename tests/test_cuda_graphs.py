@@ -122,12 +122,13 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
         def capture(self, body: Any) -> Any:
             raise AssertionError("captured")
 
-    def decode(runner: Runner, steps: int, share: bool = False, **settings: Any) -> None:
+    def decode(runner: Runner, steps: int, share: bool = False, recorder: Any = None) -> None:
         first = begun(runner, 70)
+        first.trace.recorder = recorder
         batch = [first, runner.fork(first, 110)] if share else [first]
         runner.steps = GraphSteps(runner.strategies, Never)  # type: ignore[arg-type]
         for _ in range(steps):
-            runner.decode(batch, **settings)
+            runner.decode(batch)
 
     class Deaf:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:

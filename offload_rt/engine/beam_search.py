@@ -23,6 +23,7 @@ from .constraints import constraints
 from .request import Request, SampledRequest
 from .runner import Runner
 from .sampler import Sampler
+from .times import Times
 
 _NEVER = -1.0e9
 """Score of what does not exist, as transformers has it: the order of ties depends on it."""
@@ -122,6 +123,7 @@ class BeamSearchRequest:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
+        self.times = Times()
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)

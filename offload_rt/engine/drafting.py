@@ -20,7 +20,6 @@ import torch
 
 from ..config import DraftOptions
 from ..errors import InputError, PoolFullError
-from ..forward.batch import Recorder
 from ..forward.sequence import Sequence
 from .draft_source import Acceptance, Costs, Lookup
 from .request import Request
@@ -60,8 +59,8 @@ class Drafting:
     """Rounds of drafts and verification for the requests of one engine. Between rounds a sequence holds verified tokens
     and the newest one, as it does between the steps of any other engine."""
 
-    def __init__(self, runner: Runner, options: DraftOptions, recorder: Recorder | None = None) -> None:
-        self._runner, self._options, self._recorder = runner, options, recorder
+    def __init__(self, runner: Runner, options: DraftOptions) -> None:
+        self._runner, self._options = runner, options
         # Drafts stay in the window, where nothing selects them: no copy of one is left anywhere when it is taken back.
         self._most = options.tokens if options.method == "lookup" else min(options.tokens, runner.policy.recent)
         self._costs = Costs()
@@ -144,7 +143,7 @@ class Drafting:
     def _decode_steps(self, drafts: Seq[Draft]) -> None:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
         while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
-            logits = self._runner.decode([draft.sequence for draft in going], self._recorder)
+            logits = self._runner.decode([draft.sequence for draft in going])
             for draft, row in zip(going, logits, strict=True):
                 sequence = draft.sequence
                 sequence.trace.draft_steps += 1

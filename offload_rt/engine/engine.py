@@ -11,7 +11,7 @@ import torch
 
 from ..core import Prompt
 from ..errors import PoolFullError
-from ..forward.batch import Recorder
+from ..forward.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
 from .beam_search import BeamSearchRequest
@@ -26,9 +26,8 @@ from .swap import Swap
 class Engine:
     """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
     layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
-    `on_prefill(request, layers done)` is called after each; `recorder` is told what the decode steps select; `swap`
-    may keep what is preempted; `on_failure` is called for a request that cannot go on, where `step` raises its error
-    without one."""
+    `on_prefill(request, layers done)` is called after each; `swap` may keep what is preempted; `on_failure` is called
+    for a request that cannot go on, where `step` raises its error without one."""
 
     def __init__(
         self,
@@ -36,26 +35,32 @@ class Engine:
         *,
         max_batch: int,
         on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
-        recorder: Recorder | None = None,
         swap: Swap | None = None,
         on_failure: Callable[[Request, Exception], None] | None = None,
     ) -> None:
         self.runner = runner
-        self._recorder = recorder
         exact = runner.config.exact
-        self._drafting = None if exact is None else Drafting(runner, exact, recorder)
+        self._drafting = None if exact is None else Drafting(runner, exact)
         self.scheduler = Scheduler(runner, max_batch, swap)
         self._on_prefill, self._on_failure = on_prefill, on_failure
         self._ids = itertools.count()
 
-    def add(self, token_ids: Seq[int], params: SamplingParams) -> Request:
-        """Queues a prompt of at least one token, and returns the request that answers it. Raises InputError where the
-        model has not what `params` name."""
+    def next_id(self) -> int:
+        """A number for a request that somebody else makes."""
+        return next(self._ids)
+
+    def add(self, token_ids: Seq[int], params: SamplingParams, recorder: Recorder | None = None) -> Request:
+        """Queues a prompt of at least one token, and returns the request that answers it. `recorder` is told what the
+        decode steps of its first completion select; nothing of a beam search. Raises InputError where the model has not
+        what `params` name."""
         model = self.runner.model
         check_answerable(params, model)
-        prompt = Prompt(next(self._ids), tuple(token_ids))
-        kind = BeamSearchRequest if params.num_beams > 1 else SampledRequest
-        request: Request = kind(prompt, params, model.tokenizer, model.eos_token_ids)
+        prompt = Prompt(self.next_id(), tuple(token_ids))
+        request: Request
+        if params.num_beams > 1:
+            request = BeamSearchRequest(prompt, params, model.tokenizer, model.eos_token_ids)
+        else:
+            request = SampledRequest(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
         self.submit(request)
         return request
 
@@ -100,7 +105,7 @@ class Engine:
         if self._drafting is not None:
             return [event for draft in self._drafting.round(running) for event in self._accept_draft(draft)]
         widths = [len(request.sequences) for request in running]
-        logits = self.runner.decode([s for request in running for s in request.sequences], self._recorder)
+        logits = self.runner.decode([s for request in running for s in request.sequences])
         pairs = zip(running, logits.split(widths), strict=True)
         return [event for request, rows in pairs for event in self._accept(request, rows)]
 
@@ -141,12 +146,15 @@ class Engine:
         except Exception as error:  # of a processor that a caller brought, or where nothing may be chosen
             self.scheduler.fail(request, error)
             return []
+        if events:
+            request.times.token()
         if request.finish_reason is not None:
             self._retire(request)
         return events
 
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
+        request.times.ended()
         request.finish(self.runner, "abort")
 
     def check_integrity(self) -> None:

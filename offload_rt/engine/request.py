@@ -10,13 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from ..core import Prompt
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
-from ..forward.trace import Trace
+from ..forward.trace import Recorder, Trace
 from ..outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
 from .detokenizer import TextStream
 from .logprobs import PromptLogprobs, logprobs_of
 from .runner import Runner
 from .sampler import Sampler
+from .times import Times
 
 
 class StartAgainError(Exception):
@@ -34,6 +35,7 @@ class Request(Protocol):
     """Of its prompt, those whose rows were there when it started first."""
     prompt_logprobs: list[Logprobs | None] | None
     """Of its prompt's tokens, where they were asked for."""
+    times: Times
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -112,14 +114,16 @@ class Request(Protocol):
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
     """What has become of a request so far: of the prompt's token ids, which are not copied (outputs of every step share
     them), and its text, if it was one; `name` in place of its number."""
+    finished = all(sample.finish_reason is not None for sample in request.samples)
     return RequestOutput(
         request_id=str(request.prompt.id) if name is None else name,
         prompt=text,
         prompt_token_ids=ids,
         prompt_logprobs=request.prompt_logprobs,
         outputs=request.completions(),
-        finished=all(sample.finish_reason is not None for sample in request.samples),
+        finished=finished,
         num_cached_tokens=request.cached_tokens,
+        metrics=request.times.metrics(finished=finished),
     )
 
 
@@ -134,6 +138,7 @@ class SampledRequest:
         tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: frozenset[int],
         sample: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         self.prompt, self.params, self.sample = prompt, params, sample
         self.sequence: Sequence | None = None
@@ -144,10 +149,14 @@ class SampledRequest:
         self.new_tokens: list[int] = []
         self.logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self.text = ""
+        self.times = Times()
         others = range(1, params.n if sample == 0 else 0)
         self._others = [SampledRequest(prompt, params, tokenizer, eos_token_ids, i) for i in others]
+        for other in self._others:
+            other.times = self.times
         self._pending = list(self._others)
         self._trace: Trace | None = None
+        self._recorder = recorder
         self._final: Stats | None = None
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
@@ -208,6 +217,7 @@ class SampledRequest:
     def _count_on(self, sequence: Sequence) -> None:
         """Goes on with the counts of before, where there are any."""
         if self._trace is None:
+            sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
             return
         self._trace.reused_tokens += sequence.trace.reused_tokens

@@ -14,7 +14,7 @@ import torch
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
 from ..errors import OffloadError, PoolFullError
-from ..forward.batch import DecodeBatch, Recorder
+from ..forward.batch import DecodeBatch
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
 from ..forward.prefill import Prefill
@@ -380,7 +380,7 @@ class Runner:
 
     @_on_own_device
     @torch.inference_mode()
-    def decode(self, batch: Seq[Sequence], recorder: Recorder | None = None) -> torch.Tensor:
+    def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
         began, crossed = time.perf_counter(), self.weights_crossed
         rebalance(batch, self.pool, self.link.storage, self.policy)
@@ -390,7 +390,7 @@ class Runner:
             sequence.interrupted = True
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
-        decoding = DecodeBatch(ordered, self.adapter, self.policy, self.link, sharing, recorder)
+        decoding = DecodeBatch(ordered, self.adapter, self.policy, self.link, sharing)
         logits = sharing.restore(self.steps.run(decoding))
         for sequence in batch:
             sequence.position += 1

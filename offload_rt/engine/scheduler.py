@@ -65,6 +65,7 @@ class Scheduler:
             self.fail(request, error)
             return
         self.waiting.popleft()
+        request.times.scheduled()
         self._discard_swapped(request)
         if swapped_in:
             self.restored += 1

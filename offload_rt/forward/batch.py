@@ -16,18 +16,8 @@ from .sequence import Sequence
 from .shared_prefix import Sharing
 
 
-class Recorder(Protocol):
-    """Is told what sequences attend to. The decode loop calls a recorder where there is one."""
-
-    def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """The token at `position`, in a layer that selects, attends to those at positions `tokens` `[Hkv, n]` besides
-        the resident ones; layers come in rising order."""
-        ...
-
-
 class DecodeBatch:
-    """The sequences of one decode step, in the order of their `sharing`, with everything that computes them. A
-    `recorder` is told what each layer selects."""
+    """The sequences of one decode step, in the order of their `sharing`, with everything that computes them."""
 
     def __init__(
         self,
@@ -36,11 +26,9 @@ class DecodeBatch:
         policy: Policy,
         link: Link,
         sharing: Sharing,
-        recorder: Recorder | None = None,
     ) -> None:
         self.sequences, self.adapter, self.policy, self.link = sequences, adapter, policy, link
-        self.sharing, self.recorder = sharing, recorder
-        self.geometry = adapter.geometry
+        self.sharing, self.geometry = sharing, adapter.geometry
         self._visible: dict[int | None, list[Visible]] = {}
 
     @property

@@ -160,11 +160,12 @@ class BatchedStrategy:
         for b, (sequence, visible, count) in enumerate(each):
             use = LinkUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
             sequence.trace.enter_selection(layer, visible, count, use)
-            if sequence.slots.listens or batch.recorder is not None:
+            recorder = sequence.trace.recorder
+            if sequence.slots.listens or recorder is not None:
                 slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
                 sequence.slots.selected(layer, slots)
-                if batch.recorder is not None:
-                    batch.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
+                if recorder is not None:
+                    recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
 
 
 @dataclass(frozen=True)

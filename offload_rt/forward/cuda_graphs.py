@@ -133,8 +133,9 @@ class GraphSteps:
 def _capturable(batch: DecodeBatch) -> bool:
     """Whether nobody looks into the step, moves rows in it or shares them, and the host need not know which experts
     run."""
-    alone = not (batch.sharing.overlapping or batch.geometry.experts) and batch.recorder is None
-    return alone and not any(s.slots.listens or s.trace.measures_missed_next for s in batch.sequences)
+    alone = not (batch.sharing.overlapping or batch.geometry.experts)
+    watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
+    return alone and not watched
 
 
 def steps_for(config: EngineConfig, device: torch.device, strategies: StrategyCache, *, streams: bool) -> Steps:

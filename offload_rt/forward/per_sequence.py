@@ -92,7 +92,7 @@ class PerSequenceStrategy:
         """Returns what the sequence selects with q `[H, d]`. How many tokens these are is asked of the device only for
         those who have to know."""
         selection = sequence.state.select(layer, q, visible)
-        if sequence.slots.listens or self._batch.recorder is not None:
+        if sequence.slots.listens or sequence.trace.recorder is not None:
             selection = selection.known()
         if sequence.slots.listens:
             sequence.slots.selected(layer, selection.tokens)
@@ -125,8 +125,8 @@ class PerSequenceFetch:
         if extra is not None:
             parts = parts + self._fetch_repair(sequence, fetch.visible, extra)
             selection = Selection(torch.cat((selection.tokens, extra.tokens), dim=1))
-        if batch.recorder is not None:
-            batch.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
+        if (recorder := sequence.trace.recorder) is not None:
+            recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
         out, lse = attend(q, parts, scale, softcap)
         if batch.policy.wants_weights:
             tokens = attended_tokens(fetch.visible, selection.tokens)

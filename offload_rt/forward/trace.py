@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -12,6 +13,15 @@ from ..transfer.link import Ticket
 
 MOST_PENDING = 4096
 """Counts left on the device before they are read: a wait in more than a hundred steps of a large model."""
+
+
+class Recorder(Protocol):
+    """Is told what one sequence attends to. The decode loop calls a trace's recorder where there is one."""
+
+    def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
+        """The token at `position`, in a layer that selects, attends to those at positions `tokens` `[Hkv, n]` besides
+        the resident ones; layers come in rising order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Trace:
         that the working set had, the sum over steps of their share of the context, and rows that were looked for; None
         where nothing could be saved.
     pending: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
+    recorder: is told what every decode step selects.
     """
 
     layers: int
@@ -72,6 +83,7 @@ class Trace:
     drafted: int = 0
     accepted: int = 0
     draft_steps: int = 0
+    recorder: Recorder | None = None
 
     @property
     def decoded_tokens(self) -> int:

@@ -13,7 +13,7 @@ from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
 from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
-from ..forward.trace import Trace
+from ..forward.trace import Recorder, Trace
 from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedChunkError
@@ -39,13 +39,20 @@ class Turn(SampledRequest):
     """
 
     def __init__(
-        self, kv: SessionKV, host: HostTier, number: int, text: str, tokens: TurnTokens, params: SamplingParams
+        self,
+        kv: SessionKV,
+        host: HostTier,
+        number: int,
+        text: str,
+        tokens: TurnTokens,
+        params: SamplingParams,
+        recorder: Recorder | None = None,
     ) -> None:
         """number: of the request; text: what was said, for people; tokens: what it does to the session's."""
         model = kv.runner.model
         self._before, self._tokens = list(kv.history.tokens), tokens
         prompt = Prompt(number, (*self._kept, *tokens.added))
-        super().__init__(prompt, params, model.tokenizer, model.eos_token_ids)
+        super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
         self.kv, self._host = kv, host
         self._text = text
         self._computed = kv.history.computed
