@@ -50,9 +50,9 @@ class AsyncLLM:
         store_options: StoreOptions | None = None,
     ) -> None:
         self._llm, self._max_waiting = llm, whole_or_none("max_waiting", max_waiting, 1)
-        self._engine = llm.make_engine(on_failure=self._fail, on_prefill=self._prefilled)
-        self._sessions = None if store is None else WholePrompts(llm.session_store(store, store_options))
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._engine = llm.make_engine(self._fail, self._prefilled, waited_for=lambda: not self._calls.empty())
+        self._sessions = None if store is None else WholePrompts(llm.session_store(store, store_options))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._arriving = 0
@@ -240,9 +240,7 @@ class AsyncLLM:
                 self._sessions.look_ahead()
         try:
             numbers = {event.request_id for event in self._engine.step()}
-        except (
-            StoreError
-        ) as error:  # the answer is whole; what others gained comes with their next token
+        except StoreError as error:  # the answer is whole; what others gained comes with their next token
             logger.warning("a session could not be saved: %s", error)
             numbers = {number for number, each in self._by_number.items() if each.has_ended}
         for number in sorted(numbers & self._by_number.keys()):

@@ -280,9 +280,10 @@ class LLM:
         self,
         on_failure: Callable[[Request, Exception], None] | None = None,
         on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
+        waited_for: Callable[[], bool] = lambda: False,
     ) -> Engine:
-        """An engine over this runtime, for front ends that add requests and take steps themselves. `on_failure` hears
-        of requests that cannot go on; without it a step raises. `on_prefill` hears of every layer of a prefill."""
+        """An engine over this runtime, for front ends that add requests and take steps themselves. The functions are as
+        `Engine` says."""
         self._check_open()
         return Engine(
             self._runner,
@@ -290,6 +291,7 @@ class LLM:
             on_prefill=on_prefill,
             swap=self._swap,
             on_failure=on_failure,
+            waited_for=waited_for,
         )
 
     def score(

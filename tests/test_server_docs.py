@@ -91,9 +91,12 @@ def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
         if file.startswith(("data:", "#")):
             continue
         assert httpx2.get(f"{url}/{file}").status_code == 200, file
-    script = (STATIC / "page.js").read_text(encoding="utf-8")
-    assert set(re.findall(r'\$\("([a-z-]+)"\)', script)) <= links.ids
-    assert "innerHTML" not in script and "eval(" not in script
-    for name in ("page.js", "page.css", "page.html"):
-        text = (STATIC / name).read_text(encoding="utf-8")
+    files = {path.name: path.read_text(encoding="utf-8") for path in STATIC.iterdir()}
+    for name, text in files.items():
+        path = "" if name == "page.html" else name
+        assert httpx2.get(f"{url}/{path}").text == text, "it is not served"
         assert not re.findall(r"https?://[a-z]", text), "it would ask another server"
+        if name.endswith(".js"):
+            assert set(re.findall(r'\$\("([a-z-]+)"\)', text)) <= links.ids
+            assert {f"{module}.js" for module in re.findall(r'from "\./(\w+)\.js"', text)} <= files.keys()
+            assert "innerHTML" not in text and "eval(" not in text

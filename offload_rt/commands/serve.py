@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from ..config_fields import option_of
@@ -14,6 +15,10 @@ from ..server.options import ServerOptions
 from .common import add_command
 from .engine_flags import add_engine_flags, engine_config
 from .option_flags import add_option, given_options
+from .store_flags import add_store_flags, store_options
+
+DOCUMENTS = "server"
+"""Folder within the store for what the server remembers of conversations."""
 
 KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
 """Where a key may stand that shall not be seen in a list of processes."""
@@ -22,7 +27,7 @@ KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
 def run(args: argparse.Namespace) -> int:
     """Answers OpenAI's and Anthropic's clients over HTTP, and shows a page to talk with the model; on this machine
     alone unless --host says otherwise."""
-    options, config = _options(args), engine_config(args, progress=True)
+    options, config, store = _options(args), engine_config(args, progress=True), store_options(args)
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
     from ..async_llm import AsyncLLM
@@ -30,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from ..server.run import bound, serve
 
     listener = bound(options)
-    serve(AsyncLLM(LLM(args.model, config), max_waiting=options.max_waiting), options, listener)
+    llm = LLM(args.model, config)
+    serve(AsyncLLM(llm, max_waiting=options.max_waiting, store=args.store, store_options=store), options, listener)
     return 0
 
 
@@ -40,7 +46,8 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     if from_environment := os.environ.get(KEY_VARIABLE):
         keys = (*keys, from_environment)
     given |= {name: tuple(given[name]) for name in ("cors_origins", "allowed_hosts") if name in given}
-    return ServerOptions(api_keys=tuple(keys), **given)
+    documents = Path(args.store).expanduser() / DOCUMENTS if args.store else None
+    return ServerOptions(api_keys=tuple(keys), documents=documents, **given)
 
 
 def add(commands: Any) -> None:
@@ -60,4 +67,5 @@ def add(commands: Any) -> None:
     )
     for flag, name, metavar, help in several:
         groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)
+    add_store_flags(parser, required=False)
     add_engine_flags(parser)

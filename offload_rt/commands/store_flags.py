@@ -12,10 +12,11 @@ from .option_flags import add_option, given_options
 PREFIX = "store_option_"
 
 
-def add_store_flags(parser: argparse.ArgumentParser) -> None:
+def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Where sessions are stored, and the fields of `StoreOptions` that are flags."""
     group = parser.add_argument_group("store")
-    group.add_argument("--store", required=True, metavar="DIR", help="folder of stored sessions")
+    without = "" if required else " (default: none are kept)"
+    group.add_argument("--store", required=required, metavar="DIR", help=f"folder of stored sessions{without}")
     for field in fields(StoreOptions):
         if option_of(field).group:
             add_option(group, StoreOptions, field, prefix=PREFIX)

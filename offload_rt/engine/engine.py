@@ -27,7 +27,8 @@ class Engine:
     """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
     layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
     `on_prefill(request, layers done)` is called after each; `swap` may keep what is preempted; `on_failure` is called
-    for a request that cannot go on, where `step` raises its error without one."""
+    for a request that cannot go on, where `step` raises its error without one; `waited_for()` says after a layer of a
+    prefill whether somebody waits for the step to end, which it then does."""
 
     def __init__(
         self,
@@ -37,12 +38,13 @@ class Engine:
         on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
         swap: Swap | None = None,
         on_failure: Callable[[Request, Exception], None] | None = None,
+        waited_for: Callable[[], bool] = lambda: False,
     ) -> None:
         self.runner = runner
         exact = runner.config.exact
         self._drafting = None if exact is None else Drafting(runner, exact)
         self.scheduler = Scheduler(runner, max_batch, swap)
-        self._on_prefill, self._on_failure = on_prefill, on_failure
+        self._on_prefill, self._on_failure, self._waited_for = on_prefill, on_failure, waited_for
         self._ids = itertools.count()
 
     def next_id(self) -> int:
@@ -130,7 +132,7 @@ class Engine:
                 logits = prefill.logits
                 return [event for one in scheduler.prefilled() for event in self._accept(one, logits)]
             spent += prefill.tokens / self.runner.adapter.geometry.layers
-            if scheduler.running and spent >= self.runner.config.prefill_tokens:
+            if self._waited_for() or (scheduler.running and spent >= self.runner.config.prefill_tokens):
                 break
         return []
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..outputs import Logprobs, StopReason
+from ..outputs import Logprobs, RequestOutput, StopReason
 from ..sampling_params import SamplingParams
 from .conversation import Conversation
 from .deltas import Deltas, Usage, usage_of
 from .parsers.choose import answer_parser, ends_within_thinking
 from .parsers.pieces import Parser, Piece, ToolCall
-from .service import Service
+from .service import Service, Where
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Step:
     finish_reason: str | None
     stop_reason: StopReason
     usage: Usage
+    watched: RequestOutput | None = None
+    """Of a request that is watched, now and then, in a step of its own: the whole state."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,26 @@ class Asked:
     thinking: bool
     offered: list[str] | None
     forced: bool
+    where: Where
 
 
-def asked(text: str, ids: list[int], conversation: Conversation, params: SamplingParams, *, forced: bool) -> Asked:
+def asked(
+    text: str,
+    ids: list[int],
+    conversation: Conversation,
+    params: SamplingParams,
+    *,
+    forced: bool,
+    where: Where | None = None,
+) -> Asked:
     """Puts together what a conversation, rendered as `text`, asks for."""
-    return Asked(ids, params, ends_within_thinking(text), conversation.offered, forced)
+    return Asked(ids, params, ends_within_thinking(text), conversation.offered, forced, where or Where())
 
 
 async def answer(service: Service, request: Request, what: Asked) -> AsyncGenerator[Step, None]:
     """The answers of one conversation, `params.n` of them, step by step."""
     deltas, parsers, called = Deltas(), dict[int, Parser](), set[int]()
-    async with aclosing(service.outputs(request, what.ids, what.params)) as outputs:
+    async with aclosing(service.outputs(request, what.ids, what.params, what.where)) as outputs:
         async for output in outputs:
             for delta in deltas.of(output):
                 parser = parsers.setdefault(delta.index, _parser(service, what))
@@ -67,6 +78,8 @@ async def answer(service: Service, request: Request, what: Asked) -> AsyncGenera
                 yield Step(
                     delta.index, pieces, delta.token_ids, delta.logprobs, reason, delta.stop_reason, usage_of(output)
                 )
+            if output.trace is not None:
+                yield Step(0, [], [], None, None, None, usage_of(output), output)
 
 
 def _parser(service: Service, what: Asked) -> Parser:

@@ -27,7 +27,6 @@ from .messages import count_tokens, messages
 from .openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .options import ServerOptions
 from .page import add_page
-from .response_store import ResponseStore
 from .responses import respond
 from .responses_requests import ResponsesRequest
 from .service import Service
@@ -48,6 +47,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_errors(app)
     _add_openai(app, service)
     _add_responses(app, service)
+    _add_sessions(app, service)
     _add_anthropic(app, service)
     _add_tools(app, service)
     _add_state(app, service)
@@ -112,20 +112,37 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 
 def _add_responses(app: FastAPI, service: Service) -> None:
-    store = ResponseStore()
-
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await respond(service, store, body, request)
+        return await respond(service, body, request)
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
-        return json_answer(store.get(name, request.scope["state"]["owner"]).response)
+        return json_answer(service.responses.get(name, request.scope["state"]["owner"]).response)
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        store.delete(name, request.scope["state"]["owner"])
+        service.forget([service.responses.delete(name, request.scope["state"]["owner"])])
         return {"id": name, "object": "response", "deleted": True}
+
+
+def _add_sessions(app: FastAPI, service: Service) -> None:
+    """`store`: whether the server keeps sessions; without, `session` is refused in requests and the list is empty."""
+
+    @app.get("/v1/sessions")
+    async def sessions(request: Request) -> Response:
+        found = service.conversations.of(request.scope["state"]["owner"])
+        return json_answer({"object": "list", "store": service.remembers, "data": found})
+
+    @app.get("/v1/sessions/{name}")
+    async def session(name: str, request: Request) -> Response:
+        messages = service.conversations.messages(request.scope["state"]["owner"], name)
+        return json_answer({"id": name, "object": "session", "messages": messages})
+
+    @app.delete("/v1/sessions/{name}")
+    async def delete(name: str, request: Request) -> dict[str, Any]:
+        service.forget([service.conversations.delete(request.scope["state"]["owner"], name)])
+        return {"id": name, "object": "session", "deleted": True}
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -23,12 +23,15 @@ from .parsers.pieces import Content, Piece, Reasoning, ToolCall
 from .sampling import sampling_fields
 from .service import Service
 from .structured import forced_call, structured_outputs
+from .trace_events import TraceEvents
 
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answers a request, whole or as events."""
     service.check_model(body.model)
-    what = await _asked(service, body)
+    if body.trace and not body.stream:
+        raise refused("trace is for stream: true", "trace")
+    text, what = await _asked(service, body, request)
     top = (body.top_logprobs or 0) if body.logprobs else None
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {
@@ -37,14 +40,40 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
         "created": int(time.time()),
         "model": service.name,
     }
+    keep = _keeper(service, body, request)
     steps = answer(service, request, what)
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return await streamed(request.receive, _events(steps, head, top, usage))
-    return json_answer(await until_gone(request.receive, _whole(steps, head, top, what.params.n)))
+        traced = await _traced(service, text, what) if body.trace else None
+        return await streamed(request.receive, _events(steps, head, top, usage, keep, traced))
+    return json_answer(await until_gone(request.receive, _whole(steps, head, top, what.params.n, keep)))
 
 
-async def _asked(service: Service, body: ChatRequest) -> Asked:
+Keep = Callable[[Sequence[Piece]], None]
+"""Is told what was answered, as far as it came."""
+
+
+def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
+    """What keeps the conversation where it has a session."""
+    owner, name = request.scope["state"]["owner"], body.session
+
+    def keep(pieces: Sequence[Piece]) -> None:
+        if name is None:
+            return
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        if pieces:
+            messages.append({key: value for key, value in _message(list(pieces)).items() if value is not None})
+        service.forget(service.conversations.keep(owner, name, messages))
+
+    return keep
+
+
+async def _traced(service: Service, text: str, what: Asked) -> TraceEvents:
+    return TraceEvents(service, text, await service.prompts.spans_of(text, len(what.ids)), len(what.ids))
+
+
+async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, Asked]:
+    """The prompt's text, and what is asked."""
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs is for logprobs: true", "top_logprobs")
     conversation = from_chat(body)
@@ -54,36 +83,60 @@ async def _asked(service: Service, body: ChatRequest) -> Asked:
     forced = {} if structured else forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
     params = service.params(max_tokens=tokens, **sampling_fields(body), **more, **structured, **forced)
-    return asked(text, ids, conversation, params, forced=bool(forced))
+    where = service.where(body, request, trace=bool(body.trace))
+    return text, asked(text, ids, conversation, params, forced=bool(forced), where=where)
 
 
 async def _events(
-    steps: AsyncGenerator[Step, None], head: dict[str, Any], top: int | None, with_usage: bool
+    steps: AsyncGenerator[Step, None],
+    head: dict[str, Any],
+    top: int | None,
+    with_usage: bool,
+    keep: Keep,
+    traced: TraceEvents | None,
 ) -> AsyncGenerator[bytes, None]:
-    usage, calls = Usage(), dict[int, int]()
+    usage, calls, said = Usage(), dict[int, int](), list[Piece]()
     null = {"usage": None} if with_usage else {}
+    begun = False
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
         return event(head | {"choices": [choice]} | null)
 
-    async with aclosing(steps):
-        async for step in steps:
-            usage = step.usage
-            if step.index not in calls:
-                calls[step.index] = 0
-                yield chunk(step.index, {"role": "assistant", "content": ""})
-            logprobs = _logprobs(step, top)
-            for piece in step.pieces:
-                delta = _delta(piece, calls[step.index])
-                calls[step.index] += isinstance(piece, ToolCall)
-                yield chunk(step.index, delta, logprobs=logprobs)
-                logprobs = None
-            if step.finish_reason is not None:
-                ends = {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
-                yield chunk(step.index, {}, logprobs=logprobs, **ends)
-            elif logprobs is not None:
-                yield chunk(step.index, {"content": ""}, logprobs=logprobs)
+    def gained(step: Step) -> Iterator[bytes]:
+        if step.index not in calls:
+            calls[step.index] = 0
+            yield chunk(step.index, {"role": "assistant", "content": ""})
+        logprobs = _logprobs(step, top)
+        for piece in step.pieces:
+            delta = _delta(piece, calls[step.index])
+            calls[step.index] += isinstance(piece, ToolCall)
+            yield chunk(step.index, delta, logprobs=logprobs)
+            logprobs = None
+        if step.finish_reason is not None:
+            ends = {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
+            yield chunk(step.index, {}, logprobs=logprobs, **ends)
+        elif logprobs is not None:
+            yield chunk(step.index, {"content": ""}, logprobs=logprobs)
+
+    try:
+        async with aclosing(steps):
+            async for step in steps:
+                if not begun:
+                    begun = True
+                    keep(said)
+                    if traced is not None:
+                        yield event(head | {"choices": [], "trace": traced.head})
+                usage = step.usage
+                said += step.pieces if step.index == 0 else ()
+                if step.watched is None:
+                    for one in gained(step):
+                        yield one
+                elif traced is not None and (new := traced.of(step.watched)) is not None:
+                    yield event(head | {"choices": [], "trace": new})
+    finally:
+        if begun:  # also of an answer that the client stopped
+            keep(said)
     if with_usage:
         yield event(head | {"choices": [], "usage": usage_json(usage)})
     yield event("[DONE]")
@@ -109,7 +162,7 @@ def _logprobs(step: Step, top: int | None) -> dict[str, Any] | None:
 
 
 async def _whole(
-    steps: AsyncGenerator[Step, None], head: dict[str, Any], top: int | None, count: int
+    steps: AsyncGenerator[Step, None], head: dict[str, Any], top: int | None, count: int, keep: Keep
 ) -> dict[str, Any]:
     usage, pieces = Usage(), [list[Piece]() for _ in range(count)]
     choices: list[dict[str, Any]] = [{"index": i, "logprobs": None} for i in range(count)]
@@ -122,6 +175,7 @@ async def _whole(
                 before = choice["logprobs"] or {"content": []}
                 choice["logprobs"] = found | {"content": before["content"] + found["content"]}
             choice |= {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
+    keep(pieces[0])
     for choice, own in zip(choices, pieces, strict=True):
         choice["message"] = _message(own)
     return head | {"choices": choices, "usage": usage_json(usage)}

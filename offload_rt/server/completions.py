@@ -19,7 +19,7 @@ from .errors import refused
 from .logprobs import completion_logprobs
 from .openai_requests import CompletionRequest
 from .sampling import sampling_fields
-from .service import Service
+from .service import Service, Where
 from .structured import structured_outputs
 
 DEFAULT_TOKENS = 16
@@ -55,6 +55,9 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         service.params(max_tokens=service.room.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **fields)
         for one in prompts
     ]
+    where = service.where(body, request)
+    if where.session is not None and len(prompts) > 1:
+        raise refused("a session has one prompt at a time", "session")
     head = {
         "id": f"cmpl-{request.scope['state']['request_id']}",
         "object": "text_completion",
@@ -62,7 +65,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         "model": service.name,
     }
     steps = _merged(
-        [_one(service, request, one, each, body.logprobs) for one, each in zip(prompts, params, strict=True)]
+        [_one(service, request, one, each, body.logprobs, where) for one, each in zip(prompts, params, strict=True)]
     )
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -88,12 +91,12 @@ Step = tuple[list[dict[str, Any]], int, Usage]
 
 
 async def _one(
-    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None
+    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: Where
 ) -> AsyncGenerator[Step, None]:
     """What one prompt's completions gain, step by step."""
     deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))
     echoed: set[int] = set()
-    async with aclosing(service.outputs(request, prompt.ids, params)) as outputs:
+    async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:
         async for output in outputs:
             choices = []
             for delta in deltas.of(output):

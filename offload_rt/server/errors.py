@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import MemoryLimitError, OffloadError, QueueFullError
+from ..errors import MemoryLimitError, OffloadError, QueueFullError, SessionBusyError
 
 ANTHROPIC = "/v1/messages"
 """Paths that begin so speak Anthropic's protocol."""
@@ -69,6 +69,9 @@ def refusal(error: BaseException) -> RefusedError:
         return error
     if isinstance(error, QueueFullError):
         return RefusedError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER})
+    if isinstance(error, SessionBusyError):
+        message = "this session is answering: one answer at a time"
+        return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
         return refused(str(error), code="pool_full")
     if isinstance(error, OffloadError):

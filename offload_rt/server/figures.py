@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..async_llm import AsyncLLM
 from .deltas import Usage
+from .engines import Engines
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -23,6 +23,10 @@ _GAUGES = {
     "num_requests_running": ("requests that are computed", "running"),
     "kv_pool_used_bytes": ("KV in host memory", "pool_used_bytes"),
     "kv_pool_limit_bytes": ("most KV in host memory", "pool_limit_bytes"),
+    "kv_kept_bytes": ("KV in host memory that nobody uses now and what comes may find", "kept_bytes"),
+    "kv_device_bytes": ("KV on the device", "device_kv_bytes"),
+    "kv_store_bytes": ("files of the sessions' store", "store_bytes"),
+    "weight_bytes": ("weights of the model", "weight_bytes"),
 }
 _TOTALS = {
     "prompt_tokens": ("tokens of prompts", "prompt_tokens"),
@@ -30,7 +34,12 @@ _TOTALS = {
     "generation_tokens": ("new tokens", "generated_tokens"),
     "link_bytes": ("rows that crossed between host and device", "link_bytes"),
 }
-"""What the engine counts: name, help, field of `EngineLoad`."""
+_TIERS = {
+    "host": "session_host_tokens",
+    "disk": "session_disk_tokens",
+    "computed": "session_computed_tokens",
+}
+"""What the engine counts: name, help, field of `EngineLoad`; of the last, the tier."""
 
 PREFIX = "offload_rt_"
 
@@ -38,10 +47,10 @@ PREFIX = "offload_rt_"
 class Figures:
     """A registry of its own: two servers in one process do not count together."""
 
-    def __init__(self, engine: AsyncLLM, model: str) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines, model: str) -> None:
+        self._engines = engines
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine, model))
+        self._registry.register(_EngineCollector(engines, model))
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Any:
             made = Histogram(PREFIX + name, help, ["model_name"], registry=self._registry, buckets=buckets)
@@ -79,19 +88,20 @@ class Figures:
 
     def load(self) -> dict[str, int]:
         """What the engine does now, and has done."""
-        load = self._engine.load()
-        return {field: int(getattr(load, field)) for _, field in (*_GAUGES.values(), *_TOTALS.values())}
+        load = self._engines.load()
+        counted = [field for _, field in (*_GAUGES.values(), *_TOTALS.values())]
+        return {field: int(getattr(load, field)) for field in (*counted, *_TIERS.values())}
 
 
 class _EngineCollector(Collector):
     """Asks the engine when it is asked."""
 
-    def __init__(self, engine: AsyncLLM, model: str) -> None:
-        self._engine, self._model = engine, model
+    def __init__(self, engines: Engines, model: str) -> None:
+        self._engines, self._model = engines, model
 
     def collect(self) -> Iterator[Metric]:
         """The engine's counts."""
-        load = self._engine.load()
+        load = self._engines.load()
         for name, (help, field) in _GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
             gauge.add_metric([self._model], getattr(load, field))
@@ -103,3 +113,8 @@ class _EngineCollector(Collector):
             total = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
             total.add_metric([self._model], getattr(load, field))
             yield total
+        help = "tokens of sessions before their turns, by where their KV was (computed: lost, and computed again)"
+        tiers = CounterMetricFamily(PREFIX + "session_tokens", help, labels=["model_name", "tier"])
+        for tier, field in _TIERS.items():
+            tiers.add_metric([self._model, tier], getattr(load, field))
+        yield tiers

@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import RefusedError, error_response, refusal
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
+from .page import FILES
 
-OPEN_PATHS = ("/health", "/", "/page.css", "/page.js", "/favicon.ico")
+OPEN_PATHS = ("/health", "/favicon.ico", *FILES)
 """What is answered without a key: that the server lives, and the page, which asks for one."""
 
 REQUEST_ID = "x-request-id"

@@ -38,7 +38,8 @@ class StructuredBody(Body):
 
 
 class SampledBody(Body):
-    """What chat and completions have in common: which model, and how tokens are chosen. The second half are vLLM's."""
+    """What chat and completions have in common: which model, and how tokens are chosen. The second part are vLLM's;
+    the last are this server's: under which policy, and in which session."""
 
     model: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -64,6 +65,11 @@ class SampledBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredBody | None = None
+
+    policy: Annotated[str, Field(min_length=1)] | None = None
+    policy_options: dict[str, Any] | None = None
+    exact: bool | None = None
+    session: Annotated[str, Field(min_length=1, max_length=100)] | None = None
 
 
 class Message(Body):
@@ -130,6 +136,7 @@ class ChatRequest(SampledBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    trace: bool | None = None
 
 
 class CompletionRequest(SampledBody):

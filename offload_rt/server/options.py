@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from ..config import Duration, Size
@@ -25,8 +26,10 @@ class ServerOptions:
     max_waiting: requests beyond those that run; the next one is answered 429 with Retry-After.
     max_tokens_limit: new tokens of one answer at most; None: what the model's positions leave.
     max_body: bytes of a request; more is answered 413.
+    max_policies: policies, with their options, that requests may name at once, the server's own among them.
     timeout: seconds from a request's arrival to its last token; then it is aborted.
     grace: seconds that answers may still take when the server is asked to end.
+    documents: folder for what the server remembers of conversations; None: in memory.
     cors_origins: pages from elsewhere that may call from a browser; none: no page but the server's own.
     allowed_hosts: names by which a server that listens on this machine alone may be addressed, besides its own: what a
         foreign page makes of its own name (DNS rebinding) is refused.
@@ -41,6 +44,9 @@ class ServerOptions:
     served_model_name: str | None = option(None, help="what clients call the model", metavar="NAME", group="server")
     max_waiting: int = option(256, help="requests that wait at most, before 429", metavar="N", group="limits")
     max_tokens_limit: int | None = option(None, help="new tokens of one answer at most", metavar="N", group="limits")
+    max_policies: int = option(
+        1, help="policies that requests may name at once, the server's own among them", metavar="N", group="limits"
+    )
     max_body: Size = option(16 << 20, help="bytes of a request at most", group="limits")
     timeout: Duration = option(600.0, help="time that one request may take", group="limits")
     grace: Duration = option(30.0, help="time that answers may still take at the end", group="limits")
@@ -48,6 +54,7 @@ class ServerOptions:
     reasoning_parser: ReasoningParser = option(
         "auto", help="how thinking is marked (auto: by template)", group="server"
     )
+    documents: Path | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     log_prompts: bool = option(False, help="write prompts and answers to the log", group="server")
@@ -65,6 +72,7 @@ class ServerOptions:
             self.max_tokens_limit is None or self.max_tokens_limit >= 1,
             f"max_tokens_limit={self.max_tokens_limit} must be at least 1",
         )
+        check(self.max_policies >= 1, f"max_policies={self.max_policies} must be at least 1")
         check(self.max_body >= 1024, f"max_body={self.max_body} must be at least 1KiB")
         check(all(self.api_keys), "an API key must not be empty")
 

@@ -8,10 +8,11 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "static"
+SCRIPTS = ("page.js", "basics.js", "markdown.js", "sessions.js", "watch.js")
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
+    **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
 }
 
 HEADERS = {

@@ -53,6 +53,17 @@ class Prompts:
 
         return await self._in_thread(make)
 
+    async def spans_of(self, text: str, tokens: int) -> list[tuple[int, int]]:
+        """Where in a rendered text each of its `tokens` tokens stands; empty where the tokenizer does not say."""
+
+        def find() -> list[tuple[int, int]]:
+            if not self.tokenizer.is_fast:
+                return []
+            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            return [(int(a), int(b)) for a, b in found] if len(found) == tokens else []
+
+        return await self._in_thread(find)
+
     async def text_of(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         size = len(self.tokenizer)

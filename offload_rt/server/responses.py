@@ -16,16 +16,17 @@ from .answers import Step, answer, asked
 from .connection import event, json_answer, streamed, until_gone
 from .conversation import call_message
 from .deltas import Usage
+from .documents import digest
 from .errors import refused
 from .parsers.pieces import Content, Piece, ToolCall, joined
 from .response_items import Items
-from .response_store import Kept, ResponseStore
+from .response_store import Kept
 from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
-from .service import Service
+from .service import Service, Where
 from .structured import forced_call, structured_outputs
 
 
-async def respond(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
+async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
     """Answers a request, whole or as events, and keeps it unless it says otherwise."""
     service.check_model(body.model)
     if body.background:
@@ -36,8 +37,8 @@ async def respond(service: Service, store: ResponseStore, body: ResponsesRequest
     except (ValueError, RecursionError):
         raise refused("tools and metadata must be JSON, which has no NaN and no Infinity", "tools") from None
     owner = request.scope["state"]["owner"]
-    before = store.get(body.previous_response_id, owner).messages if body.previous_response_id else ()
-    messages = [*before, *new_messages(body)]
+    before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
+    messages = [*(before.messages if before else ()), *new_messages(body)]
     conversation = from_responses(body, messages)
     text, ids = await service.prompts.of_conversation(conversation)
     given: dict[str, Any] = {
@@ -46,15 +47,36 @@ async def respond(service: Service, store: ResponseStore, body: ResponsesRequest
     given |= (structured := structured_outputs(format_of(body)))
     given |= (forced := {} if structured else forced_call(conversation))
     params = service.params(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
-    steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced)))
+    # Two answers to one response at once: the second goes into a session of its own.
+    goes_on = before is not None and before.session not in service.answering
+    session = before.session if before and goes_on else digest("response", owner, head["id"])
+    where = Where(session=session if service.remembers and body.store is not False else None)
+    steps = _alone(
+        service,
+        session,
+        answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where)),
+    )
 
     def keep(response: dict[str, Any], pieces: Sequence[Piece]) -> None:
         if body.store is not False:
-            store.add(head["id"], Kept(owner, response, [*messages, _said(pieces)]))
+            service.forget(
+                service.responses.add(head["id"], Kept(owner, response, [*messages, _said(pieces)], session))
+            )
 
     if body.stream:
         return await streamed(request.receive, _events(steps, head, keep))
     return json_answer(await until_gone(request.receive, _whole(steps, head, keep)))
+
+
+async def _alone(service: Service, session: str, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Step, None]:
+    """The steps, while everybody knows that the session is answering."""
+    service.answering.add(session)
+    try:
+        async with aclosing(steps):
+            async for step in steps:
+                yield step
+    finally:
+        service.answering.discard(session)
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:

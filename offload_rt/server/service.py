@@ -5,24 +5,47 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
 from ..async_llm import AsyncLLM
-from ..errors import OffloadError
+from ..errors import ConfigError, OffloadError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
+from .conversations import Conversations, session_of
 from .deltas import Usage, usage_of
-from .errors import RefusedError
+from .documents import Documents
+from .engines import Engines
+from .errors import RefusedError, refused
 from .figures import Figures
+from .log import logger
+from .openai_requests import SampledBody
 from .options import ServerOptions
 from .parsers.choose import reasoning_parser, tool_parser
 from .prompts import Prompts
+from .response_store import ResponseStore
 from .sampling import Room
+
+
+@dataclass(frozen=True)
+class Where:
+    """How the engine takes a request: under which policy, in which session (its own name for it), and watched or
+    not."""
+
+    policy: str | None = None
+    policy_options: Mapping[str, Any] | None = None
+    session: str | None = None
+    trace: bool = False
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What of it `AsyncLLM.generate` is told."""
+        return ({"session": self.session} if self.session else {}) | ({"trace": True} if self.trace else {})
 
 
 class Service:
@@ -30,11 +53,17 @@ class Service:
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
+        self.engines = Engines(engine, options)
+        self.conversations = Conversations(self._documents("conversations"))
+        self.responses = ResponseStore(self._documents("responses"))
+        self.answering: set[str] = set()
+        """Sessions of responses that are being answered."""
+        self._forgetting: set[asyncio.Task[None]] = set()
         self.name = options.served_model_name or _called(engine.llm.name)
         self.created = int(time.time())
         self.prompts = Prompts(engine.llm.tokenizer)
         self.room = Room(engine.llm.geometry.max_positions, options)
-        self.figures = Figures(engine, self.name)
+        self.figures = Figures(self.engines, self.name)
         self.tools = tool_parser(options.tool_parser, self.prompts.template)
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
@@ -48,22 +77,68 @@ class Service:
                 code="model_not_found",
             )
 
+    def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> Where:
+        """How the engine takes a request. Raises RefusedError for what this server cannot."""
+        verified = self.engine.llm.config.exact is not None
+        if body.exact is not None and body.exact != verified:
+            raise refused(
+                f"exact is the server's, not a request's: it was started {'with' if verified else 'without'} it",
+                "exact",
+            )
+        if body.session is None:
+            return Where(body.policy, body.policy_options, None, trace)
+        if not self.remembers:
+            raise refused("this server keeps no sessions: leave session out, or start it with --store", "session")
+        if body.policy is not None:
+            raise refused("a session stays under the server's policy: leave policy or session out", "policy")
+        return Where(session=session_of(request.scope["state"]["owner"], body.session), trace=trace)
+
     def params(self, **fields: Any) -> SamplingParams:
         """How tokens are chosen: as the model's `generation_config.json` says, with `fields` on top. Raises ConfigError
         (400)."""
         return self.engine.llm.get_default_sampling_params(**fields)
 
+    def _documents(self, kind: str) -> Documents:
+        """Texts of one kind. Raises ConfigError where the folder cannot be used."""
+        folder = self.options.documents
+        try:
+            return Documents(None if folder is None else folder / kind)
+        except OSError as error:
+            raise ConfigError(f"cannot keep conversations in {str(folder)!r}: {error.strerror or error}") from error
+
+    @property
+    def remembers(self) -> bool:
+        """Whether sessions are kept, in a store."""
+        return self.options.documents is not None
+
+    def forget(self, sessions: Sequence[str]) -> None:
+        """Deletes what the engine has of sessions, in a while."""
+        for session in sessions if self.remembers else ():
+            task = asyncio.ensure_future(self._forget(session))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, session: str) -> None:
+        try:
+            await self.engine.delete_session(session)
+        except OffloadError as error:
+            logger.warning("a session could not be deleted: %s", error)
+
     async def outputs(
-        self, request: Request, ids: Sequence[int], params: SamplingParams
+        self, request: Request, ids: Sequence[int], params: SamplingParams, where: Where | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """The states of one request; the last is finished. Closing the iterator aborts it. Raises what the engine does,
         TimeoutError, and RefusedError where the server ends."""
+        where = where or Where()
         begun = time.perf_counter()
         loop = asyncio.get_running_loop()
         deadline, first, last = loop.time() + self.options.timeout, 0.0, None
         reason = "abort"
         try:
-            async with aclosing(self.engine.generate(list(ids), params)) as states:
+            async with (
+                self.engines.under(where.policy, where.policy_options) as engine,
+                aclosing(engine.generate(list(ids), params, **where.named)) as states,
+            ):
                 while last is None or not last.finished:
                     async with asyncio.timeout_at(deadline):
                         last = await anext(states)
@@ -117,7 +192,8 @@ class Service:
     async def close(self) -> None:
         """Aborts what runs and ends all threads."""
         self.prompts.close()
-        await self.engine.close()
+        await asyncio.gather(*self._forgetting, return_exceptions=True)
+        await self.engines.close()
 
 
 def _called(name: str) -> str:

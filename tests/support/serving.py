@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from offload_rt.engine.callers import EngineLoad
 from offload_rt.models.location import locate
 from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput
 from offload_rt.sampling_params import SamplingParams
@@ -47,6 +49,7 @@ class ScriptedEngine:
         self.fails: Exception | None = None
         self.params = SamplingParams()
         self.closed = False
+        self.session: str | None = None
         geometry = SimpleNamespace(max_positions=4096)
         self.llm: Any = SimpleNamespace(
             tokenizer=tokenizer,
@@ -56,11 +59,16 @@ class ScriptedEngine:
         )
 
     async def generate(
-        self, prompt: list[int], sampling_params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        session: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.fails is not None:
             raise self.fails
-        self.begun, self.params = self.begun + 1, sampling_params
+        self.begun, self.params, self.session = self.begun + 1, sampling_params, session
         tokenizer, text = self.llm.tokenizer, self.say(self.llm.tokenizer.decode(prompt))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         length, reason = len(ids), "stop"
@@ -85,11 +93,8 @@ class ScriptedEngine:
             logprobs = [{i: Logprob(-0.5, 1, tokenizer.decode([i])), 0: Logprob(-float("inf"), 2, "no")} for i in ids]
         return CompletionOutput(index, text, ids, logprobs, None, reason, None, None)
 
-    def load(self) -> Any:
-        names = (
-            "waiting running pool_used_bytes pool_limit_bytes prompt_tokens cached_tokens generated_tokens link_bytes"
-        )
-        return SimpleNamespace(**dict.fromkeys(names.split(), 7))
+    def load(self) -> EngineLoad:
+        return EngineLoad(**dict.fromkeys((field.name for field in fields(EngineLoad)), 7))
 
     async def close(self) -> None:
         self.closed = True

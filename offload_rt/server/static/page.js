@@ -1,117 +1,33 @@
-// Talks with the server that it came from. No text of the model ever becomes markup: elements are made one by one.
-"use strict";
+// Talks with the server that it came from.
+import { $, count, headers, make, rows, say, server, size } from "./basics.js";
+import { markdown } from "./markdown.js";
+import { Sessions } from "./sessions.js";
+import * as watch from "./watch.js";
 
-const $ = (id) => document.getElementById(id);
-const KEPT = "offload-rt conversation";
-const SHOWN_FILE = 2000; // characters of an added file that the page shows
+const SHOWN_FILE = 2000; // characters of an added file that the conversation shows
 
 let model = "";
-let messages = restored(); // {role, content, thought, file}
+let messages = []; // {role, content, thought, file, failed}
 let running = null; // the request under way
 let added = null; // {name, text}
-
-function restored() {
-  try {
-    const found = JSON.parse(localStorage.getItem(KEPT) || "[]");
-    return Array.isArray(found) ? found.filter((m) => typeof m.content === "string") : [];
-  } catch {
-    return [];
-  }
-}
-
-function keep() {
-  try {
-    localStorage.setItem(KEPT, JSON.stringify(messages));
-  } catch {
-    say("This conversation is too long for the browser to keep: it is lost when the page is closed.");
-  }
-}
-
-function say(text) { $("status").textContent = text; }
-
-function make(tag, text, kind) {
-  const element = document.createElement(tag);
-  if (text) element.textContent = text;
-  if (kind) element.className = kind;
-  return element;
-}
-
-// ------------------------------------------------------------------------------------------------------------ markdown
-
-const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/g;
-
-function inline(parent, text) {
-  let from = 0;
-  for (const found of text.matchAll(INLINE)) {
-    parent.append(text.slice(from, found.index));
-    const [whole, code, strong, emphasis, label, address] = found;
-    if (code) parent.append(make("code", code));
-    else if (strong) parent.append(make("strong", strong));
-    else if (emphasis) parent.append(make("em", emphasis));
-    else {
-      const link = make("a", label);
-      link.href = address;
-      link.rel = "noopener noreferrer";
-      link.target = "_blank";
-      parent.append(link);
-    }
-    from = found.index + whole.length;
-  }
-  parent.append(text.slice(from));
-}
-
-function markdown(parent, text) {
-  let open = null; // the list or paragraph that lines are added to
-  const lines = text.split("\n");
-  for (let i = 0; i < lines.length; i++) {
-    const line = lines[i];
-    if (line.startsWith("```")) {
-      const code = [];
-      while (++i < lines.length && !lines[i].startsWith("```")) code.push(lines[i]);
-      const block = make("pre");
-      block.append(make("code", code.join("\n")));
-      parent.append(block);
-      open = null;
-      continue;
-    }
-    const heading = line.match(/^#{1,6}\s+(.*)/);
-    const item = line.match(/^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/);
-    if (heading) {
-      inline(parent.appendChild(make("h4")), heading[1]);
-      open = null;
-    } else if (item) {
-      const tag = item[1] ? "ol" : "ul";
-      if (!open || open.localName !== tag) {
-        open = parent.appendChild(make(tag));
-        if (item[1]) open.start = Number(item[1]);
-      }
-      inline(open.appendChild(make("li")), item[2]);
-    } else if (!line.trim()) {
-      open = null;
-    } else {
-      if (!open || open.localName !== "p") open = parent.appendChild(make("p"));
-      else open.append("\n");
-      inline(open, line);
-    }
-  }
-}
+const sessions = new Sessions((found) => { messages = found; draw(); });
 
 // -------------------------------------------------------------------------------------------------------- conversation
 
+function folded(title, text) {
+  const details = make("details");
+  details.append(make("summary", title), make("pre", text));
+  return details;
+}
+
 function drawn(message) {
   const article = make("article", "", message.role);
-  article.append(make("h3", message.role === "user" ? "You" : model || "Answer"));
+  article.append(make("h3", { user: "You", system: "System" }[message.role] || model || "Answer"));
   if (message.file) {
-    const details = make("details");
-    details.append(make("summary", `${message.file.name} (${message.file.text.length.toLocaleString("en")} characters)`));
-    details.append(make("pre", message.file.text.slice(0, SHOWN_FILE) + (message.file.text.length > SHOWN_FILE ? "\n…" : "")));
-    article.append(details);
+    const { name, text } = message.file;
+    article.append(folded(`${name} (${count(text.length)} characters)`, text.slice(0, SHOWN_FILE) + (text.length > SHOWN_FILE ? "\n…" : "")));
   }
-  if (message.thought) {
-    const details = make("details");
-    details.append(make("summary", "Thinking"), make("p", message.thought));
-    article.append(details);
-  }
+  if (message.thought) article.append(folded("Thinking", message.thought));
   markdown(article, message.content);
   if (message.failed) {
     article.classList.add("failed");
@@ -127,6 +43,7 @@ function draw() {
 
 function redrawLast() {
   const log = $("log");
+  if (!log.lastElementChild) return;
   const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   const open = [...log.lastElementChild.querySelectorAll("details")].map((details) => details.open);
   log.lastElementChild.replaceWith(drawn(messages.at(-1)));
@@ -134,42 +51,41 @@ function redrawLast() {
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
+// What was answered, and the newest question: a question without an answer is not sent again.
 function sent() {
-  const answered = messages.slice(0, -1).filter((message, i) => !message.failed && !messages[i + 1].failed);
-  const list = answered.map((message) => ({
+  const list = messages.slice(0, -1).filter((message, i, all) => {
+    const next = messages[i + 1];
+    if (message.failed || next.failed || message.role === "system") return false;
+    return message.role !== "user" || next.role === "assistant" || i === all.length - 1;
+  }).map((message) => !message.file ? { role: message.role, content: message.content } : {
     role: message.role,
-    content: message.file ? `${message.file.text}\n\n${message.content}` : message.content,
-  }));
+    content: `${message.file.text}\n\n${message.content}`,
+    file_name: message.file.name,
+    file_length: message.file.text.length,
+  });
   const system = $("system").value.trim();
   return system ? [{ role: "system", content: system }, ...list] : list;
 }
 
 function asked() {
-  const body = { messages: sent(), stream: true, stream_options: { include_usage: true } };
+  const body = { messages: sent(), stream: true, stream_options: { include_usage: true }, trace: true, ...sessions.field };
   if ($("most").value) body.max_tokens = Number($("most").value);
   if ($("temperature").value) body.temperature = Number($("temperature").value);
   return JSON.stringify(body);
 }
 
-function authorised(request) {
-  request.setRequestHeader("Content-Type", "application/json");
-  if ($("key").value) request.setRequestHeader("Authorization", `Bearer ${$("key").value}`);
-}
-
 // XMLHttpRequest, for it tells how far an upload is; fetch does not.
 function ask(question) {
   messages.push({ role: "user", content: question, file: added || undefined }, { role: "assistant", content: "" });
-  const answer = messages.at(-1);
-  const withFile = added !== null;
-  const begun = performance.now();
-  let read = 0;
-  let first = 0;
+  const answer = messages.at(-1), withFile = added !== null, begun = performance.now();
+  let read = 0, first = 0;
   draw();
-  keep();
+  watch.begin();
   $("log").setAttribute("aria-busy", "true");
   const request = running = new XMLHttpRequest();
   request.open("POST", "v1/chat/completions");
-  authorised(request);
+  request.setRequestHeader("Content-Type", "application/json");
+  for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
   request.upload.onprogress = (event) => {
     if (withFile && event.lengthComputable) $("file-progress").value = event.loaded / event.total;
     say(event.loaded < event.total ? "Sending…" : "Reading…");
@@ -179,17 +95,19 @@ function ask(question) {
     if (request.status !== 200) return;
     const end = request.responseText.lastIndexOf("\n\n");
     if (end < read) return;
+    const had = answer.content.length + (answer.thought || "").length;
     for (const block of request.responseText.slice(read, end).split("\n\n")) take(block, answer);
     read = end + 2;
-    if (!first && answer.content) first = performance.now();
+    if (answer.content.length + (answer.thought || "").length === had) return;
+    if (!first) first = performance.now();
     say("Answering…");
     redrawLast();
   };
   request.onload = () => {
     if (request.status !== 200) answer.failed = problem(request);
     const rate = answer.tokens > 1 && first ? `, ${((answer.tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} tokens/s` : "";
-    const reused = answer.cached ? `, ${answer.cached.toLocaleString("en")} of ${answer.read.toLocaleString("en")} prompt tokens were there` : "";
-    ended(answer.failed || `Done: first token after ${((first - begun) / 1000).toFixed(1)} s${rate}${reused}.`);
+    const reused = answer.cached ? `, ${count(answer.cached)} of ${count(answer.read)} prompt tokens were there` : "";
+    ended(answer.failed || (first ? `Done: first token after ${((first - begun) / 1000).toFixed(1)} s${rate}${reused}.` : "Done."));
   };
   request.onerror = () => { answer.failed = "The server does not answer."; ended(answer.failed); };
   request.onabort = () => ended("Stopped.");
@@ -204,6 +122,7 @@ function take(block, answer) {
   if (!line || line === "data: [DONE]") return;
   const data = JSON.parse(line.slice(6));
   if (data.error) answer.failed = data.error.message;
+  if (data.trace) watch.take(data.trace);
   if (data.usage) {
     answer.tokens = data.usage.completion_tokens;
     answer.read = data.usage.prompt_tokens;
@@ -216,58 +135,61 @@ function take(block, answer) {
 }
 
 function problem(request) {
-  try {
-    return JSON.parse(request.responseText).error.message;
-  } catch {
-    return `The server answered ${request.status}.`;
-  }
+  try { return JSON.parse(request.responseText).error.message; } catch { return `The server answered ${request.status}.`; }
 }
 
 function ended(text) {
   running = null;
+  watch.end();
   $("log").setAttribute("aria-busy", "false");
   $("send").disabled = false;
   $("stop").disabled = true;
   redrawLast();
-  keep();
   say(text);
+  sessions.keep(messages);
 }
 
 // --------------------------------------------------------------------------------------------------------- the server
 
-const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
-
-function size(bytes) {
-  const power = Math.min(UNITS.length - 1, Math.floor(Math.log2(Math.max(1, bytes)) / 10));
-  return `${(bytes / 1024 ** power).toFixed(power ? 1 : 0)} ${UNITS[power]}`;
+function meter(used, most) {
+  const found = make("meter");
+  found.max = most;
+  found.value = used;
+  return found;
 }
 
 async function figures() {
   if (document.hidden) return;
-  const headers = $("key").value ? { Authorization: `Bearer ${$("key").value}` } : {};
   try {
-    const answer = await fetch("v1/load", { headers });
-    if (answer.status === 401) { say("This server asks for an API key: enter it under Settings."); return; }
+    const answer = await server("v1/load");
+    if (answer.status === 401) { say("This server asks for an API key: enter it under Settings."); $("settings").open = true; return; }
     const load = await answer.json();
-    if (!model) await named(headers);
-    const rows = {
-      "Running": load.running, "Waiting": load.waiting,
-      "KV in host memory": `${size(load.pool_used_bytes)} of ${size(load.pool_limit_bytes)}`,
-      "Prompt tokens": load.prompt_tokens.toLocaleString("en"), "of them reused": load.cached_tokens.toLocaleString("en"),
-      "New tokens": load.generated_tokens.toLocaleString("en"), "Over the link": size(load.link_bytes),
-    };
-    $("load").replaceChildren(...Object.entries(rows).flatMap(([name, value]) => [make("dt", name), make("dd", String(value))]));
+    if (!model) await named();
+    const held = make("span", `${size(load.pool_used_bytes)} of ${size(load.pool_limit_bytes)} `);
+    held.append(meter(load.pool_used_bytes, load.pool_limit_bytes));
+    rows($("tiers"), [
+      ["Weights", size(load.weight_bytes)], ["KV on the device", size(load.device_kv_bytes)],
+      ["KV in host memory", held], ["kept for what may come", size(load.kept_bytes)],
+      ["Sessions on disk", size(load.store_bytes)],
+    ]);
+    rows($("load"), [
+      ["Running", count(load.running)], ["Waiting", count(load.waiting)],
+      ["Prompt tokens", count(load.prompt_tokens)], ["of them reused", count(load.cached_tokens)],
+      ["Of sessions, from host memory", count(load.session_host_tokens)],
+      ["from disk", count(load.session_disk_tokens)], ["computed again", count(load.session_computed_tokens)],
+      ["New tokens", count(load.generated_tokens)], ["Over the link", size(load.link_bytes)],
+    ]);
   } catch {
-    $("load").replaceChildren(make("dt", "No connection"), make("dd", "—"));
+    rows($("load"), [["No connection", "—"]]);
   }
 }
 
-async function named(headers) {
-  const answer = await fetch("v1/models", { headers });
+async function named() {
+  const answer = await server("v1/models");
   if (!answer.ok) return;
   model = (await answer.json()).data[0].id;
   $("model").textContent = model;
-  if (!running) draw();
+  await sessions.list();
 }
 
 // ------------------------------------------------------------------------------------------------------------- events
@@ -289,9 +211,7 @@ document.addEventListener("keydown", (event) => { if (event.key === "Escape" && 
 $("stop").addEventListener("click", () => { if (running) running.abort(); });
 $("fresh").addEventListener("click", () => {
   if (running) running.abort();
-  messages = [];
-  keep();
-  draw();
+  sessions.fresh();
   say("A new conversation.");
   $("text").focus();
 });
@@ -314,8 +234,11 @@ $("upload").addEventListener("change", () => {
 });
 $("file-drop").addEventListener("click", () => { added = null; $("file").hidden = true; $("text").focus(); });
 $("key").value = sessionStorage.getItem("offload-rt key") || "";
-$("key").addEventListener("change", () => { sessionStorage.setItem("offload-rt key", $("key").value); figures(); });
+$("key").addEventListener("change", async () => {
+  sessionStorage.setItem("offload-rt key", $("key").value);
+  await figures();
+  await sessions.begin();
+});
 
-draw();
-figures();
+sessions.begin().then(figures);
 setInterval(figures, 2000);

@@ -1,0 +1,74 @@
+"""Conversations by name, each for the key that holds it: what the page comes back to, and clients by `session`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .documents import Documents, digest
+from .errors import RefusedError, refused
+
+LONGEST_NAME = 100
+"""Characters of a session's name."""
+
+_TITLE = 80
+
+
+def session_of(owner: str, name: str) -> str:
+    """What the engine calls the session `name` of a key: no other key's request ever has the same."""
+    if not 1 <= len(name) <= LONGEST_NAME:
+        raise refused(f"session must be a name of 1 to {LONGEST_NAME} characters", "session")
+    return digest("session", owner, name)
+
+
+class Conversations:
+    """What was said in each session. One key's are not there for another."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Keeps a conversation as it is now. Returns the sessions that were forgotten for it."""
+        head = {
+            "owner": owner,
+            "id": name,
+            "title": _title(messages),
+            "turns": _turns(messages),
+            "updated": time.time(),
+        }
+        forgotten = self._documents.put(session_of(owner, name), head, list(messages))
+        return [session_of(each["owner"], each["id"]) for each in forgotten]
+
+    def of(self, owner: str) -> list[dict[str, Any]]:
+        """What there is of a key's, the latest first."""
+        found = [head for head in self._documents.heads().values() if head.get("owner") == owner]
+        found.sort(key=lambda head: float(head["updated"]), reverse=True)
+        return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
+
+    def messages(self, owner: str, name: str) -> list[dict[str, Any]]:
+        """What was said. Raises RefusedError (404) where there is no such session."""
+        found: list[dict[str, Any]] | None = self._documents.body(session_of(owner, name))
+        if found is None:
+            raise RefusedError(404, f"there is no session {name!r:.80}", param="session", code="session_not_found")
+        return found
+
+    def delete(self, owner: str, name: str) -> str:
+        """Forgets a session, and returns what the engine calls it. Raises as `messages`."""
+        self.messages(owner, name)
+        session = session_of(owner, name)
+        self._documents.delete(session)
+        return session
+
+
+def _title(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The last line of the first question: what stands before it may be a document."""
+    for message in messages:
+        if message.get("role") == "user" and isinstance(message.get("content"), str):
+            lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
+            return lines[-1][:_TITLE] if lines else ""
+    return ""
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> int:
+    return sum(message.get("role") == "user" for message in messages)

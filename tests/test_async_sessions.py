@@ -1,0 +1,109 @@
+"""`AsyncLLM` with a store: whole prompts on sessions, one answer at a time; times of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from support.tiny_models import VOCAB, tiny_model
+
+from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams, SessionBusyError
+from offload_rt.sessions.whole_prompts import tokens_of_prompt
+
+PARAMS = SamplingParams(max_tokens=5, temperature=0)
+
+
+def prompt(tokens: int, seed: int = 1) -> list[int]:
+    return [(7 * i * seed + i // 3) % VOCAB for i in range(tokens)]
+
+
+async def last(engine: AsyncLLM, ids: list[int], **named: object) -> RequestOutput:
+    return [output async for output in engine.generate(ids, PARAMS, **named)][-1]  # type: ignore[arg-type]
+
+
+def make(store: Path | None = None) -> AsyncLLM:
+    return AsyncLLM(LLM(tiny_model("llama"), policy="full", host_memory="16MiB"), store=store)
+
+
+def test_what_a_prompt_does_to_a_session() -> None:
+    for held, given, expected in (
+        ([], [1, 2], (0, 0, (1, 2))),
+        ([1, 2, 3], [1, 2, 3, 4], (3, 0, (4,))),
+        ([1, 2, 3], [1, 2, 3], (3, 1, (3,))),
+        ([1, 2, 3], [1, 5], (3, 2, (5,))),
+        ([1, 2, 3], [9], (3, 3, (9,))),
+    ):
+        found = tokens_of_prompt(held, given)
+        assert (found.held, found.dropped, found.added) == expected
+
+
+def test_branches_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
+    """Longer, shorter, other in the middle: each is what the prompt alone gets."""
+    asked = [prompt(150), prompt(210), prompt(150), prompt(100) + prompt(90, 5), prompt(40)]
+
+    async def run(engine: AsyncLLM, session: str | None) -> list[list[int]]:
+        async with engine:
+            return [(await last(engine, ids, session=session)).outputs[0].token_ids for ids in asked]
+
+    expected = asyncio.run(run(make(), None))
+    assert asyncio.run(run(make(tmp_path), "one")) == expected
+    assert asyncio.run(run(make(tmp_path), "one")) == expected, "again, from disk"
+
+
+def test_a_session_has_one_answer_at_a_time(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with make(tmp_path) as engine:
+            first = engine.generate(prompt(80), SamplingParams(max_tokens=400, temperature=0), session="a")
+            await anext(first)
+            with pytest.raises(SessionBusyError):
+                await last(engine, prompt(80), session="a")
+            with pytest.raises(SessionBusyError):
+                await engine.delete_session("a")
+            assert (await last(engine, prompt(80), session="b")).finished
+            await first.aclose()  # a client that leaves: the session is free again
+            assert (await last(engine, prompt(90), session="a")).num_cached_tokens >= 64
+            await engine.delete_session("a")
+            await engine.delete_session("never was")
+            with pytest.raises(InputError):
+                async for _ in engine.generate(prompt(9), SamplingParams(n=2), session="a"):
+                    pass
+        async with make() as engine:
+            with pytest.raises(InputError, match="store"):
+                await last(engine, prompt(9), session="a")
+
+    asyncio.run(run())
+
+
+def test_times_of_a_request() -> None:
+    async def run() -> RequestOutput:
+        async with make() as engine:
+            return await last(engine, prompt(30))
+
+    begun = time.time()
+    metrics = asyncio.run(run()).metrics
+    assert metrics is not None and metrics.finished_time is not None and metrics.time_in_queue is not None
+    times = [
+        begun, metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time,
+        metrics.last_token_time, metrics.finished_time, time.time(),
+    ]  # fmt: skip
+    assert times == sorted(times) and times[3] < times[4]  # type: ignore[type-var, operator]
+
+
+def test_a_prompt_that_is_read_is_given_up_at_once() -> None:
+    """Not when all of its layers are done: a step ends where somebody calls."""
+
+    async def run() -> tuple[float, float]:
+        llm = LLM(tiny_model("llama", num_hidden_layers=8), policy="full", host_memory="64MiB")
+        async with AsyncLLM(llm) as engine:
+            watched = engine.generate(prompt(3000), PARAMS, trace=True)
+            first = await anext(watched)
+            assert first.trace is not None
+            await watched.aclose()
+            while engine.load().running:
+                await asyncio.sleep(0.001)
+            return first.trace.layers_prefilled, engine.load().prompt_tokens
+
+    layers, tokens = asyncio.run(run())
+    assert layers < 8 and tokens == 3000
