@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not there")
 def test_the_examples_run(url: str) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     script = "set -e\n" + "\n".join(blocks).replace("curl -s", "curl --fail-with-body -s")
     done = subprocess.run(
         ["bash", "-c", script], env={"URL": url, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True

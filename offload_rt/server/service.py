@@ -79,12 +79,8 @@ class Service:
 
     def where(self, body: SampledBody, request: Request, *, trace: bool = False) -> Where:
         """How the engine takes a request. Raises RefusedError for what this server cannot."""
-        verified = self.engine.llm.config.exact is not None
-        if body.exact is not None and body.exact != verified:
-            raise refused(
-                f"exact is the server's, not a request's: it was started {'with' if verified else 'without'} it",
-                "exact",
-            )
+        if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
+            raise refused("exact is the server's, not a request's: leave it out, or start another server", "exact")
         if body.session is None:
             return Where(body.policy, body.policy_options, None, trace)
         if not self.remembers:

@@ -11,12 +11,13 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_rt.engine.callers import EngineLoad
 from offload_rt.models.location import locate
-from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput
+from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput, RequestTrace
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
@@ -50,11 +51,13 @@ class ScriptedEngine:
         self.params = SamplingParams()
         self.closed = False
         self.session: str | None = None
-        geometry = SimpleNamespace(max_positions=4096)
+        geometry = SimpleNamespace(max_positions=4096, layers=2, kv_heads=1)
+        policy = SimpleNamespace(name="scripted", dense_layers=frozenset(), sinks=0, recent=0)
         self.llm: Any = SimpleNamespace(
             tokenizer=tokenizer,
             name="scripted",
             geometry=geometry,
+            runner=SimpleNamespace(policy=policy),
             get_default_sampling_params=lambda **fields: SamplingParams(**({"top_k": 11} | fields)),
         )
 
@@ -65,6 +68,7 @@ class ScriptedEngine:
         request_id: str | None = None,
         *,
         session: str | None = None,
+        trace: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         if self.fails is not None:
             raise self.fails
@@ -82,7 +86,10 @@ class ScriptedEngine:
                 each = [
                     self._output(i, tokenizer, ids[:end], reason if last else None) for i in range(sampling_params.n)
                 ]
-                yield RequestOutput("0", None, prompt, None, each, last, len(prompt) // 2)
+                seen = (
+                    RequestTrace(2, 2, [[0.5, 0.5]] * end, 100 * end, np.arange(len(prompt)) * end) if trace else None
+                )
+                yield RequestOutput("0", None, prompt, None, each, last, len(prompt) // 2, trace=seen)
         finally:
             self.aborted += not last
 
@@ -103,7 +110,7 @@ class ScriptedEngine:
 @contextmanager
 def served(engine: Any, **options: Any) -> Iterator[str]:
     """The address of a server over `engine`, which ends with the block."""
-    chosen = ServerOptions(port=0, grace=5, **options)
+    chosen = ServerOptions(**({"port": 0, "grace": 5} | options))
     listener = bound(chosen)
     server = uvicorn.Server(
         uvicorn.Config(make_app(engine, chosen), log_config=None, timeout_graceful_shutdown=5, ws="none")
