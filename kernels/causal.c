@@ -7,6 +7,7 @@ tile of queries then goes through all blocks of keys that any of them sees, six 
 leave the registers and the nearest cache. */
 
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -23,9 +24,10 @@ head r % group's query r / group, which stands at token n - m + r / group and se
 itself. */
 typedef struct {
     const uint16_t *q, *k, *v;
-    uint16_t *out;
+    void *out;          /* bfloat16; float32 where there is lse */
     uint32_t *packed;   /* [kv_heads][blocks][BLOCK]; NULL for one tile a head, which packs what it reads */
     const float *sinks; /* [kv_heads * group], or NULL */
+    float *lse;         /* [kv_heads * group] for m = 1: the natural log of what a softmax divides by; or NULL */
     int64_t q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token;
     int64_t kv_heads, group, m, n, first, window;
     float scale, softcap; /* 0: scores are not capped */
@@ -34,7 +36,7 @@ typedef struct {
 static inline int64_t blocks_of(const Call *call) { return (call->n - call->first + KEYS - 1) / KEYS; }
 
 /* Packs block `b` of KV head `head`, keys and values; what the last block lacks is 0. */
-static void pack_block(const Call *call, int head, int64_t b, uint32_t *restrict keys) {
+static void pack_block(const Call *call, int64_t head, int64_t b, uint32_t *restrict keys) {
     int64_t start = call->first + b * KEYS, left = call->n - start;
     const uint16_t *k = call->k + head * call->k_head + start * call->k_token;
     const uint16_t *v = call->v + head * call->v_head + start * call->v_token;
@@ -50,10 +52,10 @@ static void pack_block(const Call *call, int head, int64_t b, uint32_t *restrict
     }
 }
 
-/* Packs all of KV head `head`, where several tiles read it. */
-void pack(const Call *call, int head) {
-    uint32_t *packed = call->packed + head * blocks_of(call) * BLOCK;
-    for (int64_t b = 0; b < blocks_of(call); b++) pack_block(call, head, b, packed + b * BLOCK);
+/* Packs the KV heads [begin, end), where several tiles read them. */
+void pack(const Call *call, int64_t begin, int64_t end) {
+    for (int64_t b = begin * blocks_of(call); b < end * blocks_of(call); b++)
+        pack_block(call, b / blocks_of(call), b % blocks_of(call), call->packed + b * BLOCK);
 }
 
 /* 2^x for x <= 0: a power of two and a polynomial, 2e-7 off at most. */
@@ -169,17 +171,22 @@ static void begin_tile(const Call *call, Tile *tile, int64_t head, int64_t from,
 static void end_tile(const Call *call, const Tile *tile, int64_t head, int64_t from, int count) {
     for (int r = 0; r < count; r++) {
         int64_t at = (from + r) / call->group, query = head * call->group + (from + r) % call->group;
-        uint16_t *out = call->out + query * call->out_head + at * call->out_token;
+        int64_t place = query * call->out_head + at * call->out_token;
         const __m512 share = _mm512_set1_ps(1.0f / tile->mass[r]);
         for (int c = 0; c < HEAD_DIM; c += LANES) {
             __m512 row = _mm512_mul_ps(_mm512_load_ps(&tile->out[r][c]), share);
-            _mm256_storeu_si256((void *)(out + c), (__m256i)_mm512_cvtneps_pbh(row));
+            if (call->lse)
+                _mm512_storeu_ps((float *)call->out + place + c, row);
+            else
+                _mm256_storeu_si256((void *)((uint16_t *)call->out + place + c), (__m256i)_mm512_cvtneps_pbh(row));
         }
+        if (call->lse) call->lse[query] = tile->peak[r] / LOG2E + logf(tile->mass[r]);
     }
 }
 
-/* Tile `index` of the ceil(group * m / TILE) tiles of KV head `head`. */
-void attend(const Call *call, int head, int index) {
+static int64_t tiles_of(const Call *call) { return (call->group * call->m + TILE - 1) / TILE; }
+
+static void attend_tile(const Call *call, int64_t head, int64_t index) {
     Tile tile;
     uint32_t alone[BLOCK] __attribute__((aligned(64)));
     int64_t from = index * TILE, left = call->group * call->m - from, blocks = blocks_of(call);
@@ -192,10 +199,15 @@ void attend(const Call *call, int head, int index) {
         const uint32_t *block = call->packed ? call->packed + (head * blocks + b) * BLOCK : alone;
         if (!call->packed) pack_block(call, head, b, alone);
         int edge = start + KEYS - 1 > tile.token[0] || start < newest - call->window + 1;
-        for (int row = 0; row < padded; row += ROWS)
-            attend_block(call, &tile, row, block, start, edge);
+        for (int row = 0; row < padded; row += ROWS) attend_block(call, &tile, row, block, start, edge);
     }
     end_tile(call, &tile, head, from, count);
+}
+
+/* Tiles [begin, end) of all KV heads': head by head, of each the last queries, which see the most, first. */
+void attend(const Call *call, int64_t begin, int64_t end) {
+    int64_t tiles = tiles_of(call);
+    for (int64_t i = begin; i < end; i++) attend_tile(call, i / tiles, tiles - 1 - i % tiles);
 }
 
 int tile_rows(void) { return TILE; }

@@ -37,7 +37,7 @@ def attend_causal(
     kernel takes groups as they are.
     """
     heads, m, d = q.shape
-    if (library := causal_cpu.takes(q, k, v)) is not None:
+    if (library := causal_cpu.takes(q)) is not None:
         return causal_cpu.attend_causal(library, q, k, v, scale, window, softcap, sinks)
     if softcap is not None or sinks is not None:
         return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import KVPart
+from ..kernels import causal_cpu
 from ..kernels.dispatch import attend_counted, attend_runs
 from ..kernels.reference import attention_weights, merge_lse
 from ..kernels.segments import Run
@@ -32,13 +33,15 @@ def _attend_part(
     q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.attend_part`, the values weighted where the part has them; of a part with counts
-    `kernels.lists.attend_counted`, which caps no scores: then the device is asked how many rows are meant. q
-    `[Hkv, G, d]`."""
+    `kernels.lists.attend_counted`, which caps no scores: then the device is asked how many rows are meant. On a
+    processor that multiplies bfloat16 by `kernels.causal_cpu`. q `[Hkv, G, d]`."""
     if part.counts is not None and softcap is None:
         return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
     if part.counts is not None:
         meant = int(part.counts[0])
         part = KVPart(part.k[:, :meant], part.v[:, :meant])
+    if (library := causal_cpu.takes(q)) is not None:
+        return causal_cpu.attend_rows(library, q, part.k, part.v, scale, softcap)
     weights, lse = attention_weights(q, part.k, scale, softcap)
     return part.mix(weights).to(lse.dtype), lse
 
