@@ -157,6 +157,9 @@ class Stats:
     working_set_rows: rows of each KV head and layer that stay on the device (`working_set=`); working_set_bytes: what
         this sequence's take, tables included, in `kv_bytes_device`; working_set_hit_rate: share of the selected rows
         that they had, None without one. Such rows are not in `link_bytes_to_device` and `link_fraction`.
+    kv_bytes_disk: KV of this sequence in a pool on disk (`disk=`); `kv_bytes_host` is then all that is in host memory
+        of the pool. disk_bytes_read, disk_bytes_written: of the disk since the sequence began, for whoever ran then;
+        disk_hit_rate: share of the selected rows that were in host memory, None where none were looked for.
     peak_device_bytes: on CUDA the allocator's peak; on the CPU weight_bytes_device + kv_bytes_device + scoring keys, as
         counted.
     """
@@ -199,6 +202,10 @@ class Stats:
     verifications: int
     attended_by_step: list[list[float]]
     missed_by_step: list[tuple[int, list[float]]]
+    kv_bytes_disk: int = 0
+    disk_bytes_read: int = 0
+    disk_bytes_written: int = 0
+    disk_hit_rate: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, ready for JSON."""

@@ -15,9 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.cli import main
+from offload_rt.commands.tables import stats_table
 from offload_rt.core import CHUNK, KVPart
 from offload_rt.disk import direct_file, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
@@ -263,6 +265,19 @@ def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(pol
     assert said[0] == said[1]
 
 
+def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
+    with make(tmp_path, **POLICIES["infinigen"]) as llm:
+        for _ in range(2):
+            list(llm.stream(PROMPTS[0], GREEDY))
+            stats = llm.last_stats
+            assert stats is not None and stats.kv_bytes_disk > 3 * stats.kv_bytes_host > 0
+            assert stats.disk_bytes_read > 0 and stats.disk_hit_rate is not None and 0 < stats.disk_hit_rate < 1
+        file = llm.runner.pool.file
+        assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "of the second run alone"
+        shown = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
+        assert "KV on disk" in shown and "selected rows in host memory" in shown
+
+
 def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
     model = tiny_model("mistral", dtype=torch.float64, num_hidden_layers=2, sliding_window=24)
     several = SamplingParams(max_tokens=6, temperature=0.8, seed=3, n=3)
@@ -402,6 +417,16 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
             llm.generate([tiny_prompt(900, seed=9)], GREEDY)
         assert written(llm, [PROMPTS[0][:90]]) == short
         llm.runner.check_integrity()
+
+
+def test_info_plans_a_context_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "llama", max_position_embeddings=1 << 20)
+    flags = ["--host-memory", "64MiB", "--disk", str(tmp_path / "rows"), "--disk-limit", "512MiB"]
+    assert main(["info", model, "--context", "400000", *flags]) == 0
+    told = capsys.readouterr().out
+    assert "disk: KV of the context" in told and "host: rows that stay" in told and "It fits here." in told
+    assert main(["info", model, "--context", "1000000", *flags]) == 0
+    assert "raise --disk-limit" in capsys.readouterr().out and not (tmp_path / "rows").exists()
 
 
 def test_options_that_cannot_be(tmp_path: Path) -> None:

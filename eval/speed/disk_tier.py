@@ -173,11 +173,10 @@ class DiskContext:
 def disk_speeds(folder: Path) -> tuple[list[Row], DiskSpeed]:
     """The disk by itself: reads of several sizes, scattered and in order, and the two numbers that sum them up."""
     file = DirectFile(folder)
-    size = min(SPEED_BYTES, file.free_bytes // 4 // SEQUENTIAL * SEQUENTIAL)
     try:
-        fill(file, size)
+        fill(file, SPEED_BYTES)
         found = [
-            measure(file, size, block, random=random)
+            measure(file, SPEED_BYTES, block, random=random)
             for block in (BLOCK, 4 * BLOCK, 16 * BLOCK, SEQUENTIAL)
             for random in (True, False)
         ]

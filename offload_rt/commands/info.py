@@ -21,15 +21,17 @@ def run(args: argparse.Namespace) -> int:
     from ..models.location import hub_of
     from ..models.registry import load_shape
     from ..planning.device_plan import costs_for, plan_for
+    from ..planning.disk_plan import disk_plan
     from ..planning.memory_model import Machine, obstacles, requirements
     from .tables import requirements_table
 
     shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=args.context)
-    machine, geometry = Machine.here(config.host_memory, shape.device), shape.geometry
+    disk, geometry = disk_plan(config, shape), shape.geometry
+    machine = Machine.here(config.host_memory, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
     costs = costs_for(config, shape) if plan is None else plan.costs
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context)
-    Console().print(requirements_table(args.model, config.policy, needed, machine, plan))
+    Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk))
     found, notes = obstacles(needed, machine, 0 if plan is None else plan.host_bytes), []
     if args.context > geometry.max_positions:
         made_for = f"The model was made for {geometry.max_positions:,} positions"

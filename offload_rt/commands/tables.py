@@ -10,6 +10,7 @@ from rich.table import Table
 from ..errors import InputError
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
+from ..planning.disk_plan import DiskPlan
 from ..planning.memory_model import Machine, Requirements
 from ..units import format_size
 
@@ -60,6 +61,19 @@ def _working_set(stats: Stats) -> Rows:
         return []
     size = f"{stats.working_set_rows:,} rows per layer and KV head, {format_size(stats.working_set_bytes)}"
     return [("working set", size), ("  had of the selected rows", _percent(stats.working_set_hit_rate))]
+
+
+def _disk(stats: Stats) -> Rows:
+    """What a disk was read and written, where rows lie there."""
+    if not stats.kv_bytes_disk:
+        return []
+    rows: Rows = [
+        ("disk, read", format_size(stats.disk_bytes_read)),
+        ("disk, written", format_size(stats.disk_bytes_written)),
+    ]
+    if stats.disk_hit_rate is not None:
+        rows.append(("  selected rows in host memory", _percent(stats.disk_hit_rate)))
+    return rows
 
 
 def _estimated(stats: Stats) -> Rows:
@@ -140,6 +154,7 @@ def _sections(stats: Stats) -> list[Rows]:
             ("link, device to host", format_size(stats.link_bytes_to_host)),
             *_present("link, weights", stats.link_bytes_weights),
             *_working_set(stats),
+            *_disk(stats),
             ("link fraction", _percent(stats.link_fraction)),
             ("attended fraction", _percent(stats.attended_fraction)),
             ("  in layers that select", f"{_percent(stats.sparse_attended_fraction)}{_nothing_selected(stats)}"),
@@ -149,6 +164,7 @@ def _sections(stats: Stats) -> list[Rows]:
             *_mass_in_words(stats),
         ],
         [
+            *_present("KV on disk", stats.kv_bytes_disk),
             ("KV in host memory", format_size(stats.kv_bytes_host)),
             ("KV on the device", format_size(stats.kv_bytes_device)),
             (_scoring(stats), format_size(stats.scoring_bytes_device)),
@@ -197,6 +213,18 @@ def skew_table(model: str, report: SkewReport) -> Table:
     )
 
 
+def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
+    """What a pool on disk keeps in host memory."""
+    shares = disk.shares
+    kept = shares.slots * shares.slot_bytes
+    rest = shares.index + 3 * shares.staged + shares.chunks
+    return [
+        ("disk: limit", format_size(disk.limit)),
+        ("host: rows that stay", f"{format_size(kept)} ({kept / needed.kv_host:.0%} of the context)"),
+        ("host: where they are, staging, chunks", format_size(rest)),
+    ]
+
+
 def _plan_rows(plan: DevicePlan) -> Rows:
     """Where a plan puts weights and scoring keys, and what crosses the link for every step of one sequence."""
     costs, layers = plan.costs, plan.costs.shape.geometry.layers
@@ -215,7 +243,12 @@ def _plan_rows(plan: DevicePlan) -> Rows:
 
 
 def requirements_table(
-    model: str, policy: str, needed: Requirements, machine: Machine, plan: DevicePlan | None = None
+    model: str,
+    policy: str,
+    needed: Requirements,
+    machine: Machine,
+    plan: DevicePlan | None = None,
+    disk: DiskPlan | None = None,
 ) -> Table:
     """What one sequence will need, what is free here, and where a plan under a limit of the device puts it."""
     free = [("host memory", f"{format_size(machine.host_free)}, of it for KV {format_size(machine.pool_limit)}")]
@@ -224,8 +257,9 @@ def requirements_table(
     return table_of(
         f"{model}, policy {policy}, {needed.context:,} tokens",
         [
-            ("host: KV of one token", format_size(needed.kv_per_token)),
-            ("host: KV of the context", format_size(needed.kv_host)),
+            (f"{'host' if disk is None else 'disk'}: KV of one token", format_size(needed.kv_per_token)),
+            (f"{'host' if disk is None else 'disk'}: KV of the context", format_size(needed.kv_host)),
+            *([] if disk is None else _disk_rows(disk, needed)),
         ],
         [
             ("device: weights", format_size(needed.weights)),

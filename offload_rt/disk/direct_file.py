@@ -45,12 +45,6 @@ class DirectFile:
         self.bytes_read = self.bytes_written = 0
         self._end = weakref.finalize(self, os.close, self._file)
 
-    @property
-    def free_bytes(self) -> int:
-        """What the disk has left for this user."""
-        found = os.fstatvfs(self._file)
-        return found.f_bavail * found.f_frsize
-
     def allocate(self, offset: int, size: int) -> None:
         """Takes the bytes [offset, offset + size) from the disk, so that no later write there can find it full. Raises
         OSError, and then the file is as long as it was."""

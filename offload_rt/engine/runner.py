@@ -25,6 +25,7 @@ from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan, prefill_slices
+from ..pool.file_arena import DiskUse
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
@@ -284,7 +285,8 @@ class Runner:
 
     def _new_trace(self, known: int, origin: Sequence | None, same_trace: bool) -> Trace:
         if origin is None:
-            return Trace(self.adapter.geometry.layers, self._missed_mass_every, reused_tokens=known)
+            used = None if self.pool.file is None else self.pool.file.use.since(DiskUse())
+            return Trace(self.adapter.geometry.layers, self._missed_mass_every, reused_tokens=known, disk_before=used)
         return origin.trace.copy() if same_trace else origin.trace.restart(reused=known)
 
     @_on_own_device

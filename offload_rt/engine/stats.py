@@ -11,6 +11,7 @@ from ..forward.sequence import Sequence
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
+from ..pool.file_arena import DiskUse
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.link import Link
@@ -94,6 +95,8 @@ class Accounting:
         trace.settle()
         shares = Fractions.of(trace, dense)
         missed, worst = layer_means(trace, dense)
+        file, held = self._pool.file, self._pool.bytes_of(sequence.blocks)
+        used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
         estimates = sequence.state.tail_bytes and trace.attended and self._config.exact is None
         return Stats(
             model=self._model.name,
@@ -109,7 +112,7 @@ class Accounting:
             link_bytes_to_device=trace.bytes_to_device,
             link_bytes_to_host=trace.bytes_to_host,
             link_bytes_weights=trace.weight_bytes,
-            kv_bytes_host=self._pool.bytes_of(sequence.blocks),
+            kv_bytes_host=held if file is None else file.host_bytes,
             kv_bytes_device=self._link.device_bytes,
             scoring_bytes_device=sequence.state.device_bytes,
             scoring_bytes_host=sequence.state.host_bytes,
@@ -134,4 +137,8 @@ class Accounting:
             verifications=0 if self._config.exact is None else len(trace.attended) - trace.draft_steps,
             attended_by_step=trace.attended,
             missed_by_step=trace.missed,
+            kv_bytes_disk=0 if file is None else held,
+            disk_bytes_read=used.bytes_read,
+            disk_bytes_written=used.bytes_written,
+            disk_hit_rate=used.cached / used.wanted if used.wanted else None,
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..core import Visible
+from ..pool.file_arena import DiskUse
 from ..transfer.link import Ticket
 
 MOST_PENDING = 4096
@@ -61,6 +62,7 @@ class Trace:
     savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that did not cross the link, token rows
         that the working set had, the sum over steps of their share of the context, and rows that were looked for; None
         where nothing could be saved.
+    disk_before: of a pool on disk, what had been read and written when the sequence began.
     pending: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
     recorder: is told what every decode step selects.
     """
@@ -80,6 +82,7 @@ class Trace:
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
     savings: torch.Tensor | None = None
     pending: list[_PendingCount] = field(default_factory=list)
+    disk_before: DiskUse | None = None
     drafted: int = 0
     accepted: int = 0
     draft_steps: int = 0
@@ -158,7 +161,10 @@ class Trace:
 
     def restart(self, reused: int) -> Trace:
         """Of a sequence that begins with `reused` computed tokens of this one's: nothing has been spent on it."""
-        return Trace(self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused)
+        before = self.disk_before
+        return Trace(
+            self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused, disk_before=before
+        )
 
     def begin_step(self) -> None:
         """A decode step starts."""

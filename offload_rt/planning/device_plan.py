@@ -17,6 +17,7 @@ from ..config import EngineConfig
 from ..core import CHUNK
 from ..errors import DeviceFullError, MemoryLimitError
 from ..models.registry import ModelShape
+from ..pool.disk_tier import disk_limit
 from ..pool.machine import available_memory
 from ..select.registry import memory_demand
 from ..transfer.weights import BUFFERS
@@ -118,6 +119,8 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     assert config.device_memory is not None
     geometry = shape.geometry
     pool = config.host_memory or available_memory() // 2
+    if config.disk is not None:
+        pool = disk_limit(config.disk, config.disk_limit, pool)
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
     costs, context = costs_for(config, shape), config.max_context or held
     *larger, least = (replace(costs, slice=size) for size in prefill_slices(config, shape.device))

@@ -213,35 +213,46 @@ def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements
 @dataclass(frozen=True)
 class Machine:
     """What is free here, in bytes. `device` is the name of a device with memory of its own; without one, `device_free`
-    is None and everything lies in host memory. `pool_limit` is what the host pool may take of `host_free`."""
+    is None and everything lies in host memory. `pool_limit` is what the host pool may take of `host_free`; where rows
+    lie on disk, `disk_limit` is what they may take there."""
 
     host_free: int
     pool_limit: int
     device: str | None = None
     device_free: int | None = None
+    disk_limit: int | None = None
 
     @classmethod
-    def here(cls, host_memory: int | None, device: torch.device) -> Machine:
+    def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> Machine:
         """This machine computing on `device`, with the pool's limit (None: half of what is free, as `LLM` takes it)."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
         if device.type == "cpu":
-            return cls(free, limit)
+            return cls(free, limit, disk_limit=disk_limit)
         name = torch.get_device_module(device).get_device_name(device)
-        return cls(free, limit, name, torch.accelerator.get_memory_info(device)[0])
+        return cls(free, limit, name, torch.accelerator.get_memory_info(device)[0], disk_limit)
 
 
 def obstacles(needed: Requirements, machine: Machine, on_host: int = 0) -> list[str]:
     """Why it does not fit, a sentence each; empty where it fits. `on_host`: bytes of weights and scoring keys that the
     host keeps for the device."""
     found = []
-    if needed.kv_host > machine.pool_limit:
+    in_memory = needed.kv_host
+    if machine.disk_limit is not None:
+        in_memory = machine.pool_limit
+        if needed.kv_host > machine.disk_limit:
+            found.append(
+                f"The KV cache needs {format_size(needed.kv_host)} and the pool on disk may take "
+                f"{format_size(machine.disk_limit)}: raise --disk-limit or shorten the context."
+            )
+    elif needed.kv_host > machine.pool_limit:
         found.append(
             f"The KV cache needs {format_size(needed.kv_host)} and the host pool may take "
-            f"{format_size(machine.pool_limit)}: raise --host-memory or shorten the context."
+            f"{format_size(machine.pool_limit)}: raise --host-memory, shorten the context, or put it on a disk "
+            f"with --disk."
         )
     own_memory = machine.device_free is not None
-    host = needed.kv_host + on_host + (0 if own_memory else needed.device)
+    host = in_memory + on_host + (0 if own_memory else needed.device)
     if host > machine.host_free:
         found.append(
             f"Host memory: {format_size(host)} needed{'' if own_memory else ' (this device shares it)'}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from ..disk.speed import USUAL, DiskSpeed
 from ..errors import MemoryLimitError
 from ..units import format_size
 from .file_arena import FileArena
-from .file_layout import fitting
+from .file_layout import FileLayout, fitting
+from .host_shares import HostShares
 from .kv_format import KVFormat
-from .layout import ArenaLayout
+from .layout import SLAB_TOKENS, ArenaLayout
 
 TIMES_HOST = 16
 """Times the host memory that a pool on disk takes at most, unless it is told how much it may."""
@@ -31,23 +33,35 @@ class DiskTier:
     reader: Reader | None = None
 
 
+def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
+    """Bytes of rows that the disk of `folder`, which need not be there yet, may take. Raises MemoryLimitError where
+    `limit` is more than it has left."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    found = os.statvfs(there)
+    free = found.f_bavail * found.f_frsize
+    if limit is None:
+        return min(free // 2, TIMES_HOST * host_bytes)
+    if limit > free:
+        raise MemoryLimitError(
+            f"disk_limit={format_size(limit)} ({limit} bytes) is more than the {format_size(free)} ({free} bytes) that "
+            f"the disk of {str(folder)!r} has left: lower disk_limit, or free room there"
+        )
+    return limit
+
+
+def file_layout(limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
+    """Rows of `geometry`, whose head dimension is `format`'s width, in a file of at most `limit` bytes. Raises
+    MemoryLimitError where that is too little for any."""
+    rows = fitting(limit, geometry.head_dim * format.storage.itemsize)
+    return FileLayout(ArenaLayout.fit(geometry, format.storage, rows, slab_tokens))
+
+
 def open_file_arena(
     disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
 ) -> FileArena:
-    """Rows of `geometry`, whose head dimension is `format`'s width, on `disk`, with `host_bytes` of memory. Raises
-    ConfigError where the folder cannot be used, MemoryLimitError where a limit is more than there is, or too little."""
-    file = DirectFile(disk.folder, disk.reader)
-    try:
-        free = file.free_bytes
-        limit = min(free // 2, TIMES_HOST * host_bytes) if disk.limit is None else disk.limit
-        if limit > free:
-            raise MemoryLimitError(
-                f"disk_limit={format_size(limit)} ({limit} bytes) is more than the {format_size(free)} ({free} bytes) "
-                f"that the disk of {str(disk.folder)!r} has left: lower disk_limit, or free room there"
-            )
-        row_bytes = geometry.head_dim * format.storage.itemsize
-        layout = ArenaLayout.fit(geometry, format.storage, fitting(limit, row_bytes), slab_tokens)
-        return FileArena(layout, format.storage, file, host_bytes, disk.speed)
-    except BaseException:
-        file.close()
-        raise
+    """Rows on `disk`, with `host_bytes` of memory. Raises ConfigError where the folder cannot be used, MemoryLimitError
+    where a limit is more than there is, or too little."""
+    limit = disk_limit(disk.folder, disk.limit, host_bytes)
+    layout = file_layout(limit, geometry, format, slab_tokens)
+    HostShares.of(host_bytes, layout)  # before there is a file
+    return FileArena(layout.arena, format.storage, DirectFile(disk.folder, disk.reader), host_bytes, disk.speed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -26,14 +26,18 @@ from .write_behind import WriteBehind
 
 @dataclass
 class DiskUse:
-    """What reading rows has cost so far. `wanted`: rows (K and V of a token, layer and head) that were asked for;
-    `cached`: those of them that were in memory. `requests` and `bytes_read`: of the disk."""
+    """What reading and writing rows has cost so far. `wanted`: rows (K and V of a token, layer and head) that were
+    asked for one by one; `cached`: those of them that were in memory. `requests`: reads of the disk."""
 
     wanted: int = 0
     cached: int = 0
     requests: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+
+    def since(self, before: DiskUse) -> DiskUse:
+        """What has come since `before`."""
+        return DiskUse(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
 class FileArena:
@@ -62,6 +66,12 @@ class FileArena:
         """Chunks of which the file has something."""
         self._mutex = threading.RLock()
         self._staging = aligned(self.shares.staged)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of rows in memory: those that stay, and chunks that are being filled."""
+        buffers = len(self._buffers) * (self.shares.chunks // self.shares.chunk_buffers)
+        return self._cache.used * self.shares.slot_bytes + buffers
 
     def activate(self) -> None:
         """Takes the next slab's room from the disk. PoolFullError where there is none."""
@@ -121,6 +131,7 @@ class FileArena:
             data = aligned(len(chunks) * self.places.piece)
             pieces = data.view(len(chunks), self.places.piece)
             pieces[:, : CHUNK * self.places.pair_bytes] = own.reshape(len(chunks), -1).view(torch.uint8)
+            self.use.bytes_written += len(data)
             where = self.places.offset(slab, place, head, slot)
             self._writer.add([(chunk, place) for chunk in chunks], [(where, data)])
 
@@ -140,6 +151,7 @@ class FileArena:
     def _write_buffer(self, chunk: int, data: torch.Tensor) -> None:
         heads, offsets = self.layout.kv_heads, self._piece_offsets(chunk)
         self._written[chunk] = True
+        self.use.bytes_written += len(data)
         pieces = [(int(at), data[i * self.places.piece :][: self.places.piece]) for i, at in enumerate(offsets)]
         for place in range(self.layout.layers):
             self._writer.add([(chunk, place)], pieces[place * heads : (place + 1) * heads])

@@ -20,7 +20,7 @@ class HostShares:
 
     index: for each row on disk, where it is in memory. staged: of each of what is being read, what has been asked for
     and what is on its way to the disk. chunks: of chunks that are filled token by token, at most `chunk_buffers` of
-    them. slots: rows that stay because they were used, with what is known of them.
+    them. slots: rows that stay because they were used, of `slot_bytes` each with what is known of them.
     """
 
     index: int
@@ -28,6 +28,7 @@ class HostShares:
     chunk_buffers: int
     chunks: int
     slots: int
+    slot_bytes: int
 
     @classmethod
     def of(cls, limit: int, layout: FileLayout) -> HostShares:
@@ -37,7 +38,8 @@ class HostShares:
         staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // BLOCK * BLOCK))
         chunk = layout.arena.layers * layout.arena.kv_heads * layout.piece
         buffers = max(1, limit // 16 // chunk)
-        slots = (limit - index - 3 * staged - buffers * chunk) // (layout.pair_bytes + SLOT_BYTES)
+        slot = layout.pair_bytes + SLOT_BYTES
+        slots = (limit - index - 3 * staged - buffers * chunk) // slot
         if slots < 1:
             least = index + 3 * staged + buffers * chunk
             raise MemoryLimitError(
@@ -45,4 +47,4 @@ class HostShares:
                 f"disk: {format_size(least)} ({least} bytes) are needed to read and write it, of them "
                 f"{format_size(index)} to know where rows are; raise host_memory, or lower disk_limit"
             )
-        return cls(index, staged, buffers, buffers * chunk, slots)
+        return cls(index, staged, buffers, buffers * chunk, slots, slot)

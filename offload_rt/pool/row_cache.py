@@ -43,6 +43,11 @@ class RowCache:
         self._now = 0.0
 
     @property
+    def used(self) -> int:
+        """How many slots have rows."""
+        return self.slots - self._free_count
+
+    @property
     def held(self) -> Ids:
         """The slots that have rows, rising."""
         return np.flatnonzero(self._owner >= 0)

@@ -1,0 +1,32 @@
+"""What a pool on disk takes of the disk and of host memory, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..config import EngineConfig
+from ..models.registry import ModelShape
+from ..pool.disk_tier import disk_limit, file_layout
+from ..pool.host_shares import HostShares
+from ..pool.kv_format import kv_format
+from ..pool.machine import available_memory
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """limit: bytes of rows that the disk may take. shares: what is in host memory of them."""
+
+    limit: int
+    shares: HostShares
+
+
+def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
+    """The plan of a runtime with `config.disk`; None without. Raises MemoryLimitError where a limit is more than there
+    is, or too little."""
+    if config.disk is None:
+        return None
+    host = config.host_memory or available_memory() // 2
+    format = kv_format(config.kv_format, shape.dtype, shape.geometry.head_dim)
+    limit = disk_limit(config.disk, config.disk_limit, host)
+    layout = file_layout(limit, replace(shape.geometry, head_dim=format.width), format)
+    return DiskPlan(limit, HostShares.of(host, layout))
