@@ -218,13 +218,20 @@ def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: La
 
 
 def tail_attention(
-    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    pages: Pages,
+    layout: Layout,
+    tokens: range,
+    skip: torch.Tensor,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q `[Hkv, G, d]` over the low-bit rows of `tokens` that are not among `skip` `[Hkv, n]`: out, lse."""
+    """Attention of q `[Hkv, G, d]` over the low-bit rows of `tokens` that are not among `skip` `[Hkv, n]`, scores
+    capped: out, lse."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
     if _compiled(q):
         from . import triton_low_bit as module
-    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, mean, pages, layout, tokens, skip)
+    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, mean, pages, layout, tokens, skip, softcap)
     return part
 
 

@@ -215,10 +215,16 @@ static void add_values(const uint8_t *restrict values, float weights[][BLOCK], i
 }
 #endif
 
+/* s as cap * tanh(s / cap), from e^(-2 |s| / cap). */
+static inline float capped(float s, float cap) {
+    float decays = exp_of(-2.0f * __builtin_fabsf(s) / cap);
+    return __builtin_copysignf(cap * (1.0f - decays) / (1.0f + decays), s);
+}
+
 /* One KV head over blocks [first, last): hidden[t] is 0 where token t of them counts, else 1. */
 static void attend_head(uint8_t *const *pages, int64_t offset, int head, const int8_t *weights, const float *middle,
                         const float *scale, const float *shift, const uint8_t *hidden, int64_t first, int64_t last,
-                        int group, float out[][HEAD_DIM], float *peak, float *total) {
+                        float softcap, int group, float out[][HEAD_DIM], float *peak, float *total) {
     float scores[MOST_QUERIES][BLOCK], sums[MOST_QUERIES][LANES];
     memset(sums, 0, sizeof sums);
     for (int g = 0; g < group; g++) {
@@ -239,6 +245,8 @@ static void attend_head(uint8_t *const *pages, int64_t offset, int head, const i
         block_scores(block, weights, middle, scale, shift, group, scores);
         for (int g = 0; g < group; g++) {
             float *s = scores[g];
+            if (softcap > 0.0f)
+                for (int t = 0; t < BLOCK; t++) s[t] = capped(s[t], softcap);
             for (int t = 0; t < BLOCK; t++) s[t] = shown[t] > 0.0f ? s[t] : -3e38f;
             float most = largest(s);
             if (most > peak[g]) {
@@ -263,14 +271,14 @@ static void attend_head(uint8_t *const *pages, int64_t offset, int head, const i
 
 /* Attention of all heads over blocks [first, last): outs [heads * group][HEAD_DIM] not yet divided, peaks and totals
 [heads * group]. hidden [heads][(last - first) * 64]; weights [heads * group][HEAD_DIM], a multiple of AT_ONCE queries in
-a group; middle, scale, shift [heads * group]. */
+a group; middle, scale, shift [heads * group]; softcap 0: scores are not capped. */
 void attend(uint8_t *const *pages, int64_t offset, int heads, int group, const int8_t *weights,
             const float *middle, const float *scale, const float *shift, const uint8_t *hidden, int64_t first,
-            int64_t last, float *outs, float *peaks, float *totals) {
+            int64_t last, float softcap, float *outs, float *peaks, float *totals) {
     for (int head = 0; head < heads; head++) {
         int64_t row = (int64_t)head * group;
         attend_head(pages, offset, head, weights + row * HEAD_DIM, middle + row, scale + row, shift + row,
-                    hidden + head * (last - first) * BLOCK, first, last, group,
+                    hidden + head * (last - first) * BLOCK, first, last, softcap, group,
                     (float(*)[HEAD_DIM])(outs + row * HEAD_DIM), peaks + row, totals + row);
     }
 }

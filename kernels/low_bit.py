@@ -19,6 +19,7 @@ import torch
 
 from . import selection
 from .pages import BLOCK, Pages
+from .reference import capped
 from .selection import quantise_query
 
 KEY_BITS = 4
@@ -191,14 +192,16 @@ def tail_attention(
     layout: Layout,
     tokens: range,
     skip: torch.Tensor,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the low-bit rows of `tokens` that are not among `skip` int64 `[Hkv, n]`, which lie in `tokens` or
     are negative.
 
-    q and mean as in `low_bit_scores`. Returns out `[Hkv, G, d]`, mixed as the values are, and lse `[Hkv, G]` (natural
-    log), float32 (float64 for float64): 0 and -inf where no token is left.
+    q and mean as in `low_bit_scores`, whose scores are capped where the model's are. Returns out `[Hkv, G, d]`, mixed
+    as the values are, and lse `[Hkv, G]` (natural log), float32 (float64 for float64): 0 and -inf where no token is
+    left.
     """
-    scores = low_bit_scores(q, mean, pages, layout, tokens)
+    scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
     hidden.scatter_(1, torch.where(skip < 0, len(tokens), skip - tokens.start), True)
     scores = scores.masked_fill_(hidden[:, :-1].unsqueeze(1), -math.inf)

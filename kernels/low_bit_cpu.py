@@ -11,6 +11,7 @@ import torch
 from . import low_bit, native, selection
 from .low_bit import KEY_BITS, Layout, decode_steps, hidden_tokens, unpack_rows
 from .pages import BLOCK, PAGE_BLOCKS, Pages
+from .reference import capped
 from .selection import quantise_query, token_count, top_tokens
 
 
@@ -74,7 +75,13 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def tail_attention(
-    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    pages: Pages,
+    layout: Layout,
+    tokens: range,
+    skip: torch.Tensor,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`low_bit.tail_attention`, with weights of values rounded to bfloat16 (in C where the processor multiplies it,
     else they are float32)."""
@@ -83,8 +90,8 @@ def tail_attention(
     weights, scale = quantise_query(q)
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is not None:
-        return library.attend(weights, scale.squeeze(-1), _shift(q, mean), pages, hidden, blocks)
-    scores = _scores(weights, scale, _shift(q, mean), pages, layout, blocks)
+        return library.attend(weights, scale.squeeze(-1), _shift(q, mean), pages, hidden, blocks, softcap)
+    scores = capped(_scores(weights, scale, _shift(q, mean), pages, layout, blocks), softcap)
     scores.masked_fill_(hidden.view(torch.bool).unsqueeze(1), -math.inf)
     lse = torch.logsumexp(scores, -1)
     scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()

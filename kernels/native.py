@@ -79,9 +79,10 @@ class LowBitLibrary:
         pages: Pages,
         hidden: torch.Tensor,
         blocks: range,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Out `[Hkv, G, d]` and lse `[Hkv, G]` of the same queries over the tokens of `blocks` whose `hidden` uint8
-        `[Hkv, blocks * 64]` is 0."""
+        `[Hkv, blocks * 64]` is 0, scores capped."""
         heads, group, d = weights.shape
         queries = _queries(weights, scale, shift)
         padded = queries[0].shape[1]
@@ -89,7 +90,8 @@ class LowBitLibrary:
         assert hidden.is_contiguous() and hidden.shape == (heads, len(blocks) * BLOCK)
         self.library.attend(
             *_pages(pages), heads, padded, *map(_pointer, queries), _pointer(hidden),
-            ctypes.c_int64(blocks.start), ctypes.c_int64(blocks.stop), _pointer(out), _pointer(peak), _pointer(total),
+            ctypes.c_int64(blocks.start), ctypes.c_int64(blocks.stop), ctypes.c_float(softcap or 0.0),
+            _pointer(out), _pointer(peak), _pointer(total),
         )  # fmt: skip
         out, peak, total = out[:, :group], peak[:, :group], total[:, :group]
         return out / total.clamp_min(1e-30).unsqueeze(-1), torch.where(total > 0, peak + total.log(), -torch.inf)

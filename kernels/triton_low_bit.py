@@ -166,13 +166,21 @@ def _store_field(
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
 
 
+@triton.jit
+def _capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
+    """c tanh(s / c), from e^(-2 |s| / c)."""
+    decays = tl.exp(tl.abs(scores) * (-2.0 / softcap))
+    size = softcap * (1.0 - decays) / (1.0 + decays)
+    return tl.where(scores < 0.0, -size, size)
+
+
 @triton.jit(do_not_specialize=["pages", "offset", "tokens", "lists"])
 def _attend(
     table: tl.tensor, pages: tl.tensor, offset: tl.tensor, q: tl.tensor, mean: tl.tensor, starts: tl.tensor,
     stops: tl.tensor, hidden: tl.tensor, outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
-    lists: tl.tensor,
+    lists: tl.tensor, softcap: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr, CAPPED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, s): blocks [s * PIECE, ...) of list p, as far as they hold any of its tokens, softmax on the fly.
     Writes part s: lse, and out `[G, d]` (nothing where it has no blocks, 0 where no token counts). KEYS and VALUES are
@@ -196,8 +204,11 @@ def _attend(
             scores = (
                 (_products(low, high, keys) - centre[:, None]) * decoded_steps(tl.load(steps))[None, :] * scale[:, None]
             )
+            scores += shift[:, None]
+            if CAPPED:
+                scores = _capped(scores, softcap)
             counts = tl.load(hidden + p * tokens + block * _BLOCK + token) == 0
-            scores = tl.where(counts[None, :], scores + shift[:, None], float("-inf"))
+            scores = tl.where(counts[None, :], scores, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
             shares, kept = tl.exp(scores - safe[:, None]), tl.exp(peak - safe)
@@ -282,7 +293,13 @@ def join_tail(
 
 
 def tail_attention(
-    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
+    q: torch.Tensor,
+    mean: torch.Tensor,
+    pages: Pages,
+    layout: Layout,
+    tokens: range,
+    skip: torch.Tensor,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`low_bit.tail_attention` of float32 queries, as of a batch of one."""
     heads, group, d = q.shape
@@ -290,7 +307,7 @@ def tail_attention(
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
     table = PageTable((pages,), to_device(pages.addresses.unsqueeze(0), q.device))
     chosen = skip.sort(1).values
-    outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], chosen, bounds[2], tokens.stop)
+    outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], chosen, bounds[2], tokens.stop, softcap)
     out, lse = merge_parts(outs, lses)
     return out.view(heads, group, d), lse.view(heads, group)
 
@@ -305,6 +322,7 @@ def _parts(
     chosen: torch.Tensor,
     counts: torch.Tensor,
     tokens: int,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The low-bit rows of the tokens that count, in pieces: outs `[pieces, P * G, d]` and lses `[pieces, P * G]`, in
     two launches. Of chosen only what lies within [start, stop), and is meant, matters."""
@@ -320,9 +338,9 @@ def _parts(
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
     _attend[(lists, pieces)](
-        *addressed(table), q, mean, starts, stops, hidden, outs, lses, table.heads, every, lists,
+        *addressed(table), q, mean, starts, stops, hidden, outs, lses, table.heads, every, lists, softcap or 0.0,
         d=d, **padded_sizes(layout), BITS=layout.value_bits, G=group, GROUP=_padded(group), PIECE=PAGE_BLOCKS,
-        WIDEN=not q.is_cuda,
+        WIDEN=not q.is_cuda, CAPPED=softcap is not None,
     )  # fmt: skip
     return outs, lses
 

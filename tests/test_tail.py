@@ -40,7 +40,7 @@ def attend_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: t
     """`LowBitRows.attend` over rows that were never rounded."""
 
     def attend(
-        self: LowBitRows, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor
+        self: LowBitRows, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = kept[layer]
         heads = k.shape[0]

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from ..core import ModelGeometry, Selection, Visible
-from ..errors import ArtifactError, ModelError
+from ..errors import ArtifactError
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.low_bit import Layout
 from ..kernels.pages import PAGE_TOKENS
@@ -129,9 +129,8 @@ class InfiniGenState(PassiveState):
         """The estimate of what was not selected, from low-bit rows; None without option `tail`."""
         if self._tail is None or not visible.candidates:
             return None
-        out, lse = self._tail.attend(
-            layer, q.to(self._policy.keys_device), visible.candidates, _meant(selection).to(self._policy.keys_device)
-        )
+        query, skip = q.to(self._policy.keys_device), _meant(selection).to(self._policy.keys_device)
+        out, lse = self._tail.attend(layer, query, visible.candidates, skip, self._policy.geometry.softcap)
         return out.to(q.device), lse.to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
@@ -168,8 +167,7 @@ class InfiniGen:
     ) -> None:
         """device: that the model computes on. dtype: the model's; scoring is float32 at least.
 
-        Raises ConfigError where an option does not fit the model, ModelError where the model
-        needs what an option cannot give, ArtifactError where the artifact has other shapes.
+        Raises ConfigError where an option does not fit the model, ArtifactError where the artifact has other shapes.
         """
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
@@ -299,12 +297,6 @@ def _meant(selection: Selection) -> torch.Tensor:
 
 
 def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:
-    if geometry.softcap is not None and options.tail != "off":
-        raise ModelError(
-            "the model caps its attention scores, and the low-bit rows of a tail are attended to without a cap: choose "
-            "preset='rows' (or tail='off')",
-            reason="softcap",
-        )
     expected = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     if tuple(artifact.query.shape) != expected:
         raise ArtifactError(

@@ -136,11 +136,13 @@ class LowBitRows:
         return self._bases[layer].basis
 
     def attend(
-        self, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor
+        self, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`: out `[H, d]`, lse `[H]`."""
+        """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`, scores capped where the model's are:
+        out `[H, d]`, lse `[H]`."""
         own, heads = self._bases[layer], q.shape[0]
-        out, lse = dispatch.tail_attention(*own.queries(q), self._rows.pages(layer), self._layout, tokens, skip)
+        queries, pages = own.queries(q), self._rows.pages(layer)
+        out, lse = dispatch.tail_attention(*queries, pages, self._layout, tokens, skip, softcap)
         return out.reshape(heads, -1) @ own.mixing.T, lse.reshape(heads)
 
     def storage(self, layer: int, slots: range) -> Pages:
