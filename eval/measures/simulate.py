@@ -17,6 +17,32 @@ from .flags import add_text_flag, given, numbers, say_on_stderr, show, words
 RATES = ("token_bytes", "link_bandwidth", "disk_bandwidth", "free_share", "gpu_price", "host_price", "disk_price")
 
 
+def _layout_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recordings", nargs="+", metavar="RUN", help="folders of 'offload-rt generate --record RUN'")
+    parser.add_argument("--out", required=True, metavar="DIR", help="disk_layout.json, .csv and .md")
+    parser.add_argument("--row-bytes", type=int, default=256, metavar="N", help="K and V of a token and head (256)")
+    parser.add_argument(
+        "--kept", type=numbers, default=[0.0, 0.1, 0.25], metavar="F,F", help="shares of rows in memory"
+    )
+    parser.add_argument("--seek", type=float, default=18.0, metavar="US", help="of a request of the disk (18)")
+    parser.add_argument("--rate", type=float, default=1150.0, metavar="MB", help="a second that it reads (1150)")
+
+
+@measure("disk-layout", "recorded selections as blocks and requests of a disk", _layout_flags)
+def disk_layout(args: argparse.Namespace) -> int:
+    """How rows should lie on a disk: what recorded selections are in blocks and in requests, for layouts and for shares
+    of the rows in memory."""
+    from ...disk.speed import DiskSpeed
+    from ...engine.recording import Recording
+    from ..simulate.disk_layout import report
+
+    runs = [Recording.open(Path(run)) for run in args.recordings]
+    one = report(runs, args.row_bytes, args.kept, DiskSpeed(args.seek * 1e-6, 1e-6 / args.rate))
+    one.write(Path(args.out))
+    show(one, args.out, say_on_stderr(False))
+    return 0
+
+
 def _replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recording", metavar="RUN", help="folder that 'offload-rt generate --record RUN' wrote")
     parser.add_argument("--working-set", type=numbers, metavar="0.05,0.1", help="rows kept, as shares of the tokens")

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ...core import CHUNK, ModelGeometry, Selection, Visible
-from ...disk.direct_file import BLOCK, DirectFile
+from ...disk.direct_file import BLOCK, DirectFile, aligned
+from ...disk.requests import Requests
 from ...disk.speed import SEQUENTIAL, DiskSpeed, fill, measure
 from ...engine.recording import Recording
 from ...errors import InputError
@@ -138,15 +139,17 @@ class DiskContext:
         self._fill()
         self.link.storage.open(self.blocks, SINKS, RECENT)
         self._q = torch.randn(geometry.heads, case.head_dim).to(case.dtype)
+        self._scratch, self._read_from = aligned(64 * SEQUENTIAL), 0
         self._row = torch.randn(case.kv_heads, 1, case.head_dim).to(case.dtype)
 
     def _fill(self, at_once: int = 4096) -> None:
-        generator = torch.Generator().manual_seed(0)
+        """The same random rows again and again."""
+        shape = (2, self.case.kv_heads, at_once, self.case.head_dim)
+        k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.case.dtype)
         for layer in range(self.case.layers):
             for start in range(0, self.case.context, at_once):
-                shape = (2, self.case.kv_heads, min(at_once, self.case.context - start), self.case.head_dim)
-                k, v = torch.randn(shape, generator=generator).to(self.case.dtype)
-                self.pool.write(self.blocks, layer, start, k, v)
+                count = min(at_once, self.case.context - start)
+                self.pool.write(self.blocks, layer, start, k[:, :count], v[:, :count])
         self.pool.commit(self.blocks, self.case.context)
 
     @torch.inference_mode()
@@ -162,6 +165,24 @@ class DiskContext:
             assert ticket is not None
             attend(self._q, ticket.wait(), self.case.geometry.scales[layer])
         self.pool.commit(self.blocks, position + 1)
+
+    def wanted_bytes(self, selected: Step | None) -> int:
+        """Of the rows that a step attends to, besides the resident ones."""
+        if selected is None:
+            return self.case.kv_bytes
+        return sum(one.numel() for one in selected) * self.file.places.pair_bytes
+
+    def read_in_order(self, size: int) -> float:
+        """Seconds that so many bytes of the same file take, read in order in requests of 1 MiB, all at once."""
+        count = max(1, min(size, self.case.kv_bytes) // SEQUENTIAL)
+        size = max(BLOCK, min(size // count, SEQUENTIAL) // BLOCK * BLOCK)
+        self._read_from = (self._read_from + count * size) % max(1, self.case.kv_bytes - count * size + 1)
+        began = time.perf_counter()
+        for first in range(0, count, 64):
+            at = np.arange(min(64, count - first), dtype=np.int64) * size
+            offset = self._read_from // BLOCK * BLOCK + first * size + at
+            self.file.file.read(Requests(offset, np.full(len(at), size, np.int64), at), self._scratch)
+        return time.perf_counter() - began
 
     def _fetch(self, layer: int, visible: Visible, selected: Step | None) -> Any:
         if layer == self.case.layers:
@@ -207,17 +228,22 @@ def _measured(
 ) -> Row:
     before = _reset_peak()
     context = DiskContext(case, folder, int(share * case.kv_bytes), speed)
-    file, seconds, skipped = context.file, [], int(len(steps) * WARM_UP)
+    file, skipped = context.file, int(len(steps) * WARM_UP)
+    seconds: list[float] = []
+    cpu: list[float] = []
+    alone: list[float] = []
     for i, selected in enumerate(steps):
         if i == skipped:
             wanted, cached, requests, size = file.use.wanted, file.use.cached, file.use.requests, file.use.bytes_read
-        began = time.perf_counter()
+        size_asked = context.wanted_bytes(selected)
+        began, worked = time.perf_counter(), time.process_time()
         context.step(selected)
         seconds.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - worked)
+        alone.append(context.read_in_order(size_asked))
     counted = len(steps) - skipped
-    asked = (file.use.wanted - wanted) * file.places.pair_bytes / counted
     read = (file.use.bytes_read - size) / counted
-    asked = asked or case.kv_bytes
+    asked = float(np.mean([context.wanted_bytes(selected) for selected in steps[skipped:]]))
     return {
         "what": what,
         "context": case.context,
@@ -230,7 +256,9 @@ def _measured(
         "read_bytes": read,
         "requests": (file.use.requests - requests) / counted,
         "step_ms": 1e3 * float(np.median(seconds[skipped:])),
-        "wanted_ms": 1e3 * asked * speed.byte,
+        "cpu_ms": 1e3 * float(np.median(cpu[skipped:])),
+        "wanted_ms": 1e3 * float(np.median(alone[skipped:])),
+        "over_wanted": float(np.median(np.divide(seconds[skipped:], alone[skipped:]))),
         "read_ms": 1e3 * speed.seconds(round((file.use.requests - requests) / counted), round(read)),
         "over_limit_mb": (_peak() - before) / 1e6 - share * case.kv_bytes / 1e6,
     }
@@ -264,15 +292,18 @@ STEPS = (
     Column("read MB", "mb_read", ",.1f"),
     Column("requests", "requests", ",.0f"),
     Column("step ms", "step_ms", ",.1f"),
+    Column("CPU ms", "cpu_ms", ",.1f"),
     Column("wanted bytes in order ms", "wanted_ms", ",.1f"),
+    Column("step over that", "over_wanted", ".2f"),
     Column("what was read, alone ms", "read_ms", ",.1f"),
     Column("faster than full", "times_full", ".1f"),
     Column("peak over limit MB", "over_limit_mb", ",.0f"),
 )
 
 NOTES = (
-    "A step is its reads and its attention, nothing else of a model. The last columns in ms are at the disk's speed as",
-    "it was measured in the same run: of the wanted rows' bytes if they lay side by side, and of the requests made.",
+    "A step is its reads and its attention, nothing else of a model. After each step as many bytes as it wanted are",
+    "read in order from the same file: medians of both, and of their ratio. What was read, alone: the requests that",
+    "were made, at the speed of the table above. CPU ms: of all threads.",
     "Peak: of resident memory, less what was resident before, less the limit.",
 )
 

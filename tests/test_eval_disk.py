@@ -1,0 +1,86 @@
+"""`offload-rt eval disk` and `disk-layout`: what they count, on a context and a recording that were made up."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload_rt.cli import main
+from offload_rt.disk.direct_file import BLOCK
+from offload_rt.engine.recording import Recording, RunInfo, RunWriter
+from offload_rt.errors import InputError
+from offload_rt.eval.speed import disk_tier
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """30 steps of two layers and two heads over 2,000 tokens: the same 16 neighbours, and one other token each time."""
+    info = RunInfo(
+        "folder/m", "f", "infinigen", {}, 2, 2, 64, (0, 1), 4, 64, prompt_tokens=2000, tokens=tuple(range(2000))
+    )
+    writer = RunWriter(tmp_path / "run", info)
+    for step in range(30):
+        for layer in range(2):
+            one = torch.cat((torch.arange(160, 176), torch.tensor([200 + 50 * step + layer])))
+            writer.selected(2000 + step, layer, torch.stack((one, one + 10)))
+    writer.close(list(range(2030)), None)
+    return tmp_path / "run"
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def test_a_layout_is_counted_in_blocks_and_requests(run: Path, tmp_path: Path) -> None:
+    """Rows of 256 bytes: 16 tokens a block. A gap of 0 bytes: blocks that touch share a request."""
+    flags = ["--kept", "0,0.5", "--seek", "0", "--rate", "1000", "--out", str(tmp_path)]
+    assert main(["eval", "disk-layout", str(run), *flags]) == 0
+    alone, _, kept, together = rows_of(tmp_path / "disk_layout.json")
+    whole = 2000 * 2 * 2 * 256
+    assert (alone["layout"], alone["model"], alone["hit_rate"]) == ("by head", "m", 0)
+    assert alone["wanted"] == pytest.approx(17 * 2 * 2 * 256 / whole)
+    assert kept["missed"] == pytest.approx(1 * 2 * 2 * 256 / whole) and kept["requests"] == 4
+    assert kept["blocks"] == kept["read"] == pytest.approx(4 * BLOCK / whole) == kept["time"]
+    assert together["requests"] <= 4 and together["read"] >= kept["missed"]
+
+
+def test_drawn_selections_have_the_shape_that_was_asked_for() -> None:
+    case = disk_tier.DiskCase(2, 2, 16, 4096, fraction=0.1, neighbours=3.0, stay=0.75)
+    steps = [[one.numpy() for one in step] for step in disk_tier.drawn_steps(case, 12)]
+    own = [step[1][0] for step in steps]
+    assert all(step[0].shape == (2, 403) for step in steps) and all((np.diff(row) > 0).all() for row in own)
+    assert all(row.min() >= disk_tier.SINKS and row.max() < 4096 - disk_tier.RECENT for row in own)
+    again = [len(np.intersect1d(a, b)) / 403 for a, b in pairwise(own)]
+    assert 0.7 < np.mean(again) < 0.85
+    assert 2.5 < np.mean([403 / (1 + (np.diff(row) > 1).sum()) for row in own]) < 4
+
+
+def test_steps_of_a_recording_and_of_a_drawn_context(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "SPEED_BYTES", 4 << 20)
+    flags = ["--disk", str(tmp_path / "rows"), "--host", "0.9", "--full-steps", "2", "--shape", "tiny"]
+    for out, more in (("a", ["--record", str(run)]), ("b", ["--contexts", "4k", "--steps", "4", "--fraction", "0.02"])):
+        assert main(["eval", "disk", *flags, *more, "--out", str(tmp_path / out)]) == 0
+        full, selected = rows_of(tmp_path / out / "disk_steps.json")
+        assert full["wanted_bytes"] == full["kv_bytes"] and full["read_bytes"] >= 0.9 * full["kv_bytes"]
+        assert selected["wanted_bytes"] < 0.05 * full["wanted_bytes"] and selected["read_bytes"] < full["read_bytes"]
+        assert selected["step_ms"] > 0 < selected["wanted_ms"] and selected["times_full"] > 0
+        assert len(rows_of(tmp_path / out / "disk_speed.json")) == 8
+    _, replayed = rows_of(tmp_path / "a" / "disk_steps.json")
+    assert replayed["hit_rate"] > 0.8, "the sixteen that come again"
+    assert list((tmp_path / "rows").iterdir()) == []
+
+
+def test_a_recording_without_steps_is_refused(tmp_path: Path) -> None:
+    info = RunInfo("m", "f", "infinigen", {}, 1, 1, 64, (0,), 4, 64, prompt_tokens=2000, tokens=tuple(range(2000)))
+    RunWriter(tmp_path / "run", info).close(list(range(2001)), None)
+    with pytest.raises(InputError, match="record 5 new tokens"):
+        disk_tier.recorded_case(Recording.open(tmp_path / "run"), 64)
