@@ -76,19 +76,21 @@ def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
     """The stored rows k, v `[P, w]` of each sequence's newest token go to `rows` `[R, w]`, `planes[0, h]` and
-    `planes[1, h]` (int64 `[2, Hkv]`) behind `newest[b]` (int64 `[B]`)."""
-    ids = (newest.unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
+    `planes[1, h]` (int64 `[2, Hkv]`) behind `newest[b]` (int64 `[B]`); a negative one is nobody's."""
+    meant = newest >= 0
+    ids = (newest[meant].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
     for of, source in zip(ids, (k, v), strict=True):
-        rows[of] = source.to(rows.device)
+        rows[of] = source.unflatten(0, (len(newest), -1))[meant].flatten(0, 1).to(rows.device)
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """The rows k, v `[P, d]` of each sequence's newest token take place `places[b]` (int64 `[B]`) of its kept rows
-    `[2 * Hkv, room, d]`: K of all heads, then V."""
+    `[2 * Hkv, room, d]`: K of all heads, then V; a negative place is nobody's."""
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
     for rows, own, place in zip(kept.tensors, newest, places, strict=True):
-        rows.index_copy_(1, place.view(1), own.unsqueeze(1))
+        if place >= 0:
+            rows.index_copy_(1, place.view(1), own.unsqueeze(1))
 
 
 # ---------------------------------------------------------------------------------------------------------- scores
@@ -238,11 +240,12 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
     """The key k `[P, d]` of each list's newest token, skewed by basis `[Hkv, d, r]` (or `[P, d, r]`, each list's own),
-    becomes column `slots[p]` of keys `[Hkv, r, N_b]`. slots: int64 `[P]`."""
+    becomes column `slots[p]` of keys `[Hkv, r, N_b]`. slots: int64 `[P]`, negative ones of a sequence that is none."""
     skewed = _skewed(k, basis).to(keys.dtype)
     every = torch.arange(keys.heads, device=k.device)
     for own, columns, slot in zip(keys.tensors, skewed.split(keys.heads), slots.split(keys.heads), strict=True):
-        own[every, :, slot] = columns
+        if slot[0] >= 0:
+            own[every, :, slot] = columns
 
 
 def append_quantised(
@@ -256,11 +259,13 @@ def append_quantised(
 ) -> None:
     """The key k `[P, d]` of each list's newest token, skewed by basis and rounded by mean and step `[Hkv, r]`, takes
     slot `slots[p]` of packed `[Hkv, m_b, w]`, in the first r of w bytes; the other tokens of its bytes keep their
-    codes."""
+    codes. Negative slots are those of a sequence that is none."""
     fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
     entering = _skewed(k, basis).unsqueeze(1)
     codes = zip(entering.split(packed.heads), slots.split(packed.heads), packed.tensors, strict=True)
     for skewed, slot, row in codes:
+        if slot[0] < 0:
+            continue
         own = row[:, :, : basis.shape[2]]
         there = unpack(own[every, slot // fields].unsqueeze(1), bits)
         there[every, slot % fields] = quantise(skewed, mean, step, bits).squeeze(1)

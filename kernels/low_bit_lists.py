@@ -27,7 +27,8 @@ def append_rows(
     slots: torch.Tensor,
 ) -> None:
     """The rows k, v `[P, d]` of each list's newest token take slot `slots[p]` (int64): keys multiplied with basis
-    `[Hkv, d, d]` and without mean `[Hkv, d]`, values multiplied with mixing `[d, d]`."""
+    `[Hkv, d, d]` and without mean `[Hkv, d]`, values multiplied with mixing `[d, d]`. Negative slots are those of a
+    sequence that is none."""
     heads, every = table.heads, torch.arange(table.heads, device=k.device)
     keys = skew(k.view(-1, heads, k.shape[1]).transpose(0, 1), basis) - mean.unsqueeze(1)
     values = (v.to(mixing.dtype) @ mixing).view(-1, heads, v.shape[1])

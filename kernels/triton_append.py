@@ -51,7 +51,7 @@ def _partial(
     own = table + p // heads * _FIELDS
     keys = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
     at = keys + column.to(tl.int64) * tl.load(own + 2) + tl.load(slots + p)
-    tl.store(at, skewed.to(KEYS), mask=column < r)
+    tl.store(at, skewed.to(KEYS), mask=(column < r) & (tl.load(slots + p) >= 0))
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -64,7 +64,7 @@ def _quantised(
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, heads, column, r, d, D)
-    scale, known = (p % heads) * r + column, column < r
+    scale, known = (p % heads) * r + column, (column < r) & (slot >= 0)
     away = skewed - tl.load(mean + scale, mask=known, other=0.0)
     code = tl.floor(tl.div_rn(away, tl.load(step + scale, mask=known, other=1.0))) + (1 << (BITS - 1))
     code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
@@ -88,9 +88,10 @@ def _keep(
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)
     rows = tl.load(own).to(tl.pointer_type(k.dtype.element_ty)) + p % heads * step
-    at = rows + tl.load(places + p // heads) * tl.load(own + 2) + column
-    tl.store(at, tl.load(k + p * d + column, mask=column < d), mask=column < d)
-    tl.store(at + heads * step, tl.load(v + p * d + column, mask=column < d), mask=column < d)
+    place = tl.load(places + p // heads)
+    at, known = rows + place * tl.load(own + 2) + column, (column < d) & (place >= 0)
+    tl.store(at, tl.load(k + p * d + column, mask=known), mask=known)
+    tl.store(at + heads * step, tl.load(v + p * d + column, mask=known), mask=known)
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:

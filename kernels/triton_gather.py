@@ -76,7 +76,8 @@ def _write(
 ) -> None:  # fmt: skip
     """Program p: the rows of K and V of list p."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
-    row, mask = tl.load(newest + p // heads), column < WORDS
+    row = tl.load(newest + p // heads)
+    mask = (column < WORDS) & (row >= 0)
     of_k, of_v = (tl.load(k + p * WORDS + column, mask=mask), tl.load(v + p * WORDS + column, mask=mask))
     tl.store(rows + (row + tl.load(planes + p % heads)) * WORDS + column, of_k, mask=mask)
     tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, of_v, mask=mask)

@@ -97,16 +97,17 @@ def _append(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, 0) stores the key of list p in KEY bits, (p, 1) its value in VALUE bits."""
+    """Program (p, 0) stores the key of list p in KEY bits, (p, 1) its value in VALUE bits; a negative
+    slot is nobody's."""
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
     row = slot % _BLOCK
     own = block_of(table, pages, offset, p, heads, slot // _BLOCK, _BLOCK * (KEYS + VALUES + 2))
     steps = own + _BLOCK * (KEYS + VALUES) + row
-    if tl.program_id(1) == 0:
+    if (tl.program_id(1) == 0) & (slot >= 0):
         _store_row(k + p * d, basis + head * d * d, mean + head * d, own + row, steps, _BLOCK,
                    True, d, KEYS, K, KEY, ROWS)  # fmt: skip
-    else:
+    if (tl.program_id(1) == 1) & (slot >= 0):
         _store_row(v + p * d, mixing, mean, own + _BLOCK * KEYS + row * VALUES, steps + _BLOCK, 1,
                    False, d, VALUES, V, VALUE, ROWS)  # fmt: skip
 

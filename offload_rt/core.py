@@ -186,6 +186,11 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
     return found
 
 
+def padded_batch(sequences: int) -> int:
+    """`sequences` rounded up, so that few batch sizes are captured: to a power of two, from 8 on to whole eights."""
+    return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
+
+
 def bucket(context: int) -> int:
     """`context` tokens rounded up: chunks, and eight sizes between a power of two and the next."""
     step = max(CHUNK, 1 << max(0, (context - 1).bit_length() - 4))

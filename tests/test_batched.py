@@ -204,7 +204,7 @@ def test_layers_that_slide_go_one_by_one_beside_those_that_select_together() -> 
     for _ in range(4):
         want = torch.cat([alone.decode([one]) for one in each])
         torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
-    assert together.strategies.inputs and not any(inputs.static for inputs in together.strategies.inputs.values())
+    assert together.strategies.inputs
     for one, other in zip(batch, each, strict=True):
         one.trace.settle()
         assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
@@ -236,6 +236,10 @@ def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
     together = DeviceCosts(replace(shape, device=torch.device("cuda")), demand, 512)
     alike = [bucket(1000)] * 3
     assert together.staging([10, 1000, 500]) == together.staging(alike) >= apart.staging(alike)
+    captured = replace(together, graphs=True)
+    step = captured.staging(alike) + captured.decode(alike)
+    assert step == together.staging(alike[:1] * 4) + together.decode(alike[:1] * 4), "of four, in a graph's memory"
+    assert captured.total(alike) >= together.total(alike) + step
     scores = bucket(1000) * shape.geometry.heads * 4
     assert together.decode([10, 1000, 500]) - apart.decode(alike) >= 2 * scores
 

@@ -51,7 +51,7 @@ TABLE = [
     Row("tail, streamed", "infinigen", options=WINDOW, streamed=True),
     Row("rows", "infinigen", options=ROWS),
     Row("rows, batch", "infinigen", 3, ROWS),
-    Row("rows, graphs", "infinigen", 1, ROWS, {"cuda_graphs": True, "prefix_sharing": False}),
+    Row("rows, graphs", "infinigen", 3, ROWS, {"cuda_graphs": True, "prefix_sharing": False}),
     Row("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
     Row("quest", "quest", options=WINDOW, daily=True),
     Row("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
@@ -83,7 +83,8 @@ def test_the_peak_is_below_the_limit(
         limit = least(row, folder)
         llm = LLM(
             folder, policy=row.policy, policy_options=row.options, device="cuda", dtype="float32",
-            device_memory=limit, max_context=CONTEXT, host_memory="8MiB", missed_mass_every=0, **row.settings,
+            device_memory=limit, max_context=CONTEXT, host_memory="8MiB", missed_mass_every=0, prefill_slice=512,
+            **row.settings,
         )  # fmt: skip
         runner, usage, sequences = llm.runner, sim.memory.usage, []
         weights, peaks = usage.active, {"load": usage.active_peak}
@@ -96,6 +97,11 @@ def test_the_peak_is_below_the_limit(
         for _ in range(DECODED):
             runner.decode(sequences).argmax(-1).tolist()
         peaks["decode"] = usage.active_peak
+        sim.memory.usage.reset_peaks()
+        runner.free(sequences.pop(0))
+        sequences.append(runner.new_sequence(tiny_prompt(CONTEXT, seed=9), CONTEXT))
+        runner.prefill(sequences[-1], CONTEXT - 1)
+        peaks["next prefill"] = usage.active_peak
         for sequence in sequences:
             runner.free(sequence)
     print(f"\n{row}, {schedule}: limit {limit:,}", *(f"{name} {peak / limit:.0%}" for name, peak in peaks.items()))
@@ -109,7 +115,8 @@ def least(row: Row, folder: Path) -> int:
     shape = load_shape(folder, device="cuda", dtype="float32")
     demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
     rounded, working = "kv_format" in row.settings, row.settings.get("working_set", 0)
-    costs = DeviceCosts(shape, demand, 512, rounded=rounded, working_set=working)
+    graphs = "cuda_graphs" in row.settings
+    costs = DeviceCosts(shape, demand, 512, rounded=rounded, working_set=working, graphs=graphs)
     layers = BUFFERS if row.streamed else LAYERS
     return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
 

@@ -17,7 +17,7 @@ from itertools import chain
 
 import torch
 
-from ..core import ModelGeometry, bucket
+from ..core import ModelGeometry, Visible, bucket
 from ..kernels.dispatch import attend_kept
 from ..kernels.h2d_copy import copy_into
 from ..select.base import Policy
@@ -37,16 +37,25 @@ def selects_together(batch: DecodeBatch) -> bool:
     return batch.policy.rule is not None and selects and all(s.position > 0 for s in batch.sequences)
 
 
+NOWHERE = -1
+"""The slot of a newest token that no sequence has."""
+
+
+NOTHING = Visible(range(0), range(0), range(0))
+"""What it sees."""
+
+
 class StepInputs:
     """What the launches of a step read, for `size` sequences of up to `capacity` tokens each: tensors that stay where
-    they are, whose values `load` writes before a step."""
+    they are, whose values `load` writes before a step. A batch may be smaller: the rows behind it are nobody's, see
+    nothing, and are written nowhere."""
 
     def __init__(
         self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, size: int, capacity: int
     ) -> None:
         device = rows.device
         self.rows, self.size, self.capacity, self._rule, self._policy = rows, size, capacity, rule, policy
-        self._heads, self._slides = geometry.kv_heads, bool(geometry.sliding)
+        self._heads = geometry.kv_heads
         selecting = [layer for layer in range(geometry.layers) if layer not in policy.dense_layers]
         self._selecting = selecting[0]
         self.keys = KeyLists(rule, selecting, size, capacity, device)
@@ -65,17 +74,21 @@ class StepInputs:
 
     def load(self, batch: DecodeBatch) -> None:
         """Writes who the batch's sequences are, where their rows and keys lie, and what each may see."""
-        keys = [s.state.scoring_keys for s in batch.sequences]
-        slots = [s.slots.newest for s in batch.sequences]
-        self.rows.hold([s.blocks for s in batch.sequences])
+        nobody = self.size - len(batch.sequences)
+        held = [*batch.sequences, *[batch.sequences[0]] * nobody]
+        slots = [s.slots.newest for s in held]
+        keys = [s.state.scoring_keys for s in held]
+        self.rows.hold([s.blocks for s in held])
         moved = self.keys.hold([own for own in keys if own is not None], slots)
         if moved is not None:
             copy_into(moved, self.keys.tables)
         sinks, recent, heads = self._policy.sinks, self._policy.recent, self._heads
+        slots[len(batch.sequences) :] = nobody * [NOWHERE]
         by_head = [slot for slot in slots for _ in range(heads)]
-        resident_at = [place(slot, sinks, recent) for slot in slots]
-        copy_into(torch.tensor([*batch.tokens, *batch.positions, *slots, *resident_at, *by_head]), self._newest)
-        visible = batch.visible(self._selecting)
+        resident_at = [NOWHERE if slot == NOWHERE else place(slot, sinks, recent) for slot in slots]
+        tokens, positions = (own + nobody * [0] for own in (batch.tokens, batch.positions))
+        copy_into(torch.tensor([*tokens, *positions, *slots, *resident_at, *by_head]), self._newest)
+        visible = batch.visible(self._selecting) + nobody * [NOTHING]
         resident = [span for seen in visible for span in [places(seen, sinks, recent)] * heads]
         candidates = chain.from_iterable(Spans.numbers(visible, heads, self._rule))
         bounds = [*candidates, *(span.start for span in resident), *(span.stop for span in resident)]
@@ -88,9 +101,8 @@ class StepInputs:
 
     @property
     def static(self) -> bool:
-        """Whether the launches of a step depend on nothing but these tensors: no address in them is a sequence's own
-        (as of columns chosen from its prompt, or of rows in sliding layers)."""
-        return not (self._policy.wants_queries or self.rows.working or self._slides)
+        """Whether the launches of a step depend on nothing but these tensors: no address in them is a working set's."""
+        return not self.rows.working
 
 
 class BatchedStrategy:
@@ -156,7 +168,8 @@ class BatchedStrategy:
         """Enters a layer's selection in traces and slot tables, and tells the recorder."""
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
         tallies = None if selection.tally is None else selection.tally.unbind()
-        each = zip(batch.sequences, batch.visible(layer), selection.counts.unbind(), strict=True)
+        counts = selection.counts[: len(batch.sequences)].unbind()
+        each = zip(batch.sequences, batch.visible(layer), counts, strict=True)
         for b, (sequence, visible, count) in enumerate(each):
             use = LinkUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
             sequence.trace.enter_selection(layer, visible, count, use)
@@ -170,8 +183,8 @@ class BatchedStrategy:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """What a layer selected: tokens int64 `[P, n]`, of which `counts` `[B]` of each KV head of a sequence are meant,
-    and `Arriving.tally`, how many rows cross the link."""
+    """What a layer selected: tokens int64 `[P, n]`, of which `counts` `[B]` (those of nobody behind them) of each KV
+    head of a sequence are meant, and `Arriving.tally`, how many rows cross the link."""
 
     layer: int
     tokens: torch.Tensor
@@ -201,14 +214,14 @@ class BatchedFetch:
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed and batch.selects(layer):
                 keys = sequence.keys(layer, batch.visible(layer)[b].all)
-                attended = lse.view(len(batch.sequences), -1)[b]
+                attended = lse.view(inputs.size, -1)[b]
                 sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
         if self.selected is not None:
             chosen = self.selected, self.counts
             out, lse = inputs.keys.join_tail(layer, q, inputs.candidates, chosen, (out, lse))
         if (sinks := batch.adapter.sinks(layer)) is not None:
-            out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(len(batch.sequences), 1))
-        return out.to(q.dtype).view(len(batch.sequences), -1)
+            out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
+        return out.to(q.dtype).view(inputs.size, -1)
 
 
 MOST_CACHED = 8
@@ -227,12 +240,14 @@ class StrategyCache:
         inputs = self.load(batch)
         return PerSequenceStrategy(batch) if inputs is None else BatchedStrategy(batch, inputs)
 
-    def load(self, batch: DecodeBatch) -> StepInputs | None:
-        """Returns inputs that hold the batch; None where policy or link cannot select for it at once."""
+    def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
+        """Returns inputs of `size` sequences (None: as many as there are) that hold the batch; None where policy or
+        link cannot select for it at once."""
         rule, link = batch.policy.rule, batch.link.batched
         if rule is None or link is None or not selects_together(batch):
             return None
-        key = size, capacity = len(batch.sequences), bucket(max(s.slots.context for s in batch.sequences))
+        size = len(batch.sequences) if size is None else size
+        key = size, capacity = size, bucket(max(s.slots.context for s in batch.sequences))
         if key not in self.inputs:
             rows = link.row_lists(size, capacity)
             self.inputs[key] = StepInputs(batch.policy, rows, rule, batch.geometry, size, capacity)

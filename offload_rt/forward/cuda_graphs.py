@@ -1,5 +1,6 @@
 """Decode steps as CUDA graphs, one for each batch size and bucket of context lengths: captured once, then replayed with
-other sequences, lengths and tokens, which are data in `batched.StepInputs`.
+other sequences, lengths and tokens, which are data in `batched.StepInputs`. Batch sizes are rounded up, so that few are
+captured: rows behind the last sequence are nobody's.
 
 **This has not yet run on a device.** It runs in the tests on a simulated one, streams, capture and replay included.
 
@@ -18,9 +19,10 @@ from typing import Any, Protocol
 import torch
 
 from ..config import EngineConfig
+from ..core import padded_batch
 from ..errors import ConfigError
 from .batch import DecodeBatch
-from .batched import BatchedStrategy, LayerSelection, StepInputs, StrategyCache
+from .batched import MOST_CACHED, BatchedStrategy, LayerSelection, StepInputs, StrategyCache
 from .decode import DecodeStep
 
 Body = Callable[[], tuple[torch.Tensor, ...]]
@@ -42,7 +44,7 @@ class CudaGraph:
     """`Graph` of a CUDA device. Other streams that the body forks from the compute stream and joins again are in it."""
 
     def __init__(self, pool: Any) -> None:
-        """pool: memory that graphs share which never run at the same time."""
+        """pool: its memory; what is allocated while it is captured stays there, and goes when the graph goes."""
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
@@ -67,7 +69,7 @@ class _Captured:
         self._logits, *self._counts = graph.capture(lambda: _body(batch, inputs))
 
     def replay(self, strategy: BatchedStrategy, inputs: StepInputs) -> torch.Tensor:
-        """Returns float32 logits `[B, V]` of the step that `inputs` hold; `strategy` is told what it selected."""
+        """Returns float32 logits `[size, V]` of the step that `inputs` hold; `strategy` is told what it selected."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.written(behind=True)
@@ -107,33 +109,45 @@ class EagerSteps:
 
 
 class GraphSteps:
-    """Steps that replay a graph where one can be captured."""
+    """Steps that replay a graph where one can be captured. There are at most so many graphs at a time: each keeps the
+    memory of its step."""
 
-    def __init__(self, strategies: StrategyCache, make: Callable[[], Graph]) -> None:
-        self._strategies, self._make = strategies, make
+    def __init__(self, strategies: StrategyCache, make: Callable[[], Graph], most: int = MOST_CACHED) -> None:
+        self._strategies, self._make, self._most = strategies, make, most
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured | None] = weakref.WeakKeyDictionary()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Returns float32 logits `[B, V]`: of an eager step the first time, else of a replay."""
-        inputs = self._strategies.load(batch)
-        if inputs is None or not inputs.static or not _capturable(batch):
+        sequences = len(batch.sequences)
+        inputs = self._strategies.load(batch, padded_batch(sequences)) if _capturable(batch) else None
+        if inputs is None or not inputs.static:
             return DecodeStep(batch, self._strategies.strategy(batch)).run()
         strategy = BatchedStrategy(batch, inputs, dense=True)
         if inputs not in self._captured:
             self._captured[inputs] = None
-            return DecodeStep(batch, strategy).run()
+            return DecodeStep(batch, strategy).run()[:sequences]
         DecodeStep(batch, strategy).begin()
-        captured = self._captured[inputs] or _Captured(self._make(), batch, inputs)
-        self._captured[inputs] = captured
+        captured = self._captured[inputs] or self._capture(batch, inputs)
         logits = captured.replay(strategy, inputs)
         strategy.finish()
-        return logits
+        return logits[:sequences]
+
+    def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
+        """A graph of a step of `inputs`, in place of the oldest one where there are enough."""
+        held = [each for each, graph in self._captured.items() if graph is not None]
+        for oldest in held[: len(held) + 1 - self._most]:
+            self._captured[oldest] = None
+        # It comes last from now on.
+        del self._captured[inputs]
+        self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
+        return captured
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Whether nobody looks into the step, moves rows in it or shares them, and the host need not know which experts
-    run."""
-    alone = not (batch.sharing.overlapping or batch.geometry.experts)
+    """Whether nobody looks into the step, moves rows in it or shares them, no address in it is a sequence's own (as of
+    columns chosen from its prompt, or of rows in sliding layers), and the host need not know which experts run."""
+    own = batch.policy.wants_queries or batch.geometry.sliding
+    alone = not (batch.sharing.overlapping or batch.geometry.experts or own)
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
     return alone and not watched
 
@@ -141,12 +155,13 @@ def _capturable(batch: DecodeBatch) -> bool:
 def steps_for(config: EngineConfig, device: torch.device, strategies: StrategyCache, *, streams: bool) -> Steps:
     """What the configuration wants. Raises ConfigError for graphs on a device that has none.
 
-    streams: whether weights cross the link in every step, by copies that the host starts."""
+    streams: whether weights cross the link in every step, by copies that the host starts. Under a limit of the device's
+    memory there is one graph at a time, which is planned for (`DeviceCosts.graphs`)."""
     if not config.cuda_graphs:
         return EagerSteps(strategies)
     if device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: leave it out")
     if streams:
         return EagerSteps(strategies)
-    pool = torch.cuda.graph_pool_handle()  # graphs that run one after the other share their memory
-    return GraphSteps(strategies, lambda: CudaGraph(pool))
+    most = MOST_CACHED if config.device_memory is None else 1
+    return GraphSteps(strategies, lambda: CudaGraph(torch.cuda.graph_pool_handle()), most)

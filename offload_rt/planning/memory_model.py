@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import CHUNK, bucket
+from ..core import CHUNK, bucket, padded_batch
 from ..models.registry import ModelShape
 from ..pool.layer_groups import LayerGroups
 from ..pool.machine import available_memory
@@ -29,7 +29,7 @@ class DeviceCosts:
 
     `slice` is the number of prompt tokens whose queries, attention and MLP are computed together; `rounded` says that
     rows are stored in a format that has to be decoded, `keys_on_host` that scoring keys, and scoring, are on the
-    host."""
+    host, `graphs` that steps of rounded batch sizes are captured, one of which keeps the memory of its step."""
 
     shape: ModelShape
     demand: MemoryDemand
@@ -38,6 +38,7 @@ class DeviceCosts:
     keys_on_host: bool = False
     working_set: int = 0
     """Fetched rows of each KV head and selecting layer that stay."""
+    graphs: bool = False
 
     def basis(self) -> int:
         """What scoring has, whatever the context."""
@@ -87,7 +88,8 @@ class DeviceCosts:
         """The slots that a batch takes together (`forward/batched.py`): as many for each as for the longest."""
         if self.shape.device.type == "cpu" or self.keys_on_host or not self.demand.key_bytes:
             return contexts
-        return len(contexts) * [bucket(max(contexts))]
+        sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
+        return sequences * [bucket(max(contexts))]
 
     def staging(self, contexts: Sequence[int]) -> int:
         """Rows of the layer that attends and of the next, of each of a batch; one sequence's joined with the resident
@@ -147,7 +149,8 @@ class DeviceCosts:
     def total(self, contexts: Sequence[int]) -> int:
         """All of it for sequences of so many tokens that run together, the longest of them at some time prefilled."""
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
-        return lasting + max(self.prefill(max(contexts)), self.staging(contexts) + self.decode(contexts))
+        step = self.staging(contexts) + self.decode(contexts)
+        return lasting + max(self.prefill(max(contexts)), step) + (step if self.graphs else 0)
 
     @property
     def _compute(self) -> int:

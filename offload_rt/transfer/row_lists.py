@@ -145,12 +145,15 @@ class RowLists:
         return to_device(at.view(1), self.device)
 
     def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row ids int64 `[B]` of the tokens in slots int64 `[B]`, to which `append` adds those of layer and head."""
-        return self._bases.gather(1, (slots >> CHUNK_BITS).unsqueeze(1)).squeeze(1) + (slots & (CHUNK - 1))
+        """Row ids int64 `[B]` of the tokens in slots int64 `[B]`, to which `append` adds those of layer and head; a
+        negative slot has none, which is a negative one too."""
+        chunks = (slots >> CHUNK_BITS).clamp_(min=0).unsqueeze(1)
+        rows = self._bases.gather(1, chunks).squeeze(1) + (slots & (CHUNK - 1))
+        return torch.where(slots < 0, slots, rows)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """The newest rows k, v `[P, d]` become resident at `places` int64 `[B]` (`residency.place`) and are written
-        back to `rows` (`rows_of`)."""
+        back to `rows` (`rows_of`); what has negative ones is nobody's."""
         keep_rows(k, v, self._resident[layer], places)
         self.write_back(layer, k, v, rows)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,33 @@ def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Steps of two sequences, past the end of a chunk: of the second step of each bucket on, graphs replay."""
-    llm = make()
-    found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
+    """Three sequences, past the end of a chunk: of the second step of each bucket on, graphs of four replay."""
+    return together(make(), [59, 60, 31], 6, {(4, 64), (4, 128)})
+
+
+def growing(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Nine sequences join one after the other: all batch sizes up to nine, of which three graphs are captured (a first
+    step of one and of two is eager)."""
+    return together(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
+
+
+def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int, int]]) -> Answers:
+    """Greedy answers to prompts of these lengths, of which each step adds one; when all are there, so many steps more,
+    and all end. `sizes`: batch sizes and buckets of which there are graphs then, where there are any."""
+    prompts = [tiny_prompt(n, seed=i) for i, n in enumerate(lengths)]
+    most = [len(prompts) - i + steps for i in range(len(prompts))]
+    done = completed(llm.generate(prompts, [SamplingParams(n, temperature=0) for n in most]))
+    llm.runner.check_integrity()
+    assert captured(llm) in (None, Counter(sizes))
+    return [[*one.token_ids, one.stats.link_bytes_to_device] for one in done]
+
+
+def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
+    """How many graphs there are of each batch size and bucket; None without graphs."""
     steps = llm.runner.steps
-    assert not isinstance(steps, GraphSteps) or sum(one is not None for one in steps._captured.values()) >= 2
-    return found
+    if not isinstance(steps, GraphSteps):
+        return None
+    return Counter((inputs.size, inputs.capacity) for inputs, one in steps._captured.items() if one is not None)
 
 
 def shared(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -190,6 +212,7 @@ LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
 """The default, the tail in batches, where contexts are short."""
 
 DRAFTS: dict[str, Any] = {"tokens": 2, "adaptive": False}
+GRAPHS: dict[str, Any] = {"cuda_graphs": True, "prefix_sharing": False}
 
 _CELLS = [
     *(Cell(name, name, options=options) for name, options in POLICIES.items()),
@@ -206,7 +229,7 @@ _CELLS = [
     Cell("default, shared", "infinigen", shared, LOW_BITS),
     Cell("default, forks", "infinigen", forked, LOW_BITS),
     Cell("default, sessions", "infinigen", session, LOW_BITS),
-    Cell("default, graphs", "infinigen", replayed, LOW_BITS, {"cuda_graphs": True, "prefix_sharing": False}),
+    Cell("default, graphs", "infinigen", replayed, LOW_BITS, GRAPHS),
     Cell("paper, batch", "infinigen", ragged, PAPER),
     Cell(
         "int4 scorer, batch",
@@ -252,10 +275,9 @@ _CELLS = [
     Cell("exact, forks", "infinigen", forked, SPARSE, {"exact": DRAFTS}),
     Cell("exact, windows", "oracle", slid, POLICIES["oracle"], {"exact": DRAFTS}, model="qwen2"),
     Cell("exact, streamed", "infinigen", single, SPARSE, {"exact": DRAFTS}, streamed=0),
-    Cell(
-        "exact, graphs", "infinigen", replayed, SPARSE, {"exact": DRAFTS, "cuda_graphs": True, "prefix_sharing": False}
-    ),
-    Cell("graphs", "infinigen", replayed, SPARSE, {"cuda_graphs": True, "prefix_sharing": False}),
+    Cell("exact, graphs", "infinigen", replayed, SPARSE, GRAPHS | {"exact": DRAFTS}),
+    Cell("graphs", "infinigen", replayed, SPARSE, GRAPHS),
+    Cell("graphs, batch sizes", "infinigen", growing, SPARSE, GRAPHS),
 ]
 
 _DAILY: dict[str, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import mmap
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,7 @@ class Memory:
         self._free: dict[tuple[int, Queue, int], list[int]] = defaultdict(list)
         self._free_host: dict[int, list[int]] = defaultdict(list)
         self._kept: list[tuple[Block, list[Point]]] = []
+        self._of_pools: Counter[int] = Counter()
         self.lockable = 1 << 62
         """Bytes that may be registered."""
         self.registered: list[tuple[int, int]] = []
@@ -132,11 +133,17 @@ class Memory:
         free = self._free[pool, queue, size]
         fresh = pool == 0 or not free  # a graph keeps what it once had
         address = free.pop() if free else self.device.cut(size)
+        if pool and fresh:
+            self._of_pools[pool] += size
         number = next(_numbers)
         self._blocks[number] = Block(number, address, size, queue, pool)
         self._at[address] = number
         self.usage.take(size, size if fresh else 0)
         return self._module.over(address, nbytes, number, queue.device)
+
+    def drop_pool(self, pool: int) -> None:
+        """The last graph of a pool is gone: its memory is everybody's."""
+        self.usage.active -= self._of_pools.pop(pool, 0)
 
     def use(self, address: int, queue: Queue) -> None:
         """`record_stream`: the block at `address` is not given out again before `queue` has got to where the host

@@ -31,6 +31,8 @@ class Simulator:
         self.syncs_raise = False
         self.error: str | None = None
         """Of a call whose result was a code: the next launch raises it."""
+        self.graphs: Counter[int] = Counter()
+        """Of each pool of memory."""
         self.launched: Counter[str] = Counter()
 
     # --------------------------------------------------------------------------------------------- device and stream

@@ -116,6 +116,7 @@ class Graph:
         """Captures what is queued in `queue` from now on."""
         thread = None if mode == "global" else threading.get_ident()
         queue.capture = self._captured = Capture(queue, pool, thread)
+        self._sim.graphs[pool] += 1
 
     def end(self) -> None:
         """Captures nothing more."""
@@ -129,6 +130,14 @@ class Graph:
         assert self._captured is not None
         for queue in {*self._captured.queues, self._captured.origin}:
             queue.capture = None
+
+    def __del__(self) -> None:
+        if self._captured is None:
+            return
+        pool = self._captured.pool
+        self._sim.graphs[pool] -= 1
+        if not self._sim.graphs[pool]:
+            self._sim.memory.drop_pool(pool)
 
     def replay(self) -> None:
         """Queues it in the current stream."""

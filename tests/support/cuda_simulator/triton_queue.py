@@ -47,7 +47,7 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def check(pointers: Any, mask: Any) -> None:
-        touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        touched = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
         if touched.size and not sim.memory.reachable(int(touched.min()), int(touched.max())):
             raise IllegalAccessError("a kernel touched memory that the device cannot reach")
 
