@@ -101,8 +101,9 @@ def _append(
     slot is nobody's."""
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
-    row = slot % _BLOCK
-    own = block_of(table, pages, offset, p, heads, slot // _BLOCK, _BLOCK * (KEYS + VALUES + 2))
+    at = tl.maximum(slot, 0)
+    row = at % _BLOCK
+    own = block_of(table, pages, offset, p, heads, at // _BLOCK, _BLOCK * (KEYS + VALUES + 2))
     steps = own + _BLOCK * (KEYS + VALUES) + row
     if (tl.program_id(1) == 0) & (slot >= 0):
         _store_row(k + p * d, basis + head * d * d, mean + head * d, own + row, steps, _BLOCK,

@@ -6,7 +6,7 @@ the user's prompt: what a run gives must not depend on what ran before it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -142,32 +142,36 @@ def _segment_sums(
     slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
     natural, spread = ([p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device)))
-    hidden = [adapter.embed(tokens[s], at) for s, at in zip(slices, natural, strict=True)]
+    hidden = adapter.embed(tokens, positions)
     for layer in range(geometry.layers):
-        inputs = [adapter.attention_input(layer, x) for x in hidden]
-        yield _sum_moments(adapter, layer, inputs, spread)
+        yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:
             return
         after = layer + 1
-        parts = list(keys_and_values(adapter, layer, inputs, natural))
-        kv = KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
-        for i, s in enumerate(slices):
-            q = adapter.query(layer, inputs[i], natural[i])
-            residual = residual_after_attention(adapter, layer, hidden[i], q, kv, s.stop)
-            guessed = {
-                source: guessed_input(adapter, after, source, hidden[i], inputs[i], residual) for source in SOURCES
-            }
-            hidden[i] = adapter.mlp(layer, residual)
-            guesses.add(after, guessed, adapter.attention_input(after, hidden[i]))
+        kv = _all_rows(
+            keys_and_values(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), natural)
+        )
+        for s, at in zip(slices, natural, strict=True):
+            own = adapter.attention_input(layer, hidden[s])
+            residual = residual_after_attention(adapter, layer, hidden[s], adapter.query(layer, own, at), kv, s.stop)
+            guessed = {source: guessed_input(adapter, after, source, hidden[s], own, residual) for source in SOURCES}
+            hidden[s] = adapter.mlp(layer, residual)
+            guesses.add(after, guessed, adapter.attention_input(after, hidden[s]))
+
+
+def _all_rows(slices: Iterable[KVPart]) -> KVPart:
+    """K and V of a layer `[Hkv, T, d]`, from those of its slices."""
+    parts = list(slices)
+    return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
 
 
 def _sum_moments(
-    adapter: ModelAdapter, layer: int, inputs: list[torch.Tensor], positions: list[torch.Tensor]
+    adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of one layer, from its attention inputs `[m, D]` in slices: sums over tokens of q qᵀ and of k kᵀ `[Hkv, d, d]`
     and of k `[Hkv, d]`, float64."""
     geometry = adapter.geometry
-    key_sum = torch.zeros(geometry.kv_heads, geometry.head_dim, dtype=torch.float64, device=inputs[0].device)
+    key_sum = torch.zeros(geometry.kv_heads, geometry.head_dim, dtype=torch.float64, device=adapter.device)
     query, key = (key_sum.new_zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim) for _ in range(2))
     for x, at in zip(inputs, positions, strict=True):
         q = adapter.query(layer, x, at).reshape(geometry.kv_heads, -1, geometry.head_dim).double()

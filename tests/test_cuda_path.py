@@ -170,6 +170,20 @@ def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
         assert sim.device == 0 and all(queue.device == 1 for queue in sim.engine.queues[2:])
 
 
+@pytest.mark.parametrize("name", ["infinigen", "graphs", "working set", "shared", "rounded"] if ALL else ["infinigen"])
+def test_where_kernels_do_not_find_host_memory_the_host_copies_rows(name: str, tmp_path: Path) -> None:
+    """As under WSL: it is said once, when a model is loaded, and nothing is captured."""
+    cell = BY_NAME[name]
+    scene = single if name == "graphs" else cell.scene
+    expected = on_cpu(replace(cell, scene=scene, name=f"{name}, copied"), tmp_path)
+    with (
+        simulated(Late((1, 2)), in_place=False),
+        pytest.warns(UserWarning, match="copied together by the host") as said,
+    ):
+        assert replace(cell, scene=scene).run("cuda", tmp_path) == expected
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(("device", "steps"), [("cpu", [0]), ("cuda", [])])
 def test_the_missed_mass_is_measured_where_the_keys_are(device: str, steps: list[int], tmp_path: Path) -> None:
     """On a device only where it is asked for."""

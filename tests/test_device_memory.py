@@ -84,6 +84,12 @@ def unlimited(folder: Any) -> Any:
     return tokens
 
 
+@pytest.fixture(autouse=True)
+def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start takes more than these short contexts (`test_device_limit.py`)."""
+    monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_counts() -> Iterator[None]:
     """Of the hundreds of thousands of objects that imports leave, none is a tensor of a run."""

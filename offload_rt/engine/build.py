@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from ..models.checkpoint import resolve_device
 from ..models.location import hub_of
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
+from ..pool.arena import read_in_place
 from ..pool.disk_tier import DiskTier
 from ..pool.pool import HostPool
 from ..progress import Progress
@@ -67,7 +69,7 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
     config = replace(config, policy_options=options)
     streamed, weights = _stream_weights(loaded, plan)
     keys_on_host = plan is not None and plan.keys_on_host
-    artifact = artifact_loader(loaded, config)
+    artifact = artifact_loader(streamed, config)
     policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
     adapter = loaded.adapter
     geometry, device = adapter.geometry, adapter.device
@@ -153,10 +155,23 @@ def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, wo
     if pool.file is not None:
         return DiskLink(pool, geometry, device)
     if device.type != "cpu":
-        return CudaLink(pool, geometry, device, working_set=working_set)
+        return CudaLink(pool, geometry, device, working_set=working_set, in_place=_reads_in_place(pool))
     if pool.format.exact and not working_set:
         return CpuLink(pool, geometry)
     return CudaLink(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)
+
+
+def _reads_in_place(pool: HostPool) -> bool:
+    """Whether kernels may read the pool; where not, it is said: steps are slower."""
+    found = not pool.pins or read_in_place()
+    if not found:
+        warnings.warn(
+            "this device does not find page-locked host memory at the host's addresses (WSL 2 is such a machine): rows "
+            "are copied together by the host before they cross the link, which is slower, and steps are not captured "
+            "as CUDA graphs",
+            stacklevel=2,
+        )
+    return found
 
 
 def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[LoadedModel, WeightStream | None]:

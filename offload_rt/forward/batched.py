@@ -101,8 +101,9 @@ class StepInputs:
 
     @property
     def static(self) -> bool:
-        """Whether the launches of a step depend on nothing but these tensors: no address in them is a working set's."""
-        return not self.rows.working
+        """Whether a step is launches alone, which depend on nothing but these tensors: the host copies no rows, and no
+        address is a working set's."""
+        return self.rows.in_place and not self.rows.working
 
 
 class BatchedStrategy:

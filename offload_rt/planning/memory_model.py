@@ -5,7 +5,7 @@ counts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from ..pool.machine import available_memory
 from ..select.demand import MemoryDemand
 from ..select.growing import most_slots
 from ..select.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
+from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
 from ..units import format_size
 
@@ -128,6 +129,13 @@ class DeviceCosts:
         work = max(min(context, self.slice) * max(mlp, attention), learned)
         return rows + weighed + work + self._logits(1)
 
+    def calibration(self) -> int:
+        """What a first start takes, before there is a sequence: a pass over the calibration's text, whose sums in
+        float64 take no more of a slice than attention and MLP do. 0 where nothing is calibrated."""
+        if not self.demand.guess_bytes + self.demand.basis_bytes:
+            return 0
+        return replace(self, slice=max(self.slice, SLICE)).prefill(TOKENS)
+
     def decode(self, contexts: Sequence[int]) -> int:
         """A batch's hidden states and logits, and one sequence's scores and attention weights; on CUDA, where they are
         together, all sequences'."""
@@ -150,7 +158,7 @@ class DeviceCosts:
         """All of it for sequences of so many tokens that run together, the longest of them at some time prefilled."""
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         step = self.staging(contexts) + self.decode(contexts)
-        return lasting + max(self.prefill(max(contexts)), step) + (step if self.graphs else 0)
+        return lasting + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
     @property
     def _compute(self) -> int:

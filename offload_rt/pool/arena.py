@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import weakref
 from typing import Any
@@ -99,6 +100,28 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
             f"host_memory, or raise the limit on locked memory (ulimit -l)"
         )
     weakref.finalize(owner, _unregister, slab)
+
+
+def read_in_place() -> bool:
+    """Whether kernels of the current CUDA device may read page-locked memory at the host's own addresses: a page is
+    locked and the driver is asked. They may not where the driver sits behind another system's (WSL 2). MemoryLimitError
+    where no page can be locked."""
+    page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    page_lock(page, page)
+    address = page.data_ptr()
+    return device_pointer(address) in (None, address)
+
+
+def device_pointer(address: int) -> int | None:
+    """Where the device finds the page-locked memory that the host has at `address`; None where no driver says (ROCm's
+    has other names)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found = ctypes.c_uint64()
+    code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+    return found.value if code == 0 else None
 
 
 def _unregister(slab: torch.Tensor) -> None:

@@ -101,6 +101,11 @@ class HostPool(StoredRows):
         self._claimed: set[int] = set()
 
     @property
+    def pins(self) -> bool:
+        """Whether its slabs are page-locked."""
+        return self._arena.pin
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk."""
         return self.layout.chunk_bytes

@@ -155,11 +155,13 @@ class CudaLink:
         device: torch.device,
         streams: tuple[Stream, Stream] | None = None,
         working_set: int = 0,
+        in_place: bool = True,
     ) -> None:
         """streams: prefetch and write-back, made on `device` where None. working_set: rows per KV head that stay on the
-        device in each layer that selects; 0 is none."""
+        device in each layer that selects; 0 is none. in_place: whether kernels may read and write the pool; else the
+        host copies rows together, and waits for the device to learn which."""
         prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
-        self._state = DeviceState(pool, geometry, device, prefetch, write_back, working_set)
+        self._state = DeviceState(pool, geometry, device, prefetch, write_back, working_set, in_place)
         self.batched = CudaBatches(self._state)
         self.rows = CudaRows(self._state, self.batched)
         self.storage = CudaStorage(self._state, self.rows, self.batched)

@@ -43,13 +43,14 @@ class DeviceState:
         prefetch: Stream,
         write_back: Stream,
         working_set: int,
+        in_place: bool,
     ) -> None:
         self.pool, self.geometry, self.device, self.format = pool, geometry, device, pool.format
         self.prefetch, self.write_back = prefetch, write_back
         self.staging, self.returning = Staging(prefetch), Returning(write_back)
         self.pair_bytes = 2 * pool.layout.row_bytes
         self.token_bytes = pool.layout.kv_heads * self.pair_bytes
-        self._working_set = working_set
+        self._working_set, self.in_place = working_set, in_place
         self._open: dict[int, OpenSequence] = {}
 
     def __getitem__(self, blocks: BlockTable) -> OpenSequence:

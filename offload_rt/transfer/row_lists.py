@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..core import CHUNK, BlockTable
-from ..kernels.dispatch import gather_rows, gather_tokens, keep_rows, write_rows
+from ..kernels import dispatch, lists
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from ..pool.pool import HostPool
@@ -64,6 +65,8 @@ class RowLists:
         self.pair_bytes = 2 * layout.row_bytes
         self.token_bytes = layout.kv_heads * self.pair_bytes
         self._prefetch, self._write_back = state.prefetch, state.write_back
+        self._moves: Any = dispatch if state.in_place else lists
+        """What reads and writes the pool."""
         self._bases = torch.zeros(batch, -(-tokens // CHUNK), dtype=torch.int64, device=device)
         places = state.pool.groups.place
         self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
@@ -111,6 +114,11 @@ class RowLists:
         """Whether there are working sets, whose addresses are in launches."""
         return any(one.working is not None for one in self._open)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels read and write the pool, so that the host waits for nothing."""
+        return self._state.in_place
+
     def join(self) -> None:
         """The compute stream goes on behind everything written back so far."""
         self._write_back.hold_compute(self._write_back.mark())
@@ -154,14 +162,14 @@ class RowLists:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """The newest rows k, v `[P, d]` become resident at `places` int64 `[B]` (`residency.place`) and are written
         back to `rows` (`rows_of`); what has negative ones is nobody's."""
-        keep_rows(k, v, self._resident[layer], places)
+        dispatch.keep_rows(k, v, self._resident[layer], places)
         self.write_back(layer, k, v, rows)
 
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
         """Rows k, v `[P, d]`, made on the compute stream, go to `rows` int64 `[B]` of the pool."""
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
-            write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
+            self._moves.write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
             mark = self._write_back.mark()
         self._state.returning.hold(mark, k, v, rows, self._planes)
         self._state.returning.release(HELD_BACK)
@@ -188,7 +196,7 @@ class RowLists:
             if overlapping or self.working:
                 found, again = self._gather_listed(layer, tokens, counts, staged, overlapping=overlapping)
             else:
-                gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
+                self._moves.gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
             for b, one in enumerate(found):
                 rows, working = staged[:, self._own(b)], self._open[b].working
                 assert working is not None
@@ -231,9 +239,9 @@ class RowLists:
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
         rows = staged.flatten(0, 1)
-        gather_rows(self._pool.rows, wanted, all_of_them, rows)
+        self._moves.gather_rows(self._pool.rows, wanted, all_of_them, rows)
         if again is not None:
-            gather_rows(rows.flatten(0, 1), again.flatten(0, 1), all_of_them, rows)
+            dispatch.gather_rows(rows.flatten(0, 1), again.flatten(0, 1), all_of_them, rows)
         return found, again
 
     def _tally(

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from offload_rt.pool import arena
+
 from . import copies
 from .copies import Sync, register
 from .dispatch import DeviceMode
@@ -38,9 +40,12 @@ __all__ = [
 
 
 @contextmanager
-def simulated(schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> Iterator[Simulator]:
+def simulated(
+    schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1, in_place: bool = True
+) -> Iterator[Simulator]:
     """A machine with CUDA devices; everything that this thread does with them in this context is simulated. `limit`:
-    bytes of a device. Skips the test where the simulator cannot be built."""
+    bytes of a device. in_place: whether kernels find page-locked memory at the host's addresses. Skips the test where
+    the simulator cannot be built."""
     sim = Simulator(schedule, limit=limit, devices=devices)
     with pytest.MonkeyPatch.context() as patch, DeviceMode(sim):
         register()
@@ -48,5 +53,7 @@ def simulated(schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> 
         patch.setattr(copies, "current", [sim])
         patch_torch(patch, sim)
         patch_triton(patch, sim)
+        sim.memory.in_place = in_place
+        patch.setattr(arena, "device_pointer", lambda address: address if in_place else address + (1 << 40))
         yield sim
         sim.engine.finish_all()

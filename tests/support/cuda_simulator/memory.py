@@ -112,6 +112,8 @@ class Memory:
         self._free_host: dict[int, list[int]] = defaultdict(list)
         self._kept: list[tuple[Block, list[Point]]] = []
         self._of_pools: Counter[int] = Counter()
+        self.in_place = True
+        """Whether kernels find page-locked memory where the host does."""
         self.lockable = 1 << 62
         """Bytes that may be registered."""
         self.registered: list[tuple[int, int]] = []
@@ -218,4 +220,4 @@ class Memory:
         """Whether a kernel may touch the addresses from `low` to `high`."""
         if self.device.start <= low and high < self.device.stop:
             return True
-        return self.is_pinned(low) and self.is_pinned(high)
+        return self.in_place and self.is_pinned(low) and self.is_pinned(high)
