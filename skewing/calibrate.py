@@ -155,8 +155,9 @@ def _segment_sums(
             own = adapter.attention_input(layer, hidden[s])
             residual = residual_after_attention(adapter, layer, hidden[s], adapter.query(layer, own, at), kv, s.stop)
             guessed = {source: guessed_input(adapter, after, source, hidden[s], own, residual) for source in SOURCES}
-            hidden[s] = adapter.mlp(layer, residual)
-            guesses.add(after, guessed, adapter.attention_input(after, hidden[s]))
+            left = adapter.mlp(layer, residual)
+            guesses.add(after, guessed, adapter.attention_input(after, left))
+            hidden[s] = left  # last: what was guessed may be a view of it
 
 
 def _all_rows(slices: Iterable[KVPart]) -> KVPart:

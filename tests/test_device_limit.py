@@ -109,6 +109,23 @@ def test_the_peak_is_below_the_limit(
     assert max(peaks.values()) - weights > 0.15 * (limit - weights), "the limit is no limit"
 
 
+def test_a_first_start_calibrates_with_layers_that_stream(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the limit, which is for a context that takes less."""
+    monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
+    row = Row("tail, streamed", "infinigen", options=WINDOW, streamed=True)
+    with simulated(Lazy()) as sim:
+        limit = least(row, folder)
+        llm = LLM(
+            folder, policy_options=WINDOW, device="cuda", dtype="float32", device_memory=limit, max_context=CONTEXT,
+            host_memory="8MiB",
+        )  # fmt: skip
+        assert llm.runner.plan is not None and len(llm.runner.plan.streamed) == LAYERS
+        assert 0.8 * limit < sim.memory.usage.active_peak <= limit
+
+
 def least(row: Row, folder: Path) -> int:
     """The least bytes that hold the row's sequences."""
     shape = load_shape(folder, device="cuda", dtype="float32")

@@ -91,6 +91,8 @@ class HostPool(StoredRows):
             self.limit_bytes, self._raised = arena.layout.chunks * arena.layout.chunk_bytes, "disk_limit"
         super().__init__(arena, LayerGroups.of(geometry), format)
         self.bytes_peak = 0
+        self.pins = pin and disk is None
+        """Whether its slabs are page-locked."""
         self._held = ChunkTable(self.layout.slab_chunks)
         """Chunks of the arena."""
         self._chunks = self._held if self.groups.full else ChunkTable(NAMES)
@@ -99,11 +101,6 @@ class HostPool(StoredRows):
         self.lock = ProcessLock()
         self._windows = WindowChunks(self._held, self.groups)
         self._claimed: set[int] = set()
-
-    @property
-    def pins(self) -> bool:
-        """Whether its slabs are page-locked."""
-        return self._arena.pin
 
     @property
     def chunk_bytes(self) -> int:
