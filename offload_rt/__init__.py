@@ -18,6 +18,7 @@ from .config import EngineConfig, StoreOptions
 from .errors import (
     ArtifactError,
     ConfigError,
+    DiskError,
     InputError,
     MemoryLimitError,
     ModelError,
@@ -43,6 +44,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "DiskError",
     "EngineConfig",
     "InputError",
     "Logprob",

@@ -290,10 +290,10 @@ def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
 
 
 def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
-    """The pool takes a prompt and 30 tokens more."""
+    """The pool takes a prompt and 20 tokens more."""
     said = []
-    size = 6 * LLM(MODEL, dtype="float64").runner.pool.chunk_bytes
-    long = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    size = 5 * LLM(MODEL, dtype="float64").runner.pool.chunk_bytes
+    long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
     options = POLICIES["infinigen"]
     for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "144KiB", "disk_limit": size}):
         with LLM(MODEL, dtype="float64", eviction="counter", **limits, **options) as llm:

@@ -117,7 +117,7 @@ def disk(args: argparse.Namespace) -> int:
     speeds, speed = tier.disk_speeds(folder)
     if args.record:
         case, steps = tier.recorded_case(Recording.open(Path(args.record)), SHAPES[args.shape].head_dim)
-        cases, about = [case], {"selections": f"recorded: {args.record}"}
+        cases, about = [case], {"selections": f"recorded: {Path(args.record).name}"}
     else:
         shape = SHAPES[args.shape]
         drawn = tier.DiskCase(
@@ -126,14 +126,15 @@ def disk(args: argparse.Namespace) -> int:
         )  # fmt: skip
         cases = [replace(drawn, context=context) for context in args.contexts]
         about = {"selections": f"drawn: runs of {args.neighbours} tokens, {args.stay:.0%} of them again"}
-    rows = []
+    about["disk"] = f"a request {1e6 * speed.seek:.1f} us, {1e-6 / speed.byte:,.0f} MB a second; direct reads"
+    rows: list[Any] = []
     for case in cases:
         steps = steps if args.record else list(tier.drawn_steps(case, args.steps))
         rows += tier.measure_case(case, steps, folder, args.host, speed, args.full_steps)
         about["shape"] = f"{case.layers} layers, {case.kv_heads} KV heads of {case.head_dim}, {case.dtype}"
-    about["disk"] = f"a request {1e6 * speed.seek:.1f} us, {1e-6 / speed.byte:,.0f} MB a second; direct reads"
+        for one in tier.report(about, speeds, rows):
+            one.write(Path(args.out))  # after each, since the next may take an hour
     for one in tier.report(about, speeds, rows):
-        one.write(Path(args.out))
         show(one, args.out, say)
     return 0
 

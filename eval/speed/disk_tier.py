@@ -129,8 +129,8 @@ class DiskContext:
 
     def __init__(self, case: DiskCase, folder: Path, host_bytes: int, speed: DiskSpeed) -> None:
         self.case, geometry = case, case.geometry
-        # Attended tokens and steps' new ones; a slab more than that, so that the last one need not be full.
-        room = geometry.kv_bytes(case.context + 1024, case.dtype)
+        # Steps' new tokens besides; and a few chunks of each slab may stay unused.
+        room = geometry.kv_bytes(case.context + case.context // 64 + 4096, case.dtype)
         self.pool = HostPool(geometry, case.dtype, host_bytes, disk=DiskTier(folder, room, speed))
         self.link = DiskLink(self.pool, geometry, CPU)
         assert self.pool.file is not None
