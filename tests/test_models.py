@@ -304,7 +304,8 @@ class TestLoading:
         assert checkpoint.resolve_dtype("auto", Location("anywhere"), config, cuda) == torch.bfloat16
         with pytest.raises(ConfigError, match=r"dtype='bfloat61' is unknown; did you mean 'bfloat16'\?"):
             load_model(tmp_path, dtype="bfloat61")
-        for device, message in (("tpu", "is no device"), ("mps", "not supported"), ("cuda:99", "this machine has")):
+        wrong = {"tpu": "is no device", "xpu": "page-locked through CUDA", "cuda:99": "this machine has"}
+        for device, message in wrong.items():
             with pytest.raises(ConfigError, match=message):
                 load_model(tmp_path, device=device)
 

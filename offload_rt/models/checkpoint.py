@@ -196,7 +196,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device={device!r} is no device; use auto, cpu, cuda or cuda:N") from error
     if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={str(device)!r} is not supported; use auto, cpu, cuda or cuda:N")
+        raise ConfigError(
+            f"device={str(device)!r} is not supported: host memory is page-locked through CUDA's runtime (or ROCm's, "
+            "which torch calls cuda), and kernels read it there; use auto, cpu, cuda or cuda:N"
+        )
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={str(device)!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
     return chosen
