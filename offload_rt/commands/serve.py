@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..config import EngineConfig, StoreOptions
 from ..config_fields import option_of
 from ..errors import ConfigError
 from ..server.options import ServerOptions
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     options, config, store = _options(args), engine_config(args, progress=True), store_options(args)
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
+    if args.ray is not None:
+        return _run_on_ray(args, options, config, store)
     from ..async_llm import AsyncLLM
     from ..llm import LLM
     from ..server.run import bound, serve
@@ -40,13 +43,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: EngineConfig, store: StoreOptions) -> int:
+    if not importlib.util.find_spec("ray"):
+        raise ConfigError("--ray needs ray: pip install 'offload-rt[ray]'")
+    from ..server.ray_app import Cluster, ray_app, serve_on_ray
+
+    folder = Path(args.store).expanduser().resolve() if args.store else None
+    cluster = Cluster(replicas=args.ray, gpus=0 if config.device == "cpu" else 1)
+    serve_on_ray(ray_app(args.model, config, options, folder, store, cluster), options)
+    return 0
+
+
 def _options(args: argparse.Namespace) -> ServerOptions:
     given = given_options(args, [field.name for field in fields(ServerOptions)], "server_")
     keys = given.pop("api_keys", ())
     if from_environment := os.environ.get(KEY_VARIABLE):
         keys = (*keys, from_environment)
     given |= {name: tuple(given[name]) for name in ("cors_origins", "allowed_hosts") if name in given}
-    documents = Path(args.store).expanduser() / DOCUMENTS if args.store else None
+    documents = Path(args.store).expanduser().resolve() / DOCUMENTS if args.store else None
     return ServerOptions(api_keys=tuple(keys), documents=documents, **given)
 
 
@@ -67,5 +81,8 @@ def add(commands: Any) -> None:
     )
     for flag, name, metavar, help in several:
         groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)
+    groups["server"].add_argument(
+        "--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, else a new one on this machine)"
+    )
     add_store_flags(parser, required=False)
     add_engine_flags(parser)

@@ -189,6 +189,7 @@ async function named() {
   if (!answer.ok) return;
   model = (await answer.json()).data[0].id;
   $("model").textContent = model;
+  if (!running) draw();
   await sessions.list();
 }
 
