@@ -11,10 +11,12 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt import ConfigError
+from offload_rt.server.app import make_app
+from offload_rt.server.loading import Loading
 from offload_rt.server.log import JsonLines
 from offload_rt.server.options import ServerOptions
 from offload_rt.server.run import bound
@@ -154,3 +156,34 @@ def test_an_address_that_is_taken() -> None:
 def test_wrong_options(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerOptions(**wrong)
+
+
+def test_the_socket_answers_while_the_model_is_loaded(tokenizer: PreTrainedTokenizerBase) -> None:
+    ready, engine = threading.Event(), ScriptedEngine(tokenizer, str)
+
+    def make() -> Any:
+        assert ready.wait(20)
+        return make_app(engine)  # type: ignore[arg-type]
+
+    with answering(Loading(make)) as (address, _):
+        early = httpx2.get(f"{address}/health"), httpx2.post(f"{address}/v1/chat/completions", json=ASK)
+        assert [answer.status_code for answer in early] == [503, 503] and early[0].json()["status"] == "loading"
+        assert early[1].json()["error"]["code"] == "loading" and early[1].headers["retry-after"]
+        assert httpx2.get(address).headers["refresh"], "a browser comes again"
+        ready.set()
+        wait_until(lambda: httpx2.get(f"{address}/health").status_code == 200)
+        assert httpx2.post(f"{address}/v1/chat/completions", json=ASK).status_code == 200
+    assert engine.closed
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+    def make() -> Any:
+        raise ConfigError("no such thing")
+
+    loading = Loading(make)
+    ends: list[bool] = []
+    loading.on_failure = lambda: ends.append(True)
+    with answering(loading) as (address, _):
+        wait_until(lambda: bool(ends))
+        assert httpx2.get(f"{address}/health").status_code == 503
+    assert isinstance(loading.error, ConfigError)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig, StoreOptions
 from ..config_fields import option_of
@@ -17,6 +17,9 @@ from .common import add_command
 from .engine_flags import add_engine_flags, engine_config
 from .option_flags import add_option, given_options
 from .store_flags import add_store_flags, store_options
+
+if TYPE_CHECKING:
+    from ..async_llm import AsyncLLM
 
 DOCUMENTS = "server"
 """Folder within the store for what the server remembers of conversations."""
@@ -33,13 +36,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
     if args.ray is not None:
         return _run_on_ray(args, options, config, store)
-    from ..async_llm import AsyncLLM
-    from ..llm import LLM
     from ..server.run import bound, serve
 
-    listener = bound(options)
-    llm = LLM(args.model, config)
-    serve(AsyncLLM(llm, max_waiting=options.max_waiting, store=args.store, store_options=store), options, listener)
+    def make_engine() -> AsyncLLM:
+        from ..async_llm import AsyncLLM
+        from ..llm import LLM
+
+        llm = LLM(args.model, config)
+        return AsyncLLM(llm, max_waiting=options.max_waiting, store=args.store, store_options=store)
+
+    serve(make_engine, options, bound(options))
     return 0
 
 

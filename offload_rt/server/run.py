@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from ..async_llm import AsyncLLM
 from ..errors import ConfigError
-from .app import make_app
+from .loading import Loading
 from .log import log_to_stderr, logger
 from .options import ServerOptions
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ..async_llm import AsyncLLM
 
 
 def bound(options: ServerOptions) -> socket.socket:
@@ -26,11 +32,20 @@ def bound(options: ServerOptions) -> socket.socket:
     return found
 
 
-def serve(engine: AsyncLLM, options: ServerOptions, listener: socket.socket) -> None:
-    """Answers on `listener` until the process is told to end; then answers under way have `options.grace` seconds."""
+def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener: socket.socket) -> None:
+    """Answers on `listener` until the process is told to end; then answers under way have `options.grace` seconds.
+    Until `make_engine`, which runs in a thread of its own, has made the engine, everything is answered 503. Raises what
+    it raises."""
     log_to_stderr()
+
+    def make() -> FastAPI:
+        from .app import make_app
+
+        return make_app(make_engine(), options)
+
+    loading = Loading(make)
     config = uvicorn.Config(
-        make_app(engine, options),
+        loading,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -39,5 +54,13 @@ def serve(engine: AsyncLLM, options: ServerOptions, listener: socket.socket) -> 
         h11_max_incomplete_event_size=64 << 10,
     )
     host, port = listener.getsockname()[:2]
-    logger.info("serving", extra={"fields": {"model": engine.llm.name, "url": f"http://{host}:{port}"}})
-    uvicorn.Server(config).run(sockets=[listener])
+    logger.info("listening", extra={"fields": {"url": f"http://{host}:{port}"}})
+    server = uvicorn.Server(config)
+
+    def end() -> None:
+        server.should_exit = True
+
+    loading.on_failure = end
+    server.run(sockets=[listener])
+    if loading.error is not None:
+        raise loading.error

@@ -111,15 +111,20 @@ class ScriptedEngine:
 def served(engine: Any, **options: Any) -> Iterator[str]:
     """The address of a server over `engine`, which ends with the block."""
     chosen = ServerOptions(**({"port": 0, "grace": 5} | options))
-    listener = bound(chosen)
-    server = uvicorn.Server(
-        uvicorn.Config(make_app(engine, chosen), log_config=None, timeout_graceful_shutdown=5, ws="none")
-    )
+    with answering(make_app(engine, chosen), chosen) as (url, _):
+        yield url
+
+
+@contextmanager
+def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
+    """The address of a server of an application, which ends with the block."""
+    listener = bound(options or ServerOptions(port=0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
     finally:
         server.should_exit = True
         thread.join(20)
