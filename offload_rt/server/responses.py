@@ -85,6 +85,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
         "id": f"resp_{request.scope['state']['request_id']}",
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
@@ -103,6 +104,16 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
+        # What Open Responses has, and this server does not vary.
+        "background": False,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "top_logprobs": 0,
+        "reasoning": None,
+        "max_tool_calls": None,
+        "service_tier": "default",
+        "safety_identifier": None,
+        "prompt_cache_key": None,
     }
 
 
@@ -111,6 +122,7 @@ def _done(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dic
     cut = step.finish_reason == "length"
     return head | {
         "status": "incomplete" if cut else "completed",
+        "completed_at": None if cut else int(time.time()),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": output,
         "usage": _usage(step.usage),

@@ -159,8 +159,9 @@ function places(counts) {
 function jump(i) {
   for (const span of spans) span.removeAttribute("id");
   spans[i].id = "here";
-  spans[i].scrollIntoView({ block: "center", behavior: matchMedia("(prefers-reduced-motion)").matches ? "auto" : "smooth" });
-  $("prompt-text").focus({ preventScroll: true });
+  const text = $("prompt-text");
+  text.scrollTop = spans[i].offsetTop - text.clientHeight / 3; // nothing but the text moves
+  text.focus({ preventScroll: true });
 }
 
 $("latest").addEventListener("change", redraw);
