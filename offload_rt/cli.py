@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .commands import chat, generate, info, measure, serve, sessions, skew
+from .commands import batch, chat, generate, info, measure, serve, sessions, skew
 from .commands.common import INTERRUPTED
 from .errors import OffloadError
 from .quiet import quiet_transformers
 
 USER_ERROR = 2
 
-COMMANDS = (generate, chat, serve, sessions, skew, info, measure)
+COMMANDS = (generate, chat, batch, serve, sessions, skew, info, measure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,7 +66,7 @@ def test_steps_of_a_recording_and_of_a_drawn_context(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_tier, "SPEED_BYTES", 4 << 20)
-    flags = ["--disk", str(tmp_path / "rows"), "--host", "0.9", "--full-steps", "2", "--shape", "tiny"]
+    flags = ["--disk", str(tmp_path / "rows"), "--host", "1.8", "--full-steps", "2", "--shape", "tiny"]
     for out, more in (("a", ["--record", str(run)]), ("b", ["--contexts", "4k", "--steps", "4", "--fraction", "0.02"])):
         assert main(["eval", "disk", *flags, *more, "--out", str(tmp_path / out)]) == 0
         full, selected = rows_of(tmp_path / out / "disk_steps.json")

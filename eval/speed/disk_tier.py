@@ -127,7 +127,8 @@ def _runs(
 class DiskContext:
     """A case's context in a pool on disk, of which `host_bytes` may be in memory."""
 
-    def __init__(self, case: DiskCase, folder: Path, host_bytes: int, speed: DiskSpeed) -> None:
+    def __init__(self, case: DiskCase, folder: Path, host_bytes: int, speed: DiskSpeed, scratch: torch.Tensor) -> None:
+        """scratch: where `read_in_order` reads to."""
         self.case, geometry = case, case.geometry
         # Steps' new tokens besides; and a few chunks of each slab may stay unused.
         room = geometry.kv_bytes(case.context + case.context // 64 + 4096, case.dtype)
@@ -139,7 +140,7 @@ class DiskContext:
         self._fill()
         self.link.storage.open(self.blocks, SINKS, RECENT)
         self._q = torch.randn(geometry.heads, case.head_dim).to(case.dtype)
-        self._scratch, self._read_from = aligned(64 * SEQUENTIAL), 0
+        self._scratch, self._read_from = scratch, 0
         self._row = torch.randn(case.kv_heads, 1, case.head_dim).to(case.dtype)
 
     def _fill(self, at_once: int = 4096) -> None:
@@ -215,8 +216,9 @@ def disk_speeds(folder: Path) -> tuple[list[Row], DiskSpeed]:
 def measure_case(
     case: DiskCase, steps: Sequence[Step], folder: Path, host_shares: Sequence[float], speed: DiskSpeed, full_steps: int
 ) -> list[Row]:
-    """Steps under full attention, then selected ones with each share of the context's bytes in host memory."""
-    rows = [_measured(case, [None] * full_steps, folder, 0.25, speed, "full")]
+    """Steps under full attention, with the largest of the shares of the context in host memory, then selected ones with
+    each."""
+    rows = [_measured(case, [None] * full_steps, folder, max(host_shares), speed, "full")]
     rows += [_measured(case, steps, folder, share, speed, "selected") for share in host_shares]
     for row in rows:
         row["times_full"] = rows[0]["step_ms"] / row["step_ms"]
@@ -226,8 +228,9 @@ def measure_case(
 def _measured(
     case: DiskCase, steps: Sequence[Step | None], folder: Path, share: float, speed: DiskSpeed, what: str
 ) -> Row:
+    scratch = aligned(64 * SEQUENTIAL).fill_(1)  # the measurement's own, and resident from here on
     before = _reset_peak()
-    context = DiskContext(case, folder, int(share * case.kv_bytes), speed)
+    context = DiskContext(case, folder, int(share * case.kv_bytes), speed, scratch)
     file, skipped = context.file, int(len(steps) * WARM_UP)
     seconds: list[float] = []
     cpu: list[float] = []

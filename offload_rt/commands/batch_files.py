@@ -1,0 +1,142 @@
+"""Requests in one file of JSON lines, answers in another: what is there already is not done again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config_fields import check
+from ..errors import InputError, OffloadError
+from ..sampling_params import SamplingParams
+from ..small_files import parse_json
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A line of the input. `id`: the line's own, or its number from 1 on. Either `prompt`, a text or token ids, or
+    `messages`, a conversation; `sampling`: fields of `SamplingParams` that it sets itself."""
+
+    id: str
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    sampling: Mapping[str, Any]
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """What it asks for; `defaults` where it says nothing."""
+        return SamplingParams(**{**defaults, **self.sampling})
+
+    @property
+    def beginning(self) -> str:
+        """What requests are sorted by, so that those that begin alike come together."""
+        return json.dumps(self.messages if self.prompt is None else self.prompt)
+
+
+def read_requests(path: Path) -> list[BatchRequest]:
+    """The requests of a file. Raises InputError, naming the line, for what is none, and for an id that comes twice."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {str(path)!r}: {error}") from error
+    requests = [_request(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
+    seen: set[str] = set()
+    for request in requests:
+        if request.id in seen:
+            raise InputError(f"{str(path)!r} has the id {request.id!r} twice: ids name the answers")
+        seen.add(request.id)
+    return requests
+
+
+def _request(line: str, number: int, path: Path) -> BatchRequest:
+    try:
+        found = parse_json(line)
+        check(isinstance(found, dict), "it must be an object")
+        rest = dict(found)
+        id, prompt, messages = rest.pop("id", number), rest.pop("prompt", None), rest.pop("messages", None)
+        check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be text or a number")
+        check((prompt is None) != (messages is None), "it must have 'prompt' or 'messages', and not both")
+        SamplingParams(**rest)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"line {number} of {str(path)!r} is no request: {error}") from error
+    return BatchRequest(str(id), prompt, messages, rest)
+
+
+class Answers:
+    """A file of answers, a line each, that one process adds to. A line that was cut off, by a process that was killed,
+    is taken away; `done` are the ids of the others. What `add` wrote is on the disk when it returns.
+
+    Raises InputError where the file cannot be written, is written by somebody else, or holds what is no answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise InputError(f"another process writes to {str(path)!r}: wait for it, or give another file") from None
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
+        try:
+            self.done = {str(parse_json(line)["id"]) for line in data[:whole].splitlines()}
+        except (ValueError, KeyError, TypeError):
+            self._file.close()
+            raise InputError(f"{str(path)!r} holds what is no answer of a batch: give another file") from None
+        self._file.truncate(whole)
+
+    def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
+        """Adds a line each."""
+        lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
+        self._file.write("".join(lines).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Lets others write."""
+        self._file.close()
+
+
+def answer_all(
+    llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any], answers: Answers, at_once: int
+) -> int:
+    """Answers `requests`, so many at once, those that begin alike together. One that cannot be answered gets an answer
+    that says why. Returns how many these were."""
+    left, failed = sorted(requests, key=lambda one: one.beginning), 0
+    for first in range(0, len(left), at_once):
+        group = left[first : first + at_once]
+        try:
+            told = _answered(llm, group, defaults)
+        except OffloadError:
+            told = [_alone(llm, one, defaults) for one in group]
+        failed += sum("error" in each for each in told)
+        answers.add(told)
+    return failed
+
+
+def _alone(llm: Any, request: BatchRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return _answered(llm, [request], defaults)[0]
+    except OffloadError as error:
+        return {"id": request.id, "error": str(error)}
+
+
+def _answered(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    prompts = [llm.chat_prompt(one.messages)[1] if one.prompt is None else one.prompt for one in requests]
+    outputs = llm.generate(prompts, [one.params(defaults) for one in requests])
+    return [
+        {
+            "id": request.id,
+            "outputs": [{"text": one.text, "finish_reason": one.finish_reason} for one in output.outputs],
+            "prompt_tokens": len(output.prompt_token_ids),
+            "new_tokens": sum(len(one.token_ids) for one in output.outputs),
+        }
+        for request, output in zip(requests, outputs, strict=True)
+    ]

@@ -1,0 +1,114 @@
+"""`offload-rt batch`: every request is answered once, whenever the process ends; what cannot be answered says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_models import tiny_checkpoint, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import main
+from offload_rt.commands import batch_files
+from offload_rt.commands.batch_files import Answers, BatchRequest, answer_all, read_requests
+from offload_rt.errors import InputError
+
+DEFAULTS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+PROMPTS = [tiny_prompt(20 + i, seed=i % 3) for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(tiny_checkpoint(tmp_path_factory.mktemp("batch"), "llama"), dtype="float32", policy="full")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def written(path: Path, requests: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
+    return path
+
+
+def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a line; nothing is lost, nothing comes twice, and the answers are those of `generate`."""
+    requests = read_requests(written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]))
+    out, real = tmp_path / "out", Answers.add
+
+    def killed(self: Answers, answers: Any) -> None:
+        real(self, answers)
+        if len(lines(out)) >= 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answers, "add", killed)
+        first = Answers(out)
+        with pytest.raises(KeyboardInterrupt):
+            answer_all(llm, requests, DEFAULTS, first, at_once=2)
+        with pytest.raises(InputError, match="another process"):
+            Answers(out)
+        first.close()
+    out.write_bytes(out.read_bytes() + b'{"id": "q5", "outp')
+    again = Answers(out)
+    left = [request for request in requests if request.id not in again.done]
+    assert len(again.done) == 4 and len(left) == 3
+    assert answer_all(llm, left, DEFAULTS, again, at_once=2) == 0
+    again.close()
+    found = {each["id"]: each["outputs"][0]["text"] for each in lines(out)}
+    assert len(lines(out)) == len(found) == 7
+    assert len(set(found.values())) > 3, "texts, and different ones"
+    wanted = llm.generate(PROMPTS, SamplingParams(**DEFAULTS))
+    assert found == {f"q{i}": each.outputs[0].text for i, each in enumerate(wanted)}
+
+
+def test_what_cannot_be_answered_says_why_and_the_others_are_answered(llm: LLM, tmp_path: Path) -> None:
+    wrong = [{"prompt": PROMPTS[0]}, {"prompt": [10**6]}, {"prompt": PROMPTS[1], "max_tokens": 2}]
+    answers = Answers(tmp_path / "out")
+    assert answer_all(llm, read_requests(written(tmp_path / "in", wrong)), DEFAULTS, answers, at_once=8) == 1
+    answers.close()
+    found = {each["id"]: each for each in lines(tmp_path / "out")}
+    assert "vocabulary" in found["2"]["error"] and (found["1"]["new_tokens"], found["3"]["new_tokens"]) == (4, 2)
+
+
+def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        batch_files, "_answered", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
+    )
+    requests = [BatchRequest(str(i), f"{'AB'[i % 2]} {i}", None, {}) for i in range(6)]
+    answers = Answers(tmp_path / "out")
+    answer_all(None, requests, {}, answers, at_once=3)
+    answers.close()
+    assert told == ["0", "2", "4", "1", "3", "5"]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "no request"),
+        ("[]", "an object"),
+        ('{"id": 1}', "'prompt' or 'messages'"),
+        ('{"prompt": "a", "temprature": 1}', "temprature"),
+        ('{"prompt": "a", "temperature": -1}', "temperature"),
+        ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}', "twice"),
+    ],
+)
+def test_a_wrong_line_is_named_before_anything_is_loaded(
+    line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_text(line, encoding="utf-8")
+    assert main(["batch", "no-such-model", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "llama")
+    source = written(tmp_path / "in", [{"prompt": each, "max_tokens": 2} for each in PROMPTS[:2]])
+    arguments = ["batch", model, str(source), str(tmp_path / "out"), "--policy", "full"]
+    assert main(arguments) == 0 and sorted(each["id"] for each in lines(tmp_path / "out")) == ["1", "2"]
+    assert main(arguments) == 0 and "0 of 2 requests" in capsys.readouterr().err
+    (tmp_path / "other").write_text("text\n", encoding="utf-8")
+    assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "give another file" in capsys.readouterr().err
