@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,10 @@ def measure_case(
 ) -> list[Row]:
     """Steps under full attention, with the largest of the shares of the context in host memory, then selected ones with
     each."""
+    small = replace(case, layers=1, context=4096)
+    _measured(
+        small, [None, *drawn_steps(small, 1)], folder, 4.0, speed, "libraries are loaded, memory is counted after"
+    )
     rows = [_measured(case, [None] * full_steps, folder, max(host_shares), speed, "full")]
     rows += [_measured(case, steps, folder, share, speed, "selected") for share in host_shares]
     for row in rows:
