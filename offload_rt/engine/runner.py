@@ -21,6 +21,7 @@ from ..forward.prefill import Prefill
 from ..forward.rebalance import rebalance
 from ..forward.sequence import Sequence, key_reader
 from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
+from ..forward.shared_rows import learn_from_others
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
@@ -237,7 +238,8 @@ class Runner:
         """Forgets what only this process knows of a sequence: resident rows and the policy's state come from the
         pool's rows again, the latter with the next prefill."""
         self.reload(sequence)
-        sequence.state, sequence.unlearned = self.policy.new_state(sequence.keys), sequence.position
+        sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
+        sequence.unlearned = sequence.position
         sequence.interrupted = False
 
     @_on_own_device
@@ -268,6 +270,7 @@ class Runner:
             position=known,
             exact=exact,
             unlearned=known if origin is None else origin.unlearned,
+            learned=0 if origin is None else origin.learned,
             shift=shift,
             truncation_id=truncation_id,
             expected=0 if origin is None else origin.expected,
@@ -321,6 +324,8 @@ class Runner:
         returns when the rows of a layer that were computed before are in the pool, `after_layer(layer)` is called when
         a layer is done, `every_logits` at the end with the logits of all tokens (`Prefill`)."""
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
+        if sequence.unlearned and self.room.shares and not self.room.evicts:
+            learn_from_others(sequence, self._open.values())
         self.room.slide(sequence, self.link.storage, stop, behind=SHARED_BEHIND if self.room.shares else 0)
         return Prefill(
             sequence,
@@ -357,7 +362,7 @@ class Runner:
         if prefill.done:
             self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
-            sequence.position, sequence.unlearned = prefill.stop, 0
+            sequence.position, sequence.unlearned, sequence.learned = prefill.stop, 0, 0
             self.link.storage.settle(sequence.blocks)
             self._publish(sequence)
             self.room.slide(sequence, self.link.storage, prefill.stop)

@@ -59,7 +59,7 @@ class Prefill:
         self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
         self._slice_tokens, self._segment_tokens = slice_tokens, segment_tokens or stop
         assert self._segment_tokens == stop or self._segment_tokens % slice_tokens == 0
-        self._learn_from = 0 if sequence.unlearned else sequence.blocks.length
+        self._learn_from = sequence.learned if sequence.unlearned else sequence.blocks.length
         self._layer = 0
         self._began = False
         self._begin_segment(sequence.blocks.length)

@@ -18,8 +18,9 @@ from .trace import Trace
 class Sequence:
     """tokens: prompt and what was generated. The first `position` of them have been computed in every layer; a decode
     step computes the next one. The rows of the first `exact` come from exact attention; those of the first `unlearned`
-    from the prefix tree, and the policy's state learns their keys with the next prefill. `slots` says where rows lie in
-    `blocks`. The sequence owns block table, slots and state; all three fork with it.
+    from the prefix tree, and the policy's state learns their keys with the next prefill, but for those of the first
+    `learned`, which it has from another sequence's. `slots` says where rows lie in `blocks`. The sequence owns block
+    table, slots and state; all three fork with it.
 
     `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
     `truncation_id` names what was cut: it belongs to the lineage of every chunk. `interrupted`: a step on it was
@@ -38,6 +39,7 @@ class Sequence:
     position: int = 0
     exact: int = 0
     unlearned: int = 0
+    learned: int = 0
     shift: int = 0
     truncation_id: str = ""
     interrupted: bool = False

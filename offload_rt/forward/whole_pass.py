@@ -47,7 +47,7 @@ class WholePass:
         sequence.trace.bytes_to_host += stored.bytes_to_host
         k, v, window = stored.kv.k, stored.kv.v, geometry.windows[layer]
         if window is None:
-            learned = 0 if sequence.unlearned else start
+            learned = sequence.learned if sequence.unlearned else start
             state.on_queries(layer, q, k, start)
             state.on_keys(layer, k[:, learned:], learned)
             state.on_values(layer, v[:, learned:], learned)

@@ -104,6 +104,11 @@ class PolicyState(Protocol):
         """An independent copy for a sequence that continues from the same tokens; `keys` reads that one's keys."""
         ...
 
+    def fork_prefix(self, tokens: int) -> PolicyState | None:
+        """A state that knows the first `tokens` tokens and no other, for a sequence that has the same rows of these in
+        its chunks; None where learning them anew is as good, or where what is known depends on more than the rows."""
+        ...
+
     def check_integrity(self) -> None:
         """Asserts that the state is consistent with itself."""
         ...

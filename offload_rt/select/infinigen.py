@@ -140,6 +140,13 @@ class InfiniGenState(PassiveState):
         tail = self._tail.fork()
         return InfiniGenState(self._policy, tail, tail)
 
+    def fork_prefix(self, tokens: int) -> InfiniGenState | None:
+        """Shares the pages of low-bit rows, which rows alone decide; scoring keys of one's own are learned anew."""
+        if self._tail is None:
+            return None
+        tail = self._tail.fork(tokens)
+        return InfiniGenState(self._policy, tail, tail)
+
     def check_integrity(self) -> None:
         """Asserts that the scoring keys are consistent and belong to sparse layers."""
         self._keys.check_integrity()

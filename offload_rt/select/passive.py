@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import Selection, Visible
+from .base import PolicyState
 from .scoring import ScoringKeys
 
 
@@ -55,6 +56,10 @@ class PassiveState:
 
     def on_attended(self, layer: int, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Nothing to learn from attention weights `[Hkv, n]`."""
+
+    def fork_prefix(self, tokens: int) -> PolicyState | None:
+        """Learned anew, if there is anything."""
+        return None
 
     def check_integrity(self) -> None:
         """There is nothing to check."""
