@@ -40,7 +40,7 @@ normal would be slow). */
 static inline float exp_of(float y) {
     float x = y < -60.0f ? -60.0f : y;
     float scaled = x * 1.44269504f;
-    float whole = __builtin_floorf(scaled);
+    float whole = __builtin_floorf(scaled + 0.5f);
     float f = scaled - whole;
     float power = 1.0f + f * (0.6931472f + f * (0.24022651f + f * (0.05550327f + f * (0.009618437f +
                   f * (0.0013338f + f * 0.00015403530f)))));
