@@ -11,8 +11,7 @@
 #                files (85,000 times, files that are read are damaged first), faults (any call of a file system fails),
 #                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections),
-#                page (the server's page in a
-#                headless Chromium), ray (two replicas, where ray is installed) runs one
+#                page (the server's page in a headless Chromium), ray (two replicas, where ray is installed) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
