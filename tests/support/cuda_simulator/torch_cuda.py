@@ -321,7 +321,6 @@ def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callabl
         if not q.is_cuda:
             return of_torch(q, k, v, attn_mask=attn_mask, **named)
         assert set(named) <= {"scale", "is_causal", "enable_gqa", "dropout_p"}
-        assert not named.get("enable_gqa") or q.itemsize == 2, "K and V would be repeated"
         out = sim.new(torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="meta"), q.device)
         into, seen = sim.seen(out), [sim.seen(x) for x in (q, k, v)]
         mask = sim.seen(attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
