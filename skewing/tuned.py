@@ -70,6 +70,7 @@ def default_options(
     if skew is None or not skew.is_dir() or "preset" in given:
         return given
     tuned = TunedPolicy.load(skew, fingerprint)
+    policy = "infinigen" if policy == "auto" else policy
     if tuned is None or tuned.policy != policy:
         return given
     without = (

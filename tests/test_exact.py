@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from importlib.resources import files
 from typing import Any
 
@@ -86,6 +88,25 @@ def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
     done = completed(llm.generate(PROMPTS[:2], [several, GREEDY]))
     assert max(sequences) == 3 and sum(sequences) == sum(one.stats.verifications for one in done)
     assert all(one[0] == one[1] for one in passes)
+
+
+def test_samples_have_the_distribution_of_the_model() -> None:
+    """Second and third tokens, which are drafted, of 96 completions over four tokens, against the model's own
+    probabilities: chi-square over 16 cells stays below its 0.999 quantile at 15 degrees of freedom."""
+    vocabulary, llm = [3, 50, 101, 150], runtime(_LLAMA, exact={"tokens": 3, "adaptive": False})
+    asked = SamplingParams(n=96, seed=5, temperature=1.0, max_tokens=3, allowed_token_ids=vocabulary, ignore_eos=True)
+    done = completed(llm.generate([PROMPTS[1]], asked))
+    assert sum(one.stats.drafted_tokens for one in done) >= 96
+    pairs = list(itertools.product(vocabulary, repeat=2))
+    with torch.no_grad():
+        logits = _LLAMA(torch.tensor([[*PROMPTS[1], *pair] for pair in pairs])).logits[:, -3:, vocabulary]
+    expected: Counter[tuple[int, int]] = Counter()
+    for (first, second), (one, two, three) in zip(pairs, logits.double().softmax(-1).tolist(), strict=True):
+        for third, chance in zip(vocabulary, three, strict=True):
+            expected[second, third] += one[vocabulary.index(first)] * two[vocabulary.index(second)] * chance
+    found = Counter(tuple(one.token_ids[1:]) for one in done)
+    chi_square = sum((found[cell] - 96 * chance) ** 2 / (96 * chance) for cell, chance in expected.items())
+    assert len(expected) == 16 and chi_square < 37.7
 
 
 def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:

@@ -168,6 +168,7 @@ class Given:
 
     name = "ideal"
     query_source: QuerySource = "attention_input"
+    dense_until = 0
     wants_weights = False
     wants_queries = False
     rule = None

@@ -30,6 +30,7 @@ class DecodeBatch:
         self.sequences, self.adapter, self.policy, self.link = sequences, adapter, policy, link
         self.sharing, self.geometry = sharing, adapter.geometry
         self._visible: dict[int | None, list[Visible]] = {}
+        self._whole = all(self.sees_all(sequence) for sequence in sequences)
 
     @property
     def tokens(self) -> list[int]:
@@ -41,9 +42,17 @@ class DecodeBatch:
         """The positions of the newest tokens."""
         return [s.position + s.shift for s in self.sequences]
 
-    def selects(self, layer: int) -> bool:
-        """Whether the layer exists and is not dense."""
+    def sees_all(self, sequence: Sequence) -> bool:
+        """Whether the sequence is so short that every layer attends to all of it."""
+        return sequence.slots.context <= self.policy.dense_until
+
+    def learns(self, layer: int) -> bool:
+        """Whether the policy is told of the layer's new rows: it selects among them, now or later."""
         return layer < self.geometry.layers and layer not in self.policy.dense_layers
+
+    def selects(self, layer: int) -> bool:
+        """Whether the layer exists and selects in this step, for one of the sequences at least."""
+        return self.learns(layer) and not self._whole
 
     def slots(self, layer: int) -> list[int]:
         """The slot of each sequence's newest token in `layer`: what slides keeps token t in slot t for ever."""

@@ -76,7 +76,7 @@ class DecodeStep:
         for layer in range(self.batch.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
                 self.link.storage.displace(sequence.blocks, layer, *moved)
-                if self.batch.selects(layer):
+                if self.batch.learns(layer):
                     sequence.state.on_moved(layer, *moved)
 
     def _speculates(self, layer: int, query_source: str) -> bool:
@@ -90,7 +90,7 @@ class DecodeStep:
     def _fetch_dense(self, layer: int) -> LayerFetch | None:
         """Requests everything, if `layer` exists and is dense: first what is shared, then what each has for itself."""
         batch = self.batch
-        if layer not in batch.policy.dense_layers:
+        if layer >= batch.geometry.layers or batch.selects(layer):
             return None
         if (everything := self.strategy.fetch_all(layer)) is not None:
             return everything

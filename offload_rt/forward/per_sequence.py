@@ -47,7 +47,7 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
     for b, (sequence, slot) in enumerate(zip(batch.sequences, batch.slots(layer), strict=True)):
         key, value = k[:, b : b + 1], v[:, b : b + 1]
         sequence.trace.bytes_to_host += batch.link.storage.append(sequence.blocks, layer, slot, key, value)
-        if batch.selects(layer):
+        if batch.learns(layer):
             sequence.state.on_keys(layer, key, slot)
             sequence.state.on_values(layer, value, slot)
 
@@ -75,8 +75,9 @@ class PerSequenceStrategy:
         batch, rows = self._batch, self._batch.link.rows
         visible, block_tables = batch.visible(layer), [s.blocks for s in batch.sequences]
         selections = [self._select(layer, s, q[:, b], visible[b]) for b, s in enumerate(batch.sequences)]
-        if batch.sharing.overlapping:
-            tickets = rows.fetch_together(block_tables, layer, visible, selections)
+        chosen = [selection for selection in selections if selection is not None]
+        if batch.sharing.overlapping and len(chosen) == len(selections):
+            tickets = rows.fetch_together(block_tables, layer, visible, chosen)
         else:
             each = zip(block_tables, visible, selections, strict=True)
             tickets = [rows.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
@@ -88,9 +89,11 @@ class PerSequenceStrategy:
     def finish(self) -> None:
         """Does nothing: everything has been entered as it was fetched."""
 
-    def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection:
-        """Returns what the sequence selects with q `[H, d]`. How many tokens these are is asked of the device only for
-        those who have to know."""
+    def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection | None:
+        """Returns what the sequence selects with q `[H, d]`, None for everything. How many tokens these are is asked of
+        the device only for those who have to know."""
+        if self._batch.sees_all(sequence):
+            return None
         selection = sequence.state.select(layer, q, visible)
         if sequence.slots.listens or sequence.trace.recorder is not None:
             selection = selection.known()

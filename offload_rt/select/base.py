@@ -143,6 +143,12 @@ class Policy(Protocol):
         ...
 
     @property
+    def dense_until(self) -> int:
+        """Contexts of up to so many tokens are attended to as a whole, in every layer; 0 where only `dense_layers`
+        are."""
+        ...
+
+    @property
     def wants_weights(self) -> bool:
         """Whether `on_attended` is called."""
         ...

@@ -49,6 +49,7 @@ class BudgetPolicy(Generic[Chosen]):
     evictable = False
     wants_queries = False
     rule = None
+    dense_until = 0
 
     def __init__(self, options: Chosen, geometry: ModelGeometry) -> None:
         """Raises ConfigError where an option does not fit the model."""

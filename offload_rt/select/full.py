@@ -41,6 +41,7 @@ class Full:
     wants_queries: bool = False
     lineage: str = "exact"
     rule: None = None
+    dense_until: int = 0
 
     @classmethod
     def build(cls, options: FullOptions, context: PolicyContext) -> Self:

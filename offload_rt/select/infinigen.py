@@ -159,6 +159,7 @@ class InfiniGen:
     selected indices come back (paper §6.2); what is selected is the same."""
 
     name = "infinigen"
+    dense_until = 0
     wants_weights = False
     evictable = True
 

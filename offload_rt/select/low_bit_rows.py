@@ -23,6 +23,10 @@ from .bases import Basis
 from .layer_pages import LayerPages
 from .scoring import LEARNED_AT_ONCE
 
+WAITING = 32
+"""Newest rows that wait on a processor to be turned and rounded together, which takes about as long as one by one row.
+They lie in the recent window, where nothing reads them yet; whoever does finds them rounded."""
+
 VALUE_BITS = {"int4": 4, "int2": 2}
 """Bits of a number of a value, by the name of the option."""
 
@@ -77,6 +81,9 @@ class LowBitRows:
         self._bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
+        self._wait = device.type == "cpu"
+        self._keys: dict[int, list[torch.Tensor]] = {}
+        self._values: dict[int, list[torch.Tensor]] = {}
 
     @property
     def bytes(self) -> int:
@@ -85,19 +92,50 @@ class LowBitRows:
 
     def length(self, layer: int) -> int:
         """Tokens whose keys the layer has."""
-        return self._rows.length(layer)
+        return self._rows.length(layer) + len(self._keys.get(layer, ()))
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Keys k `[Hkv, m, d]` enter the slots from `start` on."""
+        if self._wait and k.shape[1] == 1 and start == self.length(layer):
+            self._keys.setdefault(layer, []).append(k)
+            return
+        self._round(layer)
+        self._write(layer, k, start)
+
+    def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
+        """Values v `[Hkv, m, d]` enter the slots from `start` on, whose keys came before."""
+        assert start + v.shape[1] <= self.length(layer), "keys come before values"
+        if start < self._rows.length(layer):
+            self._write_values(layer, v, start)
+            return
+        values = self._values.setdefault(layer, [])
+        assert start == self._rows.length(layer) + len(values)
+        values.append(v)
+        if len(values) >= WAITING:
+            self._round(layer)
+
+    def _round(self, layer: int) -> None:
+        """Rounds what waits."""
+        if keys := self._keys.pop(layer, None):
+            start, values = self._rows.length(layer), self._values.pop(layer, None)
+            self._write(layer, torch.cat(keys, dim=1), start)
+            if values:
+                self._write_values(layer, torch.cat(values, dim=1), start)
+
+    def _rounded(self, layer: int, tokens: range) -> Pages:
+        """The pages of the layer's rows, only to read, those of `tokens` rounded."""
+        if tokens.stop > self._rows.length(layer):
+            self._round(layer)
+        return self._rows.pages(layer)
+
+    def _write(self, layer: int, k: torch.Tensor, start: int) -> None:
         own = self._bases[layer]
         pages = self.storage(layer, range(start, start + k.shape[1]))
         for at, rows in _pieces(k, start):
             turned = skew(rows, own.basis.key).sub_(own.mean.unsqueeze(1))
             dispatch.store_low_bit(pages, self._layout, turned, at, values=False)
 
-    def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Values v `[Hkv, m, d]` enter the slots from `start` on, whose keys came before."""
-        assert start + v.shape[1] <= self.length(layer), "keys come before values"
+    def _write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         own = self._bases[layer]
         pages = self.storage(layer, range(start, start + v.shape[1]))
         for at, rows in _pieces(v, start):
@@ -108,6 +146,7 @@ class LowBitRows:
 
     def move(self, layer: int, source: int, target: int) -> None:
         """The row in slot `source` also takes slot `target`."""
+        self._round(layer)
         pages = self.storage(layer, range(target, target + 1))
         [(read, here, _)] = pages.parts(range(source, source + 1))
         [(written, there, _)] = pages.parts(range(target, target + 1))
@@ -118,17 +157,17 @@ class LowBitRows:
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`."""
-        queries, pages = self._bases[layer].queries(q), self._rows.pages(layer)
+        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.low_bit_scores(*queries, pages, self._layout, tokens)
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
         """Threshold and best score, from the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        queries, pages = self._bases[layer].queries(q), self._rows.pages(layer)
+        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.select_low_bit(*queries, pages, self._layout, tokens, alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
         """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        queries, pages = self._bases[layer].queries(q), self._rows.pages(layer)
+        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.top_low_bit(*queries, pages, self._layout, tokens, n)
 
     def basis(self, layer: int) -> Basis:
@@ -141,12 +180,13 @@ class LowBitRows:
         """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`, scores capped where the model's are:
         out `[H, d]`, lse `[H]`."""
         own, heads = self._bases[layer], q.shape[0]
-        queries, pages = own.queries(q), self._rows.pages(layer)
+        queries, pages = own.queries(q), self._rounded(layer, tokens)
         out, lse = dispatch.tail_attention(*queries, pages, self._layout, tokens, skip, softcap)
         return out.reshape(heads, -1) @ own.mixing.T, lse.reshape(heads)
 
     def storage(self, layer: int, slots: range) -> Pages:
         """The pages of the layer's rows; those of `slots`, which count as written from now on, are private."""
+        self._round(layer)
         return self._rows.reserve(layer, slots)
 
     def enter(
@@ -193,13 +233,18 @@ class LowBitRows:
 
     def fork(self, tokens: int | None = None) -> LowBitRows:
         """The rows of the first `tokens` tokens (None: all); a page is copied when either side writes to it."""
+        for layer in list(self._keys):
+            self._round(layer)
         twin = object.__new__(LowBitRows)
         twin._bases, twin._layout, twin._rows = self._bases, self._layout, self._rows.fork(tokens)
+        twin._wait, twin._keys, twin._values = self._wait, {}, {}
         return twin
 
     def check_integrity(self) -> None:
         """Asserts that the pages hold the tokens of every layer, and know whose they are."""
         self._rows.check_integrity()
+        for layer, keys in self._keys.items():
+            assert len(self._values.get(layer, ())) in (len(keys), len(keys) - 1) and len(keys) <= WAITING
 
 
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:

@@ -157,6 +157,24 @@ class InfiniGenOptions(PolicyOptions):
         return self.keys if name == "scorer" else super().lineage_value(name)
 
 
+@register_policy("auto", "offload_rt.select.auto:Auto")
+@dataclass(frozen=True)
+class AutoOptions(InfiniGenOptions):
+    """Policy "auto": "infinigen", with its options, that attends to all of a context while that is cheaper.
+
+    dense_until: contexts of up to so many tokens are attended to as a whole; None is what the model's shapes say
+        (`select.auto`): on a CPU, where selecting has a price, and 0 on a device, where each row crosses the link.
+    """
+
+    dense_until: int | None = option(
+        None, help="tokens up to which all are attended to (default: by cost)", metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.dense_until is None or self.dense_until >= 0, f"dense_until={self.dense_until} must not be negative")
+
+
 @register_policy("h2o", "offload_rt.select.h2o:H2O")
 @register_policy("streaming", "offload_rt.select.streaming:Streaming")
 @register_policy("oracle", "offload_rt.select.oracle:Oracle")
