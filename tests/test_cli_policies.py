@@ -40,9 +40,10 @@ def generate(capsys: pytest.CaptureFixture[str], pages: Path) -> Generate:
 def test_every_policy_gets_its_options(generate: Generate, pages: Path, tmp_path: Path, policy: str) -> None:
     stats = tmp_path / "stats.json"
     flags = ("--budget", "0.2", "--sinks", "2", "--recent", "16", "--dense-layers", "0,1", "--stats-json", str(stats))
-    code, out, err = generate("--policy", policy, *flags)
+    own: dict[str, Any] = {"dense_until": 0} if policy == "auto" else {}
+    code, out, err = generate("--policy", policy, *flags, *(("--dense-until", "0") if own else ()))
     assert (code, err) == (0, "")
-    llm = LLM("reference", policy=policy, policy_options=WINDOW)
+    llm = LLM("reference", policy=policy, policy_options=WINDOW | own)
     ids = llm.encode(pages.read_text(encoding="utf-8"))[:300]
     (done,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
     written = json.loads(stats.read_text())

@@ -250,7 +250,7 @@ def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
     for policy in policy_names():
         demand = memory_demand(policy, {}, shape.geometry, torch.float32)
         assert demand.scoring_bytes(4, 100) == int((4 - len(demand.dense)) * demand.key_bytes * 100)
-        assert (demand.key_bytes > 0) == (policy in ("infinigen", "h2o", "quest"))
+        assert (demand.key_bytes > 0) == (policy in ("infinigen", "auto", "h2o", "quest"))
 
 
 # ------------------------------------------------------------------------------------------------ a toy architecture
