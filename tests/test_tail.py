@@ -156,7 +156,7 @@ def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> N
     model = tiny_model("llama", dtype=torch.float64)
     model.save_pretrained(tmp_path)
     [plain] = completed(make_llm("llama", options, torch.float64).generate([prompt], GREEDY))
-    for more in ({"working_set": 32}, {"device_memory": "2.7MiB", "max_context": 256}):
+    for more in ({"working_set": 32}, {"device_memory": "6.7MiB", "max_context": 256}):
         llm = LLM(
             str(tmp_path), policy="infinigen", policy_options=options, dtype="float64", host_memory="32MiB", **more
         )
