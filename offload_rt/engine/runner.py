@@ -243,6 +243,7 @@ class Runner:
         sequence.interrupted = False
 
     @_on_own_device
+    @torch.inference_mode()
     def _open_sequence(
         self,
         blocks: BlockTable,
