@@ -47,8 +47,10 @@ def generate(cli: Cli, pages: Path) -> Cli:
 
 
 def spawn(pages: Path, *flags: str) -> subprocess.Popen[bytes]:
-    """`offload-rt generate reference` as a process of its own, exact, with pipes."""
-    code = "import sys; from offload_rt.cli import main; sys.exit(main())"
+    """`offload-rt generate reference` as a process of its own, exact, with pipes. It takes Ctrl-C although this process
+    may ignore it, as what a shell runs in the background does."""
+    listens = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listens}; from offload_rt.cli import main; sys.exit(main())"
     command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
     return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
