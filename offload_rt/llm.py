@@ -261,7 +261,7 @@ class LLM:
         """What becomes of tokenized prompts, whose texts are `texts`."""
         each, self._last = sampling_of_each(sampling_params, len(encoded), self._runner.model.sampling), None
         for prompt, one in zip(encoded, each, strict=True):
-            self._runner.check_room(len(prompt), len(prompt) + one.max_tokens)
+            self._runner.room.check(len(prompt), len(prompt) + one.max_tokens)
         engine = self.make_engine()
         requests = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
         try:

@@ -169,15 +169,15 @@ def test_limits_that_cannot_be() -> None:
 
 
 def test_address_space_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.pool.pool.available_memory", lambda: 1 << 61)
+    monkeypatch.setattr("offload_rt.pool.machine.available_memory", lambda: 1 << 61)
     with pytest.raises(MemoryLimitError, match=r"cannot reserve .* of address space .*ulimit"):
         HostPool(geometry(), torch.float32, 1 << 60)
 
 
 def test_without_a_limit_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.pool.pool.available_memory", lambda: 100 * CHUNK_BYTES)
+    monkeypatch.setattr("offload_rt.pool.machine.available_memory", lambda: 100 * CHUNK_BYTES)
     assert HostPool(geometry(), torch.float32, None).chunk_count == 50
-    monkeypatch.setattr("offload_rt.pool.pool.available_memory", lambda: 1 << 60)
+    monkeypatch.setattr("offload_rt.pool.machine.available_memory", lambda: 1 << 60)
     pool = HostPool(geometry(1, 1, 1), torch.float16, None)
     assert pool.chunk_count == (1 << 24) // CHUNK
 

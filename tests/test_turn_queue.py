@@ -283,7 +283,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
     for name in NAMES[:2]:
         queue.add(name, turn(name, 0), SHORT)
     list(queue.run())
-    real, refused = llm.runner.check_spare, []
+    real, refused = llm.runner.pool.check_spare, []
 
     def refuse(chunks: int) -> None:
         if len(refused) < 2:
@@ -292,7 +292,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
         real(chunks)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "check_spare", refuse)
+        patch.setattr(llm.runner.pool, "check_spare", refuse)
         queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
         for _ in drain(queue):
             pass

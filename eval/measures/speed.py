@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.registry import measure
-from .flags import counts, given, numbers, say_on_stderr, show, words
+from .flags import TEXT_HELP, counts, given, numbers, say_on_stderr, show, words
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +54,34 @@ def bench(args: argparse.Namespace) -> int:
     for shape in shapes:
         check_choice("shape", shape, SHAPES)
     run_bench(BenchConfig(shape=shapes[0], **options), out, Console(), *shapes[1:])
+    return 0
+
+
+def _real_flags(parser: argparse.ArgumentParser) -> None:
+    from ..speed.real_speed import FIRST, SpeedConfig
+
+    default = SpeedConfig()
+    parser.add_argument("model", metavar="MODEL", help="a local folder or a hub id of a trained model")
+    parser.add_argument("--text", required=True, metavar="SPEC", help=TEXT_HELP)
+    parser.add_argument("--out", required=True, metavar="DIR", help="real_speed.json, .csv and .md")
+    parser.add_argument("--contexts", type=counts, default=default.contexts, metavar="2k,8k", help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=default.tokens, metavar="N", help="decoded after each")
+    parser.add_argument("--repeats", type=int, default=default.repeats, metavar="N", help="prompts of each length")
+    parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
+    parser.add_argument("--dtype", default=default.dtype, metavar="bfloat16|float32")
+    parser.add_argument("--who", type=words, default=default.who, metavar="A,B", help=f"beside '{FIRST}'")
+
+
+@measure("real-speed", "a trained model's prompts and steps beside transformers', in turn", _real_flags)
+def real_speed(args: argparse.Namespace) -> int:
+    """Time to the first token and of each further one, of transformers' caches and of policies, on the same model and
+    text: one process, in turn, CPU time."""
+    from ...texts import read_text
+    from ..speed.real_speed import SpeedConfig, run_real_speed
+
+    options = given(args, ["contexts", "tokens", "repeats", "threads", "dtype", "who"])
+    say = say_on_stderr(False)
+    show(run_real_speed(args.model, read_text(args.text), SpeedConfig(**options), Path(args.out), say), args.out, say)
     return 0
 
 

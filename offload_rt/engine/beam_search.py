@@ -165,7 +165,7 @@ class BeamSearchRequest:
         sequence = runner.retry_after_reclaim(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
         self.sequences = [sequence]
         self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
-        runner.retry_after_reclaim(lambda: runner.check_spare(self.width - 1))
+        runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
     def take_pending(self) -> list[SampledRequest]:
@@ -177,7 +177,7 @@ class BeamSearchRequest:
         be had. Raises PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
-        runner.retry_after_reclaim(lambda: runner.check_spare(self.width))
+        runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
     @property
     def draft_room(self) -> int:

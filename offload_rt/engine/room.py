@@ -38,6 +38,24 @@ class Room:
         """Whether sequences overwrite their own slots where the pool is full."""
         return self._config.eviction is not None
 
+    def check(self, prompt: int, total: int) -> None:
+        """Raises PoolFullError where an empty pool could not hold a sequence of `total` tokens; with eviction, which
+        begins with the first new token, one of `prompt` tokens."""
+        if not self.evicts:
+            self._pool.check_fits(total)
+            return
+        try:
+            self._pool.check_fits(prompt + 1)
+        except PoolFullError as error:
+            raise PoolFullError(
+                f"a prompt of {prompt:,} tokens does not fit, and eviction begins with the first new token: {error}"
+            ) from None
+
+    def slots_for(self, computed: int, total: int) -> int:
+        """Slots to reserve for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
+        them, or with eviction, which overwrites where the pool is full, one more than is computed."""
+        return computed + 1 if self.evicts else total
+
     def slots(self) -> SlotTable:
         """The slots of a new sequence."""
         if self._config.eviction is None:

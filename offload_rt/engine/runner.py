@@ -13,7 +13,7 @@ import torch
 
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
-from ..errors import OffloadError, PoolFullError
+from ..errors import OffloadError
 from ..forward.batch import DecodeBatch
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
@@ -35,6 +35,7 @@ from ..transfer.weights import WeightStream
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
+from .segments import segment_tokens
 from .stats import Accounting
 
 T = TypeVar("T")
@@ -42,11 +43,6 @@ P = ParamSpec("P")
 
 MISSED_MASS_EVERY = 16
 """Steps between two measurements of the missed mass on a CPU, where all keys are at hand in memory."""
-
-
-SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
-"""Of hidden states, queries and outputs of a segment of a prompt whose rows lie on disk: more is fewer passes over what
-is there already, and memory."""
 
 
 def _on_own_device(method: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
@@ -133,27 +129,10 @@ class Runner:
         if not self.room.evicts:
             self.pool.check_fits(tokens)
 
-    def check_room(self, prompt: int, total: int) -> None:
-        """Raises PoolFullError where an empty pool could not hold a sequence of `total` tokens; with eviction, which
-        begins with the first new token, one of `prompt` tokens."""
-        if not self.room.evicts:
-            self.pool.check_fits(total)
-            return
-        try:
-            self.pool.check_fits(prompt + 1)
-        except PoolFullError as error:
-            raise PoolFullError(
-                f"a prompt of {prompt:,} tokens does not fit, and eviction begins with the first new token: {error}"
-            ) from None
-
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """Returns what `action` returns; where it finds no room, memory of `reclaimables` is reclaimed until it does.
         Raises PoolFullError (`engine.reclaim.retry_after_reclaim`)."""
         return retry_after_reclaim(action, self.reclaimables)
-
-    def check_spare(self, chunks: int) -> None:
-        """Raises PoolFullError where the pool has no `chunks` chunks to give."""
-        self.pool.check_spare(chunks)
 
     def reserve(self, sequence: Sequence) -> None:
         """Reserves the slot of the next token. Raises PoolFullError; with eviction, which overwrites where the pool is
@@ -167,11 +146,6 @@ class Runner:
         """Raises DeviceFullError where the open sequences could take more of the device than it may hold."""
         if self.plan is not None:
             self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
-
-    def slots_to_reserve(self, computed: int, total: int) -> int:
-        """Slots to reserve for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
-        them, or with eviction, which overwrites where the pool is full, one more than is computed."""
-        return computed + 1 if self.room.evicts else total
 
     @_on_own_device
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
@@ -342,15 +316,12 @@ class Runner:
         )
 
     def _segment_tokens(self) -> int | None:
-        """Prompt tokens that go through the layers together; None for all of them. A pool on disk takes prompts beyond
-        memory, whose hidden states, queries and outputs would not fit either. A policy that learns from queries has to
-        see all keys with them, and of sliding layers only the last rows are kept."""
-        geometry, size = self.adapter.geometry, self.adapter.dtype.itemsize
-        if self.pool.file is None or self.policy.wants_queries or geometry.sliding:
+        """Prompt tokens that go through the layers together; None for all of them. A policy that learns from queries
+        has to see all keys with them, and of sliding layers only the last rows are kept."""
+        adapter = self.adapter
+        if self.pool.file is None or self.policy.wants_queries or adapter.geometry.sliding:
             return None
-        token = geometry.hidden * size + geometry.heads * geometry.head_dim * (size + 4)
-        most = SEGMENT_BYTES["cpu" if self.adapter.device.type == "cpu" else "device"] // token
-        return max(1, most // self._slice_tokens) * self._slice_tokens
+        return segment_tokens(adapter.geometry, adapter.dtype, adapter.device, self._slice_tokens)
 
     @_on_own_device
     @torch.inference_mode()

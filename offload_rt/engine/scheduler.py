@@ -56,7 +56,7 @@ class Scheduler:
                 prefill = request.start(self._runner)
             self._runner.expect(request.sequences[0], request.expected_tokens, forks=request.width - 1)
             if self.running:
-                self._runner.retry_after_reclaim(lambda: self._runner.check_spare(width))
+                self._runner.retry_after_reclaim(lambda: self._runner.pool.check_spare(width))
         except OffloadError as error:
             request.drop(self._runner)
             if isinstance(error, PoolFullError) and self.running:

@@ -117,11 +117,11 @@ class _Batches:
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:
-        self._runner.pool.reserve(origin.blocks, self._runner.slots_to_reserve(origin.position, task.computed))
+        self._runner.pool.reserve(origin.blocks, self._runner.room.slots_for(origin.position, task.computed))
         return origin
 
     def _fork(self, origin: Sequence, task: _Task) -> Sequence:
-        fork = self._runner.fork(origin, self._runner.slots_to_reserve(origin.position, task.computed))
+        fork = self._runner.fork(origin, self._runner.room.slots_for(origin.position, task.computed))
         fork.tokens = list(task.tokens)
         return fork
 

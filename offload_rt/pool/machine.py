@@ -7,6 +7,9 @@ from pathlib import Path
 
 import psutil
 
+from ..errors import MemoryLimitError
+from ..units import format_size
+
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -15,6 +18,20 @@ def available_memory() -> int:
     """Bytes that can be taken without swapping: what the machine has left, or what the control group of this process
     and its parents (a container, a batch job) leave of their limits, whichever is least."""
     return int(min([psutil.virtual_memory().available, *_cgroup_headroom(CGROUPS, MEMBERSHIP)]))
+
+
+def memory_limit(wanted: int | None, at_most: int) -> int:
+    """Bytes that a pool may take: what is wanted, else half of what is available, and no more than `at_most`.
+    MemoryLimitError where more is wanted than there is."""
+    available = available_memory()
+    if wanted is None:
+        return min(available // 2, at_most)
+    if wanted > available:
+        raise MemoryLimitError(
+            f"a host pool of {format_size(wanted)} ({wanted} bytes) is more than the {format_size(available)} "
+            f"({available} bytes) of memory available here; lower host_memory"
+        )
+    return wanted
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:

@@ -9,7 +9,7 @@ import torch
 
 from ..config import KVFormatName
 from ..core import CHUNK, BlockTable, ModelGeometry
-from ..errors import MemoryLimitError, PoolFullError
+from ..errors import PoolFullError
 from ..units import format_size
 from .arena import Arena
 from .chunks import ChunkTable
@@ -17,7 +17,7 @@ from .disk_tier import DiskTier, open_file_arena
 from .kv_format import kv_format as make_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
-from .machine import available_memory
+from .machine import memory_limit
 from .prefix_tree import PrefixTree
 from .process_lock import ProcessLock
 from .stored_rows import Rows, StoredRows, chunks_for
@@ -48,12 +48,11 @@ class HostPool(StoredRows):
 
     Order. The pool never sees a stream and never waits: it is called from one thread at a time (who calls holds `lock`
     where there are several), and its calls take effect in the order they are made. What runs later than the call that
-    started it (a copy to the device, a write-back) belongs to
-    the link, and the link's owner calls `release`, `truncate`, `reserve`, `slide`, `publish` and `claim` only when
-    every read and write of the block table's chunks that these calls may free, copy or exchange has been waited for, or
-    is ordered (by an event on the write-back stream) before the first write of the chunk's next holder. Nothing that is
-    half written is visible: `runs` may show a token as soon as a layer wrote it, but forks and the prefix tree only
-    ever take tokens below `blocks.length`.
+    started it (a copy to the device, a write-back) belongs to the link, and the link's owner calls `release`,
+    `truncate`, `reserve`, `slide`, `publish` and `claim` only when every read and write of the block table's chunks
+    that these calls may free, copy or exchange has been waited for, or is ordered (by an event on the write-back
+    stream) before the first write of the chunk's next holder. Nothing that is half written is visible: `runs` may show
+    a token as soon as a layer wrote it, but forks and the prefix tree only ever take tokens below `blocks.length`.
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
     machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
@@ -74,21 +73,13 @@ class HostPool(StoredRows):
     ) -> None:
         format = make_format(kv_format, dtype, geometry.head_dim)
         stored = replace(geometry, head_dim=format.width)
-        available = available_memory()
-        if limit_bytes is None:
-            limit_bytes = min(available // 2, stored.kv_bytes(MOST_TOKENS, format.storage))
-        elif limit_bytes > available:
-            raise MemoryLimitError(
-                f"a host pool of {format_size(limit_bytes)} ({limit_bytes} bytes) is more than the "
-                f"{format_size(available)} ({available} bytes) of memory available here; lower host_memory"
-            )
+        limit = memory_limit(limit_bytes, at_most=stored.kv_bytes(MOST_TOKENS, format.storage))
         if disk is None:
-            self.limit_bytes, self._raised = limit_bytes, "host_memory"
-            layout = ArenaLayout.fit(stored, format.storage, limit_bytes, slab_tokens)
+            layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
             arena: Rows = Arena(layout, format.storage, pin=pin)
         else:
-            arena = open_file_arena(disk, stored, format, limit_bytes, slab_tokens)
-            self.limit_bytes, self._raised = arena.layout.chunks * arena.layout.chunk_bytes, "disk_limit"
+            arena = open_file_arena(disk, stored, format, limit, slab_tokens)
+        self.limit_bytes = limit if disk is None else arena.layout.chunks * arena.layout.chunk_bytes
         super().__init__(arena, LayerGroups.of(geometry), format)
         self.bytes_peak = 0
         self.pins = pin and disk is None
@@ -398,19 +389,12 @@ class HostPool(StoredRows):
         self.bytes_peak = max(self.bytes_peak, self.bytes_used)
 
     def _full(self, count: int, missing: int) -> str:
-        needed, lacking, limit, enough = (
-            format_size(size)
-            for size in (
-                count * self.chunk_bytes,
-                missing * self.chunk_bytes,
-                self.limit_bytes,
-                self.limit_bytes + missing * self.chunk_bytes,
-            )
-        )
-        pool = "host pool" if self.file is None else "pool on disk"
+        lack, limit = missing * self.chunk_bytes, self.limit_bytes
+        needed, lacking, now, enough = map(format_size, (count * self.chunk_bytes, lack, limit, limit + lack))
+        pool, raised = ("host pool", "host_memory") if self.file is None else ("pool on disk", "disk_limit")
         return (
             f"the {pool} is full: {count} chunks of {CHUNK} tokens ({needed}) are needed, and of {self.chunk_count} "
             f"only {self.free_chunks + self.idle_chunks} are free or can be given up by the prefix tree: {missing} too "
-            f"few ({lacking}); raise {self._raised} from {limit} to {enough} or more, shorten the prompts, or run "
+            f"few ({lacking}); raise {raised} from {now} to {enough} or more, shorten the prompts, or run "
             f"fewer sequences at once"
         )
