@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.interpreter import compiled
 from support.rounding import ROUNDING
 
 from offload_rt.kernels import dispatch, segments
@@ -43,7 +44,7 @@ def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, 
     from offload_rt.kernels.triton_segments import attend_runs
 
     torch.manual_seed(d + group)
-    cuda, kv_heads, batch = kernel_device.type == "cuda", 2, 7
+    cuda, kv_heads, batch = compiled(kernel_device), 2, 7
     tree = [*TREE, (4, 5, 5), (5, 6, 4), (6, 7, 3)]
     grown = [(first, stop, 40 * n if cuda else n) for first, stop, n in tree]
     runs = [Run(first, stop, *rows(kernel_device, n, kv_heads, d, dtype)) for first, stop, n in grown]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,6 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+
+def compiled(device: torch.device) -> bool:
+    """Whether kernels on `device` run as hardware runs them, and may be given its sizes: on a simulated device they are
+    interpreted too."""
+    return device.type == "cuda" and "TRITON_INTERPRET" not in os.environ
 
 
 @contextmanager
