@@ -15,6 +15,7 @@
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
+#   make bench-real  trained models' prompts and steps beside transformers' (MODEL=smollm2 runs one), to eval/results/MODEL
 #   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
 #                (about half an hour on two cores; what is done is not done again)
 #   make real    what a selection loses on trained models (MODEL=smollm2 runs one), written to eval/results/MODEL; in
@@ -32,7 +33,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demo-real docs test test-training mutants soak gpu bench paper real lint venv clean
+.PHONY: demo demo-real docs test test-training mutants soak gpu bench bench-real paper real lint venv clean
 
 venv: $(READY)
 
@@ -112,6 +113,12 @@ paper: $(READY)
 	HF_HUB_OFFLINE=1 OFFLOAD_RT_DATA=$(DATA) OMP_NUM_THREADS=1 $(BIN)/offload-rt eval paper \
 		--models reference reference-opt --processes $(PROCESSES) --out eval/results \
 		$(if $(HELD_OUT),--book $(HELD_OUT) --tasks)
+
+bench-real: $(READY)
+	$(if $(wildcard $(GET_MODELS)),$(BIN)/python $(GET_MODELS) $(MODELS))
+	$(foreach model,$(MODELS),HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/offload-rt eval real-speed \
+		$(or $(wildcard $(MODEL_FOLDER)/$(model)),$(model)) --out eval/results/$(notdir $(model)) \
+		--text $(or $(HELD_OUT),offload_rt/data/black_arrow.txt) $(BENCH_FLAGS) &&) true
 
 docs: $(READY)
 	$(BIN)/python docs/house.py docs/pages/house.svg
