@@ -30,9 +30,11 @@ def run(args: argparse.Namespace) -> int:
         if not left:
             return 0
         from ..llm import LLM
+        from ..progress import Progress
 
-        with LLM(args.model, config) as llm:
-            failed = answer_all(llm, left, sampling, answers, args.at_once)
+        bar = Progress(enabled=not args.quiet).counted("requests")
+        with LLM(args.model, config) as llm, bar as show:
+            failed = answer_all(llm, left, sampling, answers, args.at_once, show)
     finally:
         answers.close()
     if failed:

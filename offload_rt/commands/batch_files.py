@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,15 @@ class Answers:
 
 
 def answer_all(
-    llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any], answers: Answers, at_once: int
+    llm: Any,
+    requests: Sequence[BatchRequest],
+    defaults: Mapping[str, Any],
+    answers: Answers,
+    at_once: int,
+    show: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
-    """Answers `requests`, so many at once, those that begin alike together. One that cannot be answered gets an answer
-    that says why. Returns how many these were."""
+    """Answers `requests`, so many at once, those that begin alike together, and shows how many are done. One that
+    cannot be answered gets an answer that says why. Returns how many these were."""
     left, failed = sorted(requests, key=lambda one: one.beginning), 0
     for first in range(0, len(left), at_once):
         group = left[first : first + at_once]
@@ -118,6 +123,7 @@ def answer_all(
             told = [_alone(llm, one, defaults) for one in group]
         failed += sum("error" in each for each in told)
         answers.add(told)
+        show(first + len(group), len(left))
     return failed
 
 

@@ -8,14 +8,13 @@ and dtype alone: the same model gives the same text on every CPU, whatever else 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Self
 
 import torch
 
 from ..core import ModelGeometry
+from ..skewing.artifact import SkewArtifact
 from .infinigen import InfiniGen
-from .options import AutoOptions, InfiniGenOptions
-from .registry import PolicyContext
+from .options import AutoOptions
 
 WORTH_SELECTING = 20 << 20
 """Bytes of a layer's rows of one sequence from which selecting is faster on a CPU, as measured on SmolLM2 (30 layers, 3
@@ -31,16 +30,22 @@ def dense_until(options: AutoOptions, geometry: ModelGeometry, device: torch.dev
 
 
 class Auto(InfiniGen):
-    """The policy for one model. Scoring keys and low-bit rows are kept from the first token on: they are complete when
-    it begins to select."""
+    """The policy for one model, with the context from which it selects. Scoring keys and low-bit rows are kept from the
+    first token on: they are complete when it begins to."""
 
     name = "auto"
 
-    @classmethod
-    def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
-        """The policy for a model, with the context from which it selects. Raises as the class does."""
-        assert isinstance(options, AutoOptions)
-        until = dense_until(options, context.geometry, context.device, context.dtype)
-        policy = super().build(replace(options, dense_until=until), context)
-        policy.dense_until = until
-        return policy
+    def __init__(
+        self,
+        options: AutoOptions,
+        geometry: ModelGeometry,
+        artifact: SkewArtifact,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        keys_on_host: bool = False,
+    ) -> None:
+        """As `InfiniGen`."""
+        self.dense_until = dense_until(options, geometry, device, dtype)
+        settled = replace(options, dense_until=self.dense_until)
+        super().__init__(settled, geometry, artifact, device, dtype, keys_on_host=keys_on_host)

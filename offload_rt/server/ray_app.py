@@ -7,8 +7,8 @@ in a folder of each replica, which the one that takes a dead one's place takes o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,10 @@ def _engine(llm: LLM, options: ServerOptions, store: Path | None, store_options:
     """An engine over the first folder of rows that no living replica has. Raises StoreError where none can be used."""
     if store is None:
         return AsyncLLM(llm, max_waiting=options.max_waiting)
-    for number in itertools.count():
-        try:
+    for number in range(MOST_FOLDERS):
+        with suppress(StoreError):  # a living replica writes it
             folder = store / f"replica-{number}"
             return AsyncLLM(llm, max_waiting=options.max_waiting, store=folder, store_options=store_options)
-        except StoreError:  # a living replica writes it
-            if number == MOST_FOLDERS:
-                raise
-    raise AssertionError("count never ends")
+    raise StoreError(
+        f"none of {MOST_FOLDERS:,} folders for KV rows below {str(store)!r} can be opened: look at its rights"
+    )
