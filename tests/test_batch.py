@@ -55,7 +55,9 @@ def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: 
     again = Answers(out)
     left = [request for request in requests if request.id not in again.done]
     assert len(again.done) == 4 and len(left) == 3
-    assert answer_all(llm, left, DEFAULTS, again, at_once=2) == 0
+    shown: list[tuple[int, int]] = []
+    assert answer_all(llm, left, DEFAULTS, again, 2, lambda *done: shown.append(done)) == 0
+    assert shown == [(2, 3), (3, 3)]
     again.close()
     found = {each["id"]: each["outputs"][0]["text"] for each in lines(out)}
     assert len(lines(out)) == len(found) == 7
