@@ -25,7 +25,7 @@ from offload_rt.disk import direct_file, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
 from offload_rt.disk.extents import merged
 from offload_rt.disk.requests import Reader, Requests, RingReader, ThreadReader
-from offload_rt.engine import build, runner
+from offload_rt.engine import build, segments
 from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.forward.prefill import Prefill
 from offload_rt.kernels.causal import attend_causal
@@ -331,7 +331,7 @@ def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: 
 @pytest.mark.parametrize("policy", ["full", "infinigen, tail", "quest"])
 def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 tokens, in slices of 32; the second prompt begins with what the first one has left."""
-    monkeypatch.setitem(runner.SEGMENT_BYTES, "cpu", 1)
+    monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
     prompts = [PROMPTS[0], PROMPTS[0][:200] + PROMPTS[1][:61]]
     said, heard, passes = [], [], []
     real = Prefill._begin_segment
