@@ -1,0 +1,214 @@
+"""Clients of others against the server: LangChain, litellm (OpenAI's and Anthropic's protocols) and `llm`. Behind
+OFFLOAD_RT_SOAK, in an environment with them: importing them takes longer than asking."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from support.serving import ScriptedEngine, reference_tokenizer, served
+
+if not os.environ.get("OFFLOAD_RT_SOAK"):
+    pytest.skip("clients that import for seconds: make soak PART=server", allow_module_level=True)
+WHY = "not installed: pip install '.[serve,clients]'"
+pytestmark = pytest.mark.filterwarnings("default")  # theirs
+
+HELLO = "Good morning, “friend” and café."
+CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
+SAID = {"hello": HELLO, "think": f"<think>\nWell…\n</think>\n\n{HELLO}", "call": CALL, "form": '{"name": "Dick"}'}
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Finds.",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+}
+FORM: Any = {
+    "title": "person",
+    "description": "Who it is.",
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def say(prompt: str) -> str:
+    last = prompt.rpartition("user: ")[2]
+    return next((text for word, text in SAID.items() if word in last), "It was a dark night.")
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(reference_tokenizer(), say)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """One for all: LangChain's models share their connections."""
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with served(engine, api_keys=("secret",)) as address:
+        yield address
+
+
+# --------------------------------------------------------------------------------------------------------- LangChain
+
+
+def chat_model(url: str, **more: Any) -> Any:
+    langchain_openai = pytest.importorskip("langchain_openai", reason=WHY)
+    return langchain_openai.ChatOpenAI(
+        model="scripted", base_url=f"{url}/v1", max_retries=0, stream_usage=True, **({"api_key": "secret"} | more)
+    )
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain(url: str, loop: asyncio.AbstractEventLoop, responses: bool) -> None:
+    """Whole, streamed, asynchronous, several at once, by either of OpenAI's protocols; usage and calls of tools."""
+    model = chat_model(url, use_responses_api=responses)
+    whole = model.invoke([("system", "Be brief."), ("human", "hello")])
+    assert whole.text == HELLO and whole.usage_metadata["input_token_details"]["cache_read"] > 0
+    chunks = list(model.stream("hello"))
+    assert len(chunks) > 3 and "".join(chunk.text for chunk in chunks) == HELLO
+    together = chunks[0]
+    for chunk in chunks[1:]:
+        together += chunk
+    assert together.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"] > 5
+    assert loop.run_until_complete(model.ainvoke("hello")).text == HELLO
+    assert [answer.text for answer in model.batch(["hello", "x", "hello"])] == [HELLO, "It was a dark night.", HELLO]
+
+    tools = model.bind_tools([TOOL])
+    [call] = tools.invoke("call").tool_calls
+    assert (call["name"], call["args"]) == ("find", {"q": "Dick"})
+    streamed = None
+    for chunk in tools.stream("call"):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert [(call["name"], call["args"]) for call in streamed.tool_calls] == [("find", {"q": "Dick"})]
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+
+    talk = [HumanMessage("call"), AIMessage("", tool_calls=[call]), ToolMessage("Richard", tool_call_id=call["id"])]
+    assert tools.invoke([*talk, HumanMessage("hello")]).text == HELLO
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchains_structured_output(url: str, engine: ScriptedEngine, method: str) -> None:
+    model = chat_model(url)
+    if method == "function_calling":
+        engine.say = lambda prompt: '{"name": "person", "arguments": {"name": "Dick"}}'
+    try:
+        found = model.with_structured_output(FORM, method=method).invoke("form, in JSON")
+    finally:
+        engine.say = say
+    assert found == {"name": "Dick"} and engine.params.structured_outputs is not None
+
+
+def test_langchains_errors(url: str) -> None:
+    exceptions = pytest.importorskip("langchain_core.exceptions", reason=WHY)
+    with pytest.raises(openai.AuthenticationError):
+        chat_model(url, api_key="wrong").invoke("x")
+    with pytest.raises((openai.BadRequestError, exceptions.ContextOverflowError), match="maximum context length"):
+        chat_model(url).invoke("x" * 20_000)
+
+
+# ----------------------------------------------------------------------------------------------------------- litellm
+
+
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its table of prices comes over the network otherwise
+    return pytest.importorskip("litellm", reason=WHY)
+
+
+def ways(url: str) -> dict[str, dict[str, Any]]:
+    """How litellm reaches the server: by OpenAI's and by Anthropic's protocol."""
+    common = {"api_key": "secret", "num_retries": 0, "max_tokens": 100}
+    return {
+        "openai": {"model": "openai/scripted", "api_base": f"{url}/v1"} | common,
+        "anthropic": {"model": "anthropic/scripted", "api_base": url} | common,
+    }
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("way", ["openai", "anthropic"])
+def test_litellm(litellm: Any, url: str, way: str) -> None:
+    """Whole, streamed, asynchronous; thinking and calls of tools; usage."""
+    options = ways(url)[way]
+
+    def ask(word: str, **more: Any) -> Any:
+        return litellm.completion(messages=user(word), **options, **more)
+
+    whole = ask("hello")
+    assert whole.choices[0].message.content == HELLO and whole.choices[0].finish_reason == "stop"
+    assert whole.usage.completion_tokens > 5 and whole.usage.prompt_tokens_details.cached_tokens > 0
+    chunks = list(ask("hello", stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == HELLO
+    assert asyncio.run(litellm.acompletion(messages=user("hello"), **options)).choices[0].message.content == HELLO
+    thought = ask("think").choices[0].message
+    assert (thought.content, thought.reasoning_content) == (HELLO, "Well…")
+    called = ask("call", tools=[TOOL]).choices[0]
+    [call] = called.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("find", {"q": "Dick"})
+    assert called.finish_reason == "tool_calls"
+    built = litellm.stream_chunk_builder(list(ask("call", tools=[TOOL], stream=True)))
+    [call] = built.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("find", {"q": "Dick"})
+    with pytest.raises(litellm.BadRequestError, match="maximum context length"):
+        ask("x" * 20_000)
+    with pytest.raises(litellm.AuthenticationError):
+        litellm.completion(messages=user("hello"), **(options | {"api_key": "wrong"}))
+
+
+def test_litellms_other_doors(litellm: Any, url: str) -> None:
+    options = ways(url)["openai"]
+    options.pop("max_tokens")
+    text = litellm.text_completion(prompt="It", **(options | {"model": "text-completion-openai/scripted"}))
+    assert text.choices[0].text == "It was a dark night."
+    first = litellm.responses(input="hello", **options)
+    assert first.output[0].content[0].text == HELLO
+    again = litellm.responses(input="Again?", previous_response_id=first.id, **options)
+    assert again.usage.input_tokens > first.usage.input_tokens
+
+
+# --------------------------------------------------------------------------------------------------------------- llm
+
+
+def test_llm(url: str, tmp_path: Path) -> None:
+    """Simon Willison's command: streamed, not streamed, a conversation that goes on, a schema."""
+    pytest.importorskip("llm", reason=WHY)
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: ours\n  model_name: scripted\n  api_base: {url}/v1\n  api_key_name: ours\n"
+        "  supports_schema: true\n  supports_tools: true\n"
+    )
+    (tmp_path / "keys.json").write_text('{"ours": "secret"}')
+
+    def ask(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "llm", "-m", "ours", *arguments],
+            env=os.environ | {"LLM_USER_PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert ask("hello") == HELLO == ask("hello", "--no-stream", "--system", "Be brief.")
+    assert ask("-c", "x") == "It was a dark night."
+    assert json.loads(ask("form", "--schema", json.dumps(FORM))) == {"name": "Dick"}
