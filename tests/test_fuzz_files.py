@@ -175,6 +175,14 @@ def test_a_history_that_says_anything(sessions: tuple[Path, dict[str, list[list[
     assert possible > 10
 
 
+@pytest.mark.parametrize("counts", [{"shift": 10**30}, {"shift": 1 << 62}, {"shift": 5, "sink_shift": 6}])
+def test_a_history_with_counts_that_no_conversation_has(counts: dict[str, int]) -> None:
+    """The first was opened, and its next turn an OverflowError (case 1,995 of the store above)."""
+    history = History("ada", "llama", tokens=[1, 2, 3], computed=3)
+    assert History.from_bytes(history.to_bytes()) == history
+    assert History.from_bytes(json.dumps(json.loads(history.to_bytes()) | counts).encode()) is None
+
+
 # -------------------------------------------------------------------------------------- what was made and is read again
 
 

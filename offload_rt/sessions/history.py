@@ -28,6 +28,9 @@ _RARE = ("floor", "tail_windows", "system")
 
 _IDENTITY = re.compile("[0-9a-f]{1,64}")
 
+_MOST = 1 << 40
+"""Tokens that no conversation has had: positions are computed with int64."""
+
 
 @dataclass
 class History:
@@ -89,7 +92,8 @@ class History:
         return (
             all(isinstance(text, str) for text in texts)
             and _IDENTITY.fullmatch(self.id) is not None
-            and all(type(count) is int and count >= 0 for count in counts)
+            and all(type(count) is int and 0 <= count < _MOST for count in counts)
+            and self.sink_shift <= self.shift
             and max(self.computed, self.floor) <= len(self.tokens)
             and self.sinks < CHUNK
             and ends == sorted(ends)
