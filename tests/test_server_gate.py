@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
@@ -19,7 +20,7 @@ from offload_rt.server.app import make_app
 from offload_rt.server.loading import Loading
 from offload_rt.server.log import JsonLines
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.run import bound
+from offload_rt.server.run import bound, nothing_collected
 
 SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}
@@ -187,3 +188,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         wait_until(lambda: bool(ends))
         assert httpx2.get(f"{address}/health").status_code == 503
     assert isinstance(loading.error, ConfigError)
+
+
+def test_nothing_is_collected_while_a_model_is_loaded() -> None:
+    with nothing_collected():
+        assert not gc.isenabled()
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    assert gc.isenabled() and frozen > 0, "what stays is looked at no more, what comes is"
