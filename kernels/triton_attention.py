@@ -151,7 +151,7 @@ def attend_pieces(
     assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1 and len(outs) * PIECE_ROWS >= listed
     _attend[(lists, len(outs))](
         q, k, v, counts, outs, lses, scale, lists, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=max(16, triton.next_power_of_2(group)),
+        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
         BLOCK=block_rows(d, k.itemsize), PIECE=PIECE_ROWS, WIDEN=not q.is_cuda or q.dtype == torch.float32,
     )  # fmt: skip
 

@@ -109,7 +109,8 @@ def scores(
     out, maxima, sums = _outputs(q, tokens, blocks)
     _score[(lists, blocks)](
         q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
-        d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"], G=group, GROUP=_padded(group), TOKENS=_SCORED,
+        d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"],
+        G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED,
     )  # fmt: skip
     return Scores(out, maxima, sums)
 
@@ -339,12 +340,8 @@ def _parts(
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
     _attend[(lists, pieces)](
         *addressed(table), q, mean, starts, stops, hidden, outs, lses, table.heads, every, lists, softcap or 0.0,
-        d=d, **padded_sizes(layout), BITS=layout.value_bits, G=group, GROUP=_padded(group), PIECE=PAGE_BLOCKS,
+        d=d, **padded_sizes(layout), BITS=layout.value_bits,
+        G=group, GROUP=triton.next_power_of_2(group), PIECE=PAGE_BLOCKS,
         WIDEN=not q.is_cuda, CAPPED=softcap is not None,
     )  # fmt: skip
     return outs, lses
-
-
-def _padded(group: int) -> int:
-    """A product has at least 16 rows."""
-    return max(16, int(triton.next_power_of_2(group)))

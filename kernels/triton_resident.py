@@ -74,7 +74,7 @@ def attend_kept(
     _attend[(lists, own + listed)](
         q, kept.table, starts, stops, k, v, counts, outs, lses, scale, lists, kept.heads // 2, own,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=max(16, triton.next_power_of_2(group)),
+        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
         BLOCK=block_rows(d, q.itemsize), PIECE=PIECE_ROWS, ALIGN=ALIGNED // q.itemsize if aligned else 1,
         WIDEN=not q.is_cuda or q.dtype == torch.float32,
     )  # fmt: skip

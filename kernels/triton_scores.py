@@ -180,7 +180,7 @@ def quantised_scores(
     _packed[(lists, blocks)](
         q, packed.table, mean, step, starts, stops, out, maxima, sums, tokens, blocks, packed.heads,
         ALIGN=ALIGNED if packed.aligned else 1, d=d, W=width, D=max(32, triton.next_power_of_2(width)),
-        G=group, GROUP=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, BITS=bits,
+        G=group, GROUP=triton.next_power_of_2(group), BLOCK=_BLOCK, BITS=bits,
     )  # fmt: skip
     return Scores(out, maxima, sums)
 

@@ -84,7 +84,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
             continue
         queries = max((row[8] - row[7]) * group for row in rows)
         pieces = max(triton.cdiv(row[6], row[10]) for row in rows)
-        size = max(16, min(block, triton.next_power_of_2(queries)))
+        size = min(block, triton.next_power_of_2(queries))
         _attend[(len(rows), pieces, kv_heads * triton.cdiv(queries, size))](
             q, _on_device(rows, q.device), outs, lses, scale, batch, heads, kv_heads,
             d=d, D=max(16, triton.next_power_of_2(d)), G=group, QUERIES=size, BLOCK=block_rows(d, q.itemsize),

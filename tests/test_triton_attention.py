@@ -11,7 +11,7 @@ from support.rounding import ROUNDING
 
 from offload_rt.kernels import lists
 
-SHAPES = [(64, 1), (80, 4), (96, 3), (128, 16), (128, 8), (256, 2)]
+SHAPES = [(64, 1), (80, 4), (96, 7), (128, 16), (128, 8), (256, 2)]
 
 
 def inputs(

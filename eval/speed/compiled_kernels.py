@@ -40,6 +40,8 @@ KV_HEADS, GROUP, D, COLUMNS, TOKENS, BATCH = 8, 4, 128, 38, 4096, 2
 _LOAD = re.compile(r"\b(LDG(?:STS)?\.E[.\w]*)")
 _SPILL = re.compile(r"\b((?:LDL|STL)[.\w]*)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_BRANCH = re.compile(r"0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class CompiledKernel:
     """A kernel as a GPU of architecture `arch` would run it in `case`.
 
     registers: of a thread. spilled: bytes of a thread that do not fit them. spills: instructions that move these.
-    shared: bytes of shared memory of a program. loads: instructions that load from global memory, by the bytes of each.
+    shared: bytes of shared memory of a program. instructions: of the program; loop: of its longest loop, 0 where it has
+    none. loads: instructions that load from global memory, by the bytes of each.
     """
 
     arch: str
@@ -57,6 +60,8 @@ class CompiledKernel:
     spilled: int
     spills: int
     shared: int
+    instructions: int
+    loop: int
     warps: int
     loads: dict[int, int]
 
@@ -141,8 +146,17 @@ def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
     loads = Counter(_load_bytes(each) for each in _LOAD.findall(done.stdout))
     return CompiledKernel(
         arch, case, kernel, int(usage[1]), int(usage[2]), len(_SPILL.findall(done.stdout)), binary.metadata.shared,
-        binary.metadata.num_warps, dict(sorted(loads.items(), reverse=True)),
+        *_lengths(done.stdout), binary.metadata.num_warps, dict(sorted(loads.items(), reverse=True)),
     )  # fmt: skip
+
+
+def _lengths(code: str) -> tuple[int, int]:
+    """Instructions of a program, and of its longest loop: what lies between a branch back and where it goes."""
+    found = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(code)]
+    places = [at for at, _, _ in found]
+    goals = [(at, _BRANCH.search(rest)) for at, name, rest in found if name.split(".")[0] == "BRA"]
+    back = [(int(goal[1], 16), at) for at, goal in goals if goal is not None and int(goal[1], 16) < at]
+    return len(found), max((sum(start <= at <= stop for at in places) for start, stop in back), default=0)
 
 
 def _load_bytes(instruction: str) -> int:
@@ -168,6 +182,8 @@ def compile_report(archs: Sequence[str], cases: Collection[str] = ()) -> Report:
         Column("registers", "registers"),
         Column("spilled bytes", "spilled"),
         Column("shared bytes", "shared", ","),
+        Column("instructions", "instructions", ","),
+        Column("of the longest loop", "loop", ","),
         *(Column(f"{size}-byte loads", f"load_{size}") for size in (16, 8, 4, 2, 1)),
     ]
     about = {
