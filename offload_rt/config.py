@@ -156,7 +156,7 @@ class EngineConfig:
     exact: DraftOptions | None = option(
         None, help="the text of full attention: drafts are verified by all rows", group="policy"
     )
-    cuda_graphs: bool = option(False, help="replay decode steps as CUDA graphs", group="device")
+    cuda_graphs: bool = option(False, help="replay decode steps as CUDA graphs", group="device", plans=True)
     prefill_slice: int | None = option(
         None, help="prompt tokens whose attention is computed together (default: 512, on a GPU 2048)", metavar="N",
         group="device", plans=True,

@@ -14,12 +14,15 @@ import torch
 from support.cuda_simulator import Late, Lazy, Schedule, simulated
 from support.tiny_models import tiny_checkpoint, tiny_prompt
 
-from offload_rt import LLM
+from offload_rt import LLM, EngineConfig
+from offload_rt.cli import main
 from offload_rt.models.registry import load_shape
 from offload_rt.planning import memory_model
-from offload_rt.planning.memory_model import DeviceCosts
+from offload_rt.planning.device_plan import costs_for
+from offload_rt.planning.memory_model import DeviceCosts, requirements
 from offload_rt.select.registry import memory_demand
 from offload_rt.transfer.weights import BUFFERS
+from offload_rt.units import format_size
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 LAYERS, CONTEXT, DECODED = 6, 320, 4
@@ -135,6 +138,26 @@ def least(row: Row, folder: Path) -> int:
     costs = DeviceCosts(shape, demand, 512, rounded=rounded, working_set=working, graphs=graphs)
     layers = BUFFERS if row.streamed else LAYERS
     return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
+
+
+def test_info_says_what_captured_graphs_keep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight at most, one under a limit, none on a CPU or where weights stream."""
+    arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
+    name, said = "device: captured graphs, at most", {}
+    with simulated(Lazy()):
+        for options in ((), ("--cuda-graphs",), ("--cuda-graphs", "--device-memory", "1GiB")):
+            assert main((*arguments, "cuda", *options)) in (0, 1)
+            said[options] = next((line for line in capsys.readouterr().out.splitlines() if name in line), "")
+        config = EngineConfig(cuda_graphs=True, device="cuda", dtype="float32")
+        costs = costs_for(config, load_shape(folder, device="cuda", dtype="float32"))
+    eager, one, eight = (requirements(costs, 1000, CONTEXT, most) for most in (0, 1, 8))
+    step = one.staging + one.decode
+    assert (eager.graphs, one.graphs, eight.graphs) == (0, step, 8 * step)
+    assert (one.device - eager.device, eight.device - eager.device) == (step, 8 * step)
+    plain, many, limited = said.values()
+    assert not plain and format_size(8 * step) in many and format_size(step) in limited
+    assert main((*arguments, "cpu", "--cuda-graphs")) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
 
 
 def test_an_allocation_beyond_the_limit_would_be_seen(folder: Path) -> None:

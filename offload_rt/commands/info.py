@@ -18,6 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from ..forward.cuda_graphs import most_graphs
     from ..models.location import hub_of
     from ..models.registry import load_shape
     from ..planning.device_plan import costs_for, plan_for
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     machine = Machine.here(config.host_memory, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
     costs = costs_for(config, shape) if plan is None else plan.costs
-    needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context)
+    graphs = most_graphs(config, shape.device, streams=plan is not None and bool(plan.streamed))
+    needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk))
     found, notes = obstacles(needed, machine, 0 if plan is None else plan.host_bytes), []
     if args.context > geometry.max_positions:

@@ -268,6 +268,7 @@ def requirements_table(
             *_present("device: working set", needed.working_set),
             ("device: fetched rows", format_size(needed.staging)),
             ("device: activations of a step", format_size(needed.decode)),
+            *_present("device: captured graphs, at most", needed.graphs),
             ("device: prefill, for a time", format_size(needed.prefill)),
             ("device: largest sum", format_size(needed.device)),
         ],

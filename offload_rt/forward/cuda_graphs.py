@@ -157,11 +157,19 @@ def steps_for(config: EngineConfig, device: torch.device, strategies: StrategyCa
 
     streams: whether weights cross the link in every step, by copies that the host starts. Under a limit of the device's
     memory there is one graph at a time, which is planned for (`DeviceCosts.graphs`)."""
-    if not config.cuda_graphs:
+    most = most_graphs(config, device, streams=streams)
+    if not most:
         return EagerSteps(strategies)
+    return GraphSteps(strategies, lambda: CudaGraph(torch.cuda.graph_pool_handle()), most)
+
+
+def most_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
+    """How many graphs there are at most at a time, each of which keeps the memory of its step; 0: steps are eager.
+    Raises ConfigError as `steps_for`."""
+    if not config.cuda_graphs:
+        return 0
     if device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: leave it out")
     if streams:
-        return EagerSteps(strategies)
-    most = MOST_CACHED if config.device_memory is None else 1
-    return GraphSteps(strategies, lambda: CudaGraph(torch.cuda.graph_pool_handle()), most)
+        return 0
+    return MOST_CACHED if config.device_memory is None else 1

@@ -182,6 +182,7 @@ class Requirements:
         the resident ones, while the next layer's arrive.
     decode: hidden states, scores, attention weights and logits while decoding.
     prefill: all of that while prefilling, in place of `staging` and `decode`.
+    graphs: what captured steps keep beside the one that runs, each the memory of its step.
     """
 
     context: int
@@ -194,19 +195,21 @@ class Requirements:
     staging: int
     decode: int
     prefill: int
+    graphs: int = 0
 
     @property
     def device(self) -> int:
         """The larger of what prefill and decoding need on the device."""
-        lasting = self.weights + self.scoring + self.resident + self.working_set
+        lasting = self.weights + self.scoring + self.resident + self.working_set + self.graphs
         return lasting + max(self.prefill, self.staging + self.decode)
 
 
-def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements:
-    """What `context` tokens of one sequence need, with so many bytes of `weights` on the device."""
+def requirements(costs: DeviceCosts, weights: int, context: int, most_graphs: int = 1) -> Requirements:
+    """What `context` tokens of one sequence need, with so many bytes of `weights` on the device, and where steps are
+    captured so many graphs at most at a time."""
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
-    groups = LayerGroups.of(geometry)
+    groups, staging, decode = LayerGroups.of(geometry), costs.staging([context]), costs.decode([context])
     return Requirements(
         context=context,
         kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.kv_bytes(1, dtype) // geometry.layers,
@@ -215,9 +218,10 @@ def requirements(costs: DeviceCosts, weights: int, context: int) -> Requirements
         scoring=costs.fixed() + costs.scoring(context),
         resident=costs.resident - costs.working_set_bytes,
         working_set=costs.working_set_bytes,
-        staging=costs.staging([context]),
-        decode=costs.decode([context]),
+        staging=staging,
+        decode=decode,
         prefill=costs.prefill(context),
+        graphs=most_graphs * (staging + decode) if costs.graphs else 0,
     )
 
 
