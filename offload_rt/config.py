@@ -16,7 +16,7 @@ SkewMethod = Literal["svd", "balanced"]
 KVFormatName = Literal["auto", "int8", "int4", "int2"]
 Overflow = Literal["truncate", "error"]
 EvictionName = Literal["fifo", "lru", "counter"]
-DraftName = Literal["sparse", "lookup", "both"]
+DraftName = Literal["sparse", "lookup", "both", "model", "lookup+model"]
 Protected = Literal["window", "none"]
 Verify = Literal["auto", "always", "off"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -49,23 +49,49 @@ class DraftOptions:
     """How tokens are drafted that full attention then verifies.
 
     method: "sparse" decodes them under the policy; "lookup" takes what followed the last words where the text has them
-        before, which costs nothing; "both" takes what is found, and decodes where nothing is.
+        before, which costs nothing; "both" takes what is found, and decodes where nothing is; "model" decodes them with
+        a small model, "lookup+model" where nothing is found.
     tokens: the most of one draft.
     adaptive: as many are drafted as pays, by what was accepted so far and what drafts and verifications took; False
         drafts `tokens` always.
     ngram: tokens at the end of the text that are looked up, at most; at least two of them must be found.
+    model: that small model, as `LLM` takes one: of the same family, since tokens must be the same ones. It computes in
+        the same place and dtype with all its rows, which have their share of `host_memory`. Without a method it is
+        "model".
     """
 
     method: DraftName = option("sparse", help="how tokens are drafted", flag="--draft")
     tokens: int = option(8, help="tokens of a draft at most", metavar="N", flag="--draft-tokens")
     adaptive: bool = option(True, help="draft as many as pays, by what they took so far", flag="--draft-adaptive")
     ngram: int = option(4, help="tokens that are looked up at most", metavar="N", flag="--draft-ngram")
+    model: str | None = option(None, help="a small model that drafts", metavar="MODEL", flag="--draft-model")
 
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("draft method", self.method, get_args(DraftName))
+        named = self.method in ("model", "lookup+model")
+        check(not named or self.model is not None, f"draft method={self.method!r} needs a small model: give `model`")
+        check(
+            named or self.model is None,
+            f"draft method={self.method!r} has no use for the model {self.model!r}: choose 'model' or 'lookup+model'",
+        )
         check(self.tokens >= 1, f"draft tokens={self.tokens} must be at least 1")
         check(self.ngram >= 2, f"draft ngram={self.ngram} must be at least 2")
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up in the text first."""
+        return self.method in ("lookup", "both", "lookup+model")
+
+    @property
+    def by_policy(self) -> bool:
+        """Whether the policy decodes drafts."""
+        return self.method in ("sparse", "both")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether drafts are decoded at all, by the policy or a model."""
+        return self.method != "lookup"
 
 
 @dataclass(frozen=True)
@@ -204,6 +230,10 @@ class EngineConfig:
             check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
         check(
+            self.device_memory is None or self.exact is None or self.exact.model is None,
+            "device_memory is planned for one model, and a draft model would be on the device besides: leave one out",
+        )
+        check(
             self.disk_limit is None or self.disk is not None,
             f"disk_limit={self.disk_limit} is of a pool on disk: name its folder with disk=..., or leave it out",
         )
@@ -255,7 +285,8 @@ def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, p
     if exact is None or exact is False:
         return None
     full = isinstance(policy, str) and policy == "full"
-    own = "lookup" if full else "sparse"
+    named = isinstance(exact, Mapping) and exact.get("model") is not None
+    own = "model" if named else "lookup" if full else "sparse"
     if isinstance(exact, DraftOptions):
         found = exact
     elif isinstance(exact, str):
@@ -264,9 +295,9 @@ def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, p
         check(exact is True or isinstance(exact, Mapping), f"exact={exact!r:.80}: True, a method's name, or a mapping")
         found = from_mapping(DraftOptions, {"method": own} | ({} if exact is True else dict(exact)))
     check(
-        not full or found.method == "lookup",
-        f"exact={found.method!r} lets the policy draft, and 'full' is what verifies: choose 'lookup', or policy "
-        "'infinigen'",
+        not full or not found.by_policy,
+        f"exact={found.method!r} lets the policy draft, and 'full' is what verifies: choose 'lookup' or a draft model, "
+        "or policy 'infinigen'",
     )
     return found
 

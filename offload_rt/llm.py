@@ -92,12 +92,14 @@ class LLM:
         if self._closed:
             raise InputError(f"{self!r} is closed: make another one")
 
-    def under(self, policy: str, policy_options: Mapping[str, Any] | None = None) -> LLM:
+    def under(self, policy: str, policy_options: Mapping[str, Any] | None = None, *, exact: object = None) -> LLM:
         """The same weights and the same host pool under another policy, everything else as here: a prompt that was
         prefilled under one of them is not prefilled again under the other. For comparing policies, one after another.
-        Raises ConfigError, also with `device_memory`."""
+        exact: in place of this one's, as `LLM` takes it (False: no drafts). Raises ConfigError, also with
+        `device_memory`."""
         other = LLM.__new__(LLM)
-        other._begin(build_beside(self._runner, policy, {} if policy_options is None else policy_options))
+        given = {} if policy_options is None else policy_options
+        other._begin(build_beside(self._runner, policy, given, exact))
         return other
 
     @property

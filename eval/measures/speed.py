@@ -85,6 +85,39 @@ def real_speed(args: argparse.Namespace) -> int:
     return 0
 
 
+def _drafts_flags(parser: argparse.ArgumentParser) -> None:
+    from ..speed.drafts import KINDS, DraftsConfig
+
+    default = DraftsConfig()
+    parser.add_argument("model", metavar="MODEL", help="a local folder or a hub id of a trained model")
+    parser.add_argument("--text", required=True, metavar="SPEC", help=TEXT_HELP)
+    parser.add_argument("--name", metavar="NAME", help="of the text, in the table (its file's)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="drafts.json, .csv and .md; other texts' rows stay")
+    parser.add_argument("--contexts", type=counts, default=default.contexts, metavar="16k,32k", help="tokens (16k)")
+    parser.add_argument("--tokens", type=int, default=default.tokens, metavar="N", help="decoded behind each (96)")
+    parser.add_argument(
+        "--temperatures", type=numbers, default=default.temperatures, metavar="0,0.8", help="0 is greedy (0,0.8)"
+    )
+    parser.add_argument(
+        "--kinds", type=words, default=default.kinds, metavar="A,B", help=f"of {', '.join(KINDS)} (all)"
+    )
+    parser.add_argument("--dtype", default=default.dtype, metavar="bfloat16|float32")
+    parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
+
+
+@measure("drafts", "exact decoding from drafts: what is accepted, bytes and time of a token", _drafts_flags)
+def drafts(args: argparse.Namespace) -> int:
+    """What full attention accepts of each kind of draft on a trained model, the rows that cross the link for a token,
+    and its CPU time, beside policy full on the same prompt."""
+    from ...texts import read_text
+    from ..speed.drafts import DraftsConfig, run_drafts
+
+    config = DraftsConfig(**given(args, ["contexts", "tokens", "temperatures", "kinds", "dtype", "threads"]))
+    say, text = say_on_stderr(False), read_text(args.text)
+    show(run_drafts(args.model, args.name or Path(args.text).name, text, config, Path(args.out), say), args.out, say)
+    return 0
+
+
 def _session_flags(parser: argparse.ArgumentParser) -> None:
     lengths = [16, 64, 256, 1024, 2048, 4096, 8192, 16384]
     parser.add_argument("--out", required=True, metavar="DIR", help="resume and read_buffer, each .json, .csv and .md")

@@ -20,6 +20,7 @@ from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..pool.arena import read_in_place
 from ..pool.disk_tier import DiskTier
+from ..pool.machine import memory_limit
 from ..pool.pool import HostPool
 from ..progress import Progress
 from ..select.base import Policy
@@ -34,10 +35,14 @@ from ..transfer.link import Link
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights import StreamedAdapter, WeightStream
 from .checks import check_launches
+from .draft_model import check_same_tokens
 from .runner import Runner
 
 Model = str | os.PathLike[str] | PreTrainedModel
 """A model's name, its folder, or the model itself."""
+
+LIMITLESS = 1 << 62
+"""Bytes that no machine has."""
 
 
 def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Runner:
@@ -71,29 +76,67 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
     keys_on_host = plan is not None and plan.keys_on_host
     artifact = artifact_loader(streamed, config)
     policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
-    adapter = loaded.adapter
-    geometry, device = adapter.geometry, adapter.device
-    pin = device.type == "cuda"
-    disk = None if config.disk is None else DiskTier(config.disk, config.disk_limit)
-    pool = HostPool(geometry, adapter.dtype, config.host_memory, kv_format=config.kv_format, pin=pin, disk=disk)
-    link = build_link(pool, geometry, device, config.working_set)
-    return Runner(streamed, policy, pool, link, config, plan, weights)
+    draft, share = (None, 0.0) if config.exact is None else _build_draft(loaded, config)
+    pool = _build_pool(loaded, config, 1 - share)
+    link = build_link(pool, loaded.adapter.geometry, loaded.adapter.device, config.working_set)
+    return Runner(streamed, policy, pool, link, config, plan, weights, draft)
 
 
-def build_beside(runner: Runner, name: str, options: Mapping[str, Any]) -> Runner:
-    """A runner of `runner`'s model and host pool under another policy: what a prompt's prefill leaves in the pool is
-    exact, so each finds what the other has computed. Raises ConfigError, also where `runner` has a plan for its device:
-    that is made for one policy."""
+def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
+    """A host pool for the model, with that share of what `config` gives."""
+    adapter, host, on_disk = loaded.adapter, config.host_memory, config.disk_limit
+    if share < 1:
+        host = int(memory_limit(host, at_most=LIMITLESS) * share)
+        on_disk = None if on_disk is None else int(on_disk * share)
+    disk = None if config.disk is None else DiskTier(config.disk, on_disk)
+    pin = adapter.device.type == "cuda"
+    return HostPool(adapter.geometry, adapter.dtype, host, kv_format=config.kv_format, pin=pin, disk=disk)
+
+
+def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
+    """A runner of the model that drafts for `loaded`, if `config` names one, and its share of the memory for KV: both
+    pools hold as many tokens. Raises ConfigError where its tokens are others, and what loading a model raises."""
+    assert config.exact is not None
+    if config.exact.model is None:
+        return None, 0.0
+    dtype, device = loaded.adapter.dtype, loaded.adapter.device
+    own = replace(
+        config, policy="full", policy_options={}, exact=None, skew=None, working_set=0, revision=None,
+        device=str(device), dtype=str(dtype),
+    )  # fmt: skip
+    small = load_model(
+        config.exact.model,
+        device=own.device,
+        dtype=own.dtype,
+        verify=own.verify,
+        hub=hub_of(own),
+        reach=own.max_context,
+    )
+    check_same_tokens(loaded, small)
+    share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
+    pool = _build_pool(small, own, share)
+    policy = build_policy(small, own.policy, {}, artifact_loader(small, own))
+    return Runner(small, policy, pool, build_link(pool, small.adapter.geometry, device), own), share
+
+
+def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
+    """A runner of `runner`'s model and host pool under another policy, with another `exact` where that is not None:
+    what a prompt's prefill leaves in the pool is exact, so each finds what the other has computed. Raises ConfigError,
+    also where `runner` has a plan for its device: that is made for one policy."""
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy: make a runtime of its own for another")
     model, fingerprint = runner.model, runner.model.fingerprint
-    config = replace(runner.config, policy=name, policy_options=options)
+    drafts: Any = runner.config.exact if exact is None else exact
+    config = replace(runner.config, policy=name, policy_options=options, exact=drafts)
+    model_now, model_then = (None if one.exact is None else one.exact.model for one in (runner.config, config))
+    if model_then not in (None, model_now):
+        raise ConfigError(f"the draft model {model_then!r} needs a host pool of its own: make a runtime with it")
     options = default_options(config.skew, name, config.policy_options, fingerprint)
     config = replace(config, policy_options=options)
     with on_device(model.adapter.device):
         policy = build_policy(model, name, options, artifact_loader(model, config))
     link = build_link(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
-    return Runner(model, policy, runner.pool, link, config)
+    return Runner(model, policy, runner.pool, link, config, draft=None if model_then is None else runner.draft)
 
 
 def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:

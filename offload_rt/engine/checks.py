@@ -47,10 +47,10 @@ def check_drafts(policy: Policy, config: EngineConfig) -> None:
             f"exact=... gives the text of full attention over rows as they are, and kv_format={config.kv_format!r} "
             "rounds them: leave one of the two out"
         )
-    if config.exact.method != "lookup" and not policy.evictable:
+    if config.exact.by_policy and not policy.evictable:
         raise ConfigError(
             f"policy {policy.name!r} remembers every token that it has seen and cannot take drafts back: use "
-            "'infinigen' or 'oracle', or exact='lookup'"
+            "'infinigen' or 'oracle', exact='lookup', or a draft model"
         )
 
 

@@ -10,7 +10,7 @@ no random number is spent on drafts, and nothing has to be resampled.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 from ..config import DraftOptions
 from ..errors import InputError, PoolFullError
 from ..forward.sequence import Sequence
+from .draft_model import DraftModel
 from .draft_source import Acceptance, Costs, Lookup
 from .request import Request
 from .runner import Runner
@@ -39,8 +40,9 @@ class _Known:
 @dataclass(eq=False)
 class Draft:
     """tokens: those drafted behind the newest one of a request's sequence, token `start`; decoded: so many are to be
-    decoded under the policy, 0 where they were found. logits `[n + 1, V]`: what full attention says behind the newest
-    token and each draft; of a request that drafts nothing `[S, V]`, of each of its sequences."""
+    decoded under the policy or by the draft model, 0 where they were found. logits `[n + 1, V]`: what full attention
+    says behind the newest token and each draft; of a request that drafts nothing `[S, V]`, of each of its
+    sequences."""
 
     request: Request
     start: int
@@ -61,8 +63,10 @@ class Drafting:
 
     def __init__(self, runner: Runner, options: DraftOptions) -> None:
         self._runner, self._options = runner, options
-        # Drafts stay in the window, where nothing selects them: no copy of one is left anywhere when it is taken back.
-        self._most = options.tokens if options.method == "lookup" else min(options.tokens, runner.policy.recent)
+        # The policy's drafts stay in the window, where nothing selects them: when one is taken back no copy is left.
+        self._most = min(options.tokens, runner.policy.recent) if options.by_policy else options.tokens
+        vocab = runner.adapter.geometry.vocab
+        self._model = None if runner.draft is None else DraftModel(runner.draft, vocab)
         self._costs = Costs()
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
 
@@ -103,12 +107,14 @@ class Drafting:
             return Draft(request, start)
         known = self._known.setdefault(request, _Known(Lookup(self._options.ngram)))
         draft = Draft(request, start)
-        if self._options.method != "sparse":
+        if self._options.looks_up:
             draft.tokens = known.lookup.propose(draft.sequence.tokens, self._length(known.found, most, decoded=False))
-        if self._options.method != "lookup" and not draft.tokens:
+        if self._options.decodes and not draft.tokens:
             draft.decoded = self._length(known.decoded, most, decoded=True)
         if not self._reserve(draft.sequence, start + 1 + (draft.decoded or len(draft.tokens))):
             draft.tokens, draft.decoded = [], 0
+        if draft.decoded and self._model is not None and not self._model.prepare(draft.sequence, draft.decoded):
+            draft.decoded = 0
         return draft
 
     def _length(self, acceptance: Acceptance, most: int, *, decoded: bool) -> int:
@@ -123,7 +129,7 @@ class Drafting:
         return True
 
     def _decode(self, drafts: Seq[Draft]) -> None:
-        """Decodes drafts under the policy, all requests together, and takes what was computed back, also where it is
+        """Decodes drafts, all requests together, and takes what the policy has computed back, also where it is
         interrupted: nobody may take a draft for an answer."""
         if not drafts:
             return
@@ -143,10 +149,9 @@ class Drafting:
     def _decode_steps(self, drafts: Seq[Draft]) -> None:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
         while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
-            logits = self._runner.decode([draft.sequence for draft in going])
+            logits = self._step([draft.sequence for draft in going])
             for draft, row in zip(going, logits, strict=True):
                 sequence = draft.sequence
-                sequence.trace.draft_steps += 1
                 try:
                     token = samplers[draft].pick(row, sequence.tokens, len(draft.request.prompt.token_ids))
                 except InputError:  # nothing may follow the draft; whether it is right is not known yet
@@ -154,6 +159,15 @@ class Drafting:
                     continue
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
+
+    def _step(self, sequences: Seq[Sequence]) -> Iterable[torch.Tensor]:
+        """float32 logits `[V]` of what may follow each sequence: the draft model's where there is one."""
+        if self._model is not None:
+            return self._model.step(sequences)
+        logits = self._runner.decode(sequences)
+        for sequence in sequences:
+            sequence.trace.draft_steps += 1
+        return logits
 
     def _verify(self, drafts: Seq[Draft]) -> None:
         """One pass over the newest token and the drafts behind it, of all sequences of all requests together."""

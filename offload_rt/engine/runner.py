@@ -69,10 +69,12 @@ class Runner:
         config: EngineConfig,
         plan: DevicePlan | None = None,
         weights: WeightStream | None = None,
+        draft: Runner | None = None,
     ) -> None:
-        """plan: what the device may hold, where there is a limit. weights: what streams those that are not on it."""
+        """plan: what the device may hold, where there is a limit. weights: what streams those that are not on it.
+        draft: runs the model that drafts for this one."""
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
-        self.plan, self.weights = plan, weights
+        self.plan, self.weights, self.draft = plan, weights, draft
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
         self._slice_tokens = best if plan is None else plan.costs.slice
@@ -85,7 +87,8 @@ class Runner:
         self.strategies = StrategyCache()
         self.steps = steps_for(config, self.adapter.device, self.strategies, streams=weights is not None)
         self.reclaimables: list[Reclaimable] = []
-        self._accounting = Accounting(model, policy, pool, link, config, weights)
+        drafts = None if draft is None else (draft.model.weight_bytes, draft.pool)
+        self._accounting = Accounting(model, policy, pool, link, config, weights, drafts)
         geometry = self.adapter.geometry
         # Where the pool rounds, a sequence's window is exact and what others share of it is not; and from a disk rows
         # come block by block: no segments.
@@ -271,6 +274,10 @@ class Runner:
     def free(self, sequence: Sequence) -> None:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
+        if sequence.drafter is not None:
+            assert self.draft is not None
+            self.draft.free(sequence.drafter)
+            sequence.drafter = None
         self.strategies.release()
         self.link.storage.close(sequence.blocks)
         self._publish(sequence)
@@ -397,3 +404,5 @@ class Runner:
         self.link.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
+        if self.draft is not None:
+            self.draft.check_integrity()

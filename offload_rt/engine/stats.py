@@ -66,9 +66,12 @@ class Accounting:
         link: Link,
         config: EngineConfig,
         weights: WeightStream | None,
+        drafts: tuple[int, HostPool] | None = None,
     ) -> None:
+        """drafts: bytes of a draft model's weights, and its pool."""
         self._model, self._policy, self._pool, self._link, self._config = model, policy, pool, link, config
         self._weights = weights
+        self._drafts = drafts
 
     @property
     def weights_crossed(self) -> int:
@@ -79,8 +82,19 @@ class Accounting:
     def weights_on_device(self) -> int:
         """Bytes of weights on the device, and of the buffers for the others."""
         if self._weights is None:
-            return self._model.weight_bytes
-        return self._model.weight_bytes - self._weights.numbers + self._weights.device_bytes
+            return self._weight_bytes
+        return self._weight_bytes - self._weights.numbers + self._weights.device_bytes
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self._model.weight_bytes + (0 if self._drafts is None else self._drafts[0])
+
+    def _held(self, sequence: Sequence) -> int:
+        """Bytes of a sequence's chunks, those of its drafter included."""
+        held = self._pool.bytes_of(sequence.blocks)
+        if self._drafts is None or sequence.drafter is None:
+            return held
+        return held + self._drafts[1].bytes_of(sequence.drafter.blocks)
 
     def peak_device_bytes(self, scoring: int) -> int:
         """The device's peak where it counts; else what is held now, `scoring` bytes of all sequences' scoring keys."""
@@ -95,7 +109,7 @@ class Accounting:
         trace.settle()
         shares = Fractions.of(trace, dense)
         missed, worst = layer_means(trace, dense)
-        file, held = self._pool.file, self._pool.bytes_of(sequence.blocks)
+        file, held = self._pool.file, self._held(sequence)
         used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
         estimates = sequence.state.tail_bytes and trace.attended and self._config.exact is None
         return Stats(
@@ -117,7 +131,7 @@ class Accounting:
             scoring_bytes_device=sequence.state.device_bytes,
             scoring_bytes_host=sequence.state.host_bytes,
             tail_bytes_device=sequence.state.tail_bytes,
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=self._weight_bytes,
             weight_bytes_device=self.weights_on_device,
             peak_device_bytes=peak_device_bytes,
             link_fraction=shares.link,

@@ -27,7 +27,7 @@ class Sequence:
     interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool below
     `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks` how
     many others will fork from it and may grow as long. `draft_start`: while drafts are decoded, the first token that
-    may be taken back: what its windows show is kept."""
+    may be taken back: what its windows show is kept. `drafter`: the same text in the pool of a draft model."""
 
     id: int
     tokens: list[int]
@@ -46,6 +46,7 @@ class Sequence:
     expected: int = 0
     forks: int = 0
     draft_start: int | None = None
+    drafter: Sequence | None = None
 
     @property
     def chunks_ahead(self) -> int:

@@ -152,6 +152,11 @@ class Trace:
         sums = sums.to(tallies.device)
         self.savings = sums if self.savings is None else self.savings + sums
 
+    def take_link_bytes(self, other: Trace) -> None:
+        """Moves the bytes of rows that `other` counts, of a text that was read for this one, to these."""
+        self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
+        self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
+
     def copy(self) -> Trace:
         """An independent copy."""
         self.settle()
