@@ -238,11 +238,7 @@ class AsyncLLM:
         if self._sessions is not None:
             with self._llm.runner.pool.lock:
                 self._sessions.look_ahead()
-        try:
-            numbers = {event.request_id for event in self._engine.step()}
-        except StoreError as error:  # the answer is whole; what others gained comes with their next token
-            logger.warning("a session could not be saved: %s", error)
-            numbers = {number for number, each in self._by_number.items() if each.has_ended}
+        numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):
             self._report(self._by_number[number])
 
@@ -307,10 +303,7 @@ class AsyncLLM:
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
         del self._callers[caller.request_id]
-        try:
-            self._engine.cancel(request)
-        except StoreError as error:
-            logger.warning("a session could not be saved: %s", error)
+        self._cancel(request)
         if caller.session is not None and self._sessions is not None:
             self._sessions.ended(caller.session)
         self._prompt_tokens += len(request.prompt.token_ids)
@@ -319,10 +312,13 @@ class AsyncLLM:
         self._link_bytes += sum(stats.link_bytes_to_device for stats in ended if stats is not None)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Tells whose request it is; its other completions end too."""
+        """Tells whose request it is; its other completions end too. A turn whose history could not be written has been
+        answered."""
         if (caller := self._by_number.get(request.prompt.id)) is not None:
             self._leave(caller)
             self._tell(caller, error)
+        elif isinstance(error, StoreError):
+            logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
         """Tells everybody; whatever else fails by that, the loop goes on for those who come next."""
@@ -333,8 +329,15 @@ class AsyncLLM:
 
     def _abort(self, request_id: str) -> None:
         if (caller := self._callers.get(request_id)) is not None and caller.request is not None:
-            self._engine.cancel(caller.request)
+            self._cancel(caller.request)
             self._report(caller)
+
+    def _cancel(self, request: Request) -> None:
+        """Ends a request where it stands. A turn whose history cannot be written has ended all the same."""
+        try:
+            self._engine.cancel(request)
+        except StoreError as error:
+            logger.warning("a session could not be saved: %s", error)
 
     def _abort_all(self) -> None:
         for request_id in list(self._callers):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from support.tiny_models import VOCAB, tiny_model
 
-from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams, SessionBusyError
+from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams, SessionBusyError, StoreError
 from offload_rt.forward.prefill import Prefill
 from offload_rt.sessions.whole_prompts import tokens_of_prompt
+from offload_rt.storage.disk_store import DiskStore
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0)
 
@@ -75,6 +76,32 @@ def test_a_session_has_one_answer_at_a_time(tmp_path: Path) -> None:
                 await last(engine, prompt(9), session="a")
 
     asyncio.run(run())
+
+
+def test_a_turn_that_cannot_be_saved_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its end, and where it is aborted, which failed everybody's before; others go on."""
+
+    async def run() -> list[RequestOutput]:
+        async with make(tmp_path) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(DiskStore, "put", refuse)
+                long = engine.generate(prompt(80), SamplingParams(max_tokens=400, temperature=0), "it", session="a")
+                await anext(long)
+                beside = asyncio.create_task(last(engine, prompt(60)))
+                await engine.abort("it")
+                aborted = [output async for output in long][-1]
+                return [aborted, await beside, await last(engine, prompt(40), session="b")]
+
+    finished = asyncio.run(run())
+    assert [each.outputs[0].finish_reason for each in finished] == ["abort", "length", "length"]
+    assert [len(each.outputs[0].token_ids) for each in finished[1:]] == [5, 5]
+    assert caplog.text.count("a session could not be saved: no room") == 2
+
+
+def refuse(store: DiskStore, name: str, data: bytes) -> None:
+    raise StoreError("no room")
 
 
 def test_times_of_a_request() -> None:

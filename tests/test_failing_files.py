@@ -139,6 +139,70 @@ def test_a_turn_ends_while_the_disk_blocks_its_chunks(
     check_next_start(tmp_path / "store", tokens, [])
 
 
+def test_a_history_on_a_disk_that_blocks_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one turn's history is being synced others compute, on the same store too; the turn's last output comes
+    when it is on disk."""
+    blocked, free, real = threading.Event(), threading.Event(), os.fsync
+    said: list[int] = []
+
+    def fsync(handle: int) -> None:
+        if threading.current_thread().name == "writer":
+            blocked.set()
+            assert free.wait(60)
+        real(handle)
+
+    def write() -> None:
+        for event in ada.send(TURNS[1], SHORT):
+            said.append(event.token_id)
+
+    def compute() -> None:
+        llm.generate([TURNS[3]], SHORT)
+        next(answer)
+
+    with make_llm() as llm:
+        take(llm.session("bob", tmp_path), TURNS[0])
+    monkeypatch.setattr(os, "fsync", fsync)
+    with make_llm() as llm:
+        ada, bob = (llm.session(name, tmp_path) for name in ("ada", "bob"))
+        answer = bob.send(TURNS[2], SHORT)
+        writer = threading.Thread(target=write, name="writer", daemon=True)
+        others = threading.Thread(target=compute, daemon=True)
+        writer.start()
+        try:
+            assert blocked.wait(20) and ada.busy and len(said) == SHORT.max_tokens - 1
+            others.start()
+            others.join(20)
+            assert not others.is_alive() and ada.busy and len(said) == SHORT.max_tokens - 1
+        finally:
+            free.set()
+            writer.join()
+        assert len(said) == SHORT.max_tokens and not ada.busy
+        list(answer)
+    with make_llm() as llm:
+        assert llm.session("ada", tmp_path).tokens == TURNS[1] + said
+
+
+def test_an_answer_is_whole_where_its_history_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last output was lost before. Closing writes the history."""
+    said: list[int] = []
+    with make_llm() as llm:
+        session = llm.session("ada", tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "put", refuse)
+            with pytest.raises(StoreError, match="no room"):
+                said.extend(event.token_id for event in session.send(TURNS[0], SHORT))
+        assert_greedy(MODEL, TURNS[0], said)
+        assert len(said) == SHORT.max_tokens and not session.busy
+    with make_llm() as llm:
+        assert llm.session("ada", tmp_path).tokens == TURNS[0] + said
+
+
+def refuse(store: DiskStore, name: str, data: bytes) -> None:
+    raise StoreError("no room")
+
+
 def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: Path) -> None:
     """As `ulimit -f` sets it: chunks do not fit, histories do."""
     shutil.copytree(saved[0], tmp_path / "store")

@@ -231,6 +231,9 @@ class BeamSearchRequest:
         self.finish_reason = self.finish_reason or reason
         self.drop(runner)
 
+    def persist(self) -> None:
+        """Nothing of it is kept."""
+
     def stats(self, runner: Runner) -> Stats | None:
         """What the best beam's sequence cost; all beams shared its prefill."""
         return runner.stats(self.sequences[0]) if self.sequences else self._final

@@ -86,8 +86,3 @@ class Caller:
     request: Request | None = None
     counted: int = 0
     """Of its new tokens, those that are among the engine's."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all completions of the prompt have."""
-        return self.request is not None and all(one.finish_reason is not None for one in self.request.samples)

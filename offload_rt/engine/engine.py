@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..core import Prompt
-from ..errors import PoolFullError
+from ..errors import PoolFullError, StoreError
 from ..forward.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
@@ -73,18 +73,37 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing waits, prefills or runs, and nothing has failed that `step` has not said."""
-        return self.scheduler.idle and not self.scheduler.failed
+        return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
         """One step: a new token for everything that runs, and prefill work for at most one request. Raises the error
         of one that has failed (PoolFullError where it can never fit), before anything else happens: it has left the
         queue, and the others go on with the next step. Engines of several threads take turns on their pool, step by
-        step."""
-        with self.runner.pool.lock:
-            self.scheduler.allocate()
-            self.scheduler.admit()
-            self._report_failures()
-            return self._decode() + self._advance_prefill()
+        step.
+
+        What ends is durable (`Request.persist`) before its last output is returned, and is written while others may use
+        the pool: a disk that blocks holds up this engine alone. Nobody else touches what is written meanwhile: the
+        request has ended, and whoever owns it is told only afterwards. Where it cannot be written, the outputs are
+        returned all the same, and the next step raises."""
+        try:
+            with self.runner.pool.lock:
+                self.scheduler.allocate()
+                self.scheduler.admit()
+                self._report_failures()
+                return self._decode() + self._advance_prefill()
+        finally:
+            self.scheduler.failed.extend(self._persist())
+
+    def _persist(self) -> list[tuple[Request, Exception]]:
+        """Makes durable what has ended. Returns what could not be, and why."""
+        ended, lost = self.scheduler.ended, list[tuple[Request, Exception]]()
+        while ended:
+            try:
+                ended[0].persist()  # and stays there where this is interrupted
+            except StoreError as error:
+                lost.append((ended[0], error))
+            ended.popleft()
+        return lost
 
     def _report_failures(self) -> None:
         while self.scheduler.failed:
@@ -94,11 +113,14 @@ class Engine:
             self._on_failure(request, error)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request with all its completions where they stand; nothing happens to those that have ended."""
+        """Ends a request with all its completions where they stand; nothing happens to those that have ended. Raises
+        StoreError where what ended cannot be written."""
         with self.runner.pool.lock:
             for sample in request.samples:
                 if sample.finish_reason is None:
                     self._retire(sample)
+        for _, error in self._persist():
+            raise error
 
     def _decode(self) -> list[TokenOutput]:
         running = list(self.scheduler.running)
@@ -157,7 +179,7 @@ class Engine:
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
         request.times.ended()
-        request.finish(self.runner, "abort")
+        self.scheduler.finish(request)
 
     def check_integrity(self) -> None:
         """Asserts that queues, sequences and pool agree."""

@@ -97,6 +97,11 @@ class Request(Protocol):
         """Frees what the request holds; `reason` is why it ends, if it has not ended by itself."""
         ...
 
+    def persist(self) -> None:
+        """Makes durable what has to be before anybody is told that the request has ended; called after `finish`, while
+        other threads may use the pool. Raises StoreError; a second call does nothing."""
+        ...
+
     def stats(self, runner: Runner) -> Stats | None:
         """What the request cost so far; None before it started."""
         ...
@@ -301,6 +306,9 @@ class SampledRequest:
         if self.sequence is not None:
             self._final = runner.stats(self.sequence)
             self.drop(runner)
+
+    def persist(self) -> None:
+        """Nothing of it is kept."""
 
     def stats(self, runner: Runner) -> Stats | None:
         """What the completion cost so far; None before it started."""

@@ -28,6 +28,7 @@ class Scheduler:
         self.prefilling: tuple[Request, Prefill] | None = None
         self.running: list[Request] = []
         self.failed: deque[tuple[Request, Exception]] = deque()
+        self.ended: deque[Request] = deque()
         self.preemptions = self.restored = 0
         self._full = False
 
@@ -124,8 +125,13 @@ class Scheduler:
     def fail(self, request: Request, error: Exception) -> None:
         """Ends a request that cannot go on; it holds nothing any more, and what it has written stays with it."""
         self.remove(request)
-        request.finish(self._runner, "abort")
+        self.finish(request)
         self.failed.append((request, error))
+
+    def finish(self, request: Request) -> None:
+        """Ends a request that has left the queues; it is in `ended` until it has been made durable."""
+        request.finish(self._runner, "abort")
+        self.ended.append(request)
 
     def preempt(self, request: Request) -> None:
         """Sends a request back to the head of the queue and frees what it holds; its rows may go to disk."""

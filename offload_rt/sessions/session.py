@@ -201,8 +201,7 @@ class Session:
             while not engine.idle:
                 with self.kv.runner.pool.lock:
                     self.host.look_ahead(())
-                    events = engine.step()
-                yield from events
+                yield from engine.step()
         finally:
             try:
                 engine.cancel(turn)

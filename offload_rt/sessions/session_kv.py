@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from ..core import CHUNK, BlockTable
+from ..errors import StoreError
 from ..forward.sequence import Sequence
 from ..outputs import Stats
 from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
@@ -36,6 +37,7 @@ class SessionKV:
         self._pinned: set[bytes] = set()
         self._enqueued: set[bytes] = set()
         self._broken: set[bytes] = set()
+        self._unwritten: bytes | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -291,10 +293,32 @@ class SessionKV:
 
     def save(self) -> None:
         """Hands everything that is not on disk yet to the saver, and writes the history. Raises StoreError."""
+        self.hand_over()
+        self.write_history()
+
+    def hand_over(self) -> None:
+        """Hands everything that is not on disk yet to the saver, and says what the history is: `write_history` writes
+        that, whatever has come since."""
         if self.loader is None:
             self.enqueue(self.all_names())
         self.enter_names()
-        self.context.storage.put(self.history.document, self.history.to_bytes())
+        self._unwritten = self.history.to_bytes()
+
+    def write_history(self) -> None:
+        """Makes durable what was handed over; nothing happens where nothing was. Raises StoreError, and then it is the
+        next turn, or closing, that writes.
+
+        Needs no lock: the session's owner alone calls it, and takes no other turn before. What others do to the store
+        meanwhile takes chunks at most, and a history whose chunks are gone is computed again, as one whose chunks have
+        not arrived. An older history never comes behind a newer one: documents are written one after the other."""
+        if (data := self._unwritten) is None:
+            return
+        try:
+            self.context.storage.put(self.history.document, data)
+        except StoreError:
+            self._unwritten = None
+            raise
+        self._unwritten = None
         self.context.storage.touch(self.history.chunk_keys)
 
     def replace(self, sequence: Sequence | None) -> None:

@@ -212,8 +212,7 @@ class Turn(SampledRequest):
         self._host.park(kv)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Takes what came of the turn into the history and saves it. Raises StoreError where the history cannot be
-        written; the session is whole then too."""
+        """Takes what came of the turn into the history, which `persist` writes; rows are on their way to disk."""
         self.finish_reason = self.finish_reason or reason
         kv, history = self.kv, self.kv.history
         sequence, self.sequence = self.sequence, None
@@ -233,9 +232,13 @@ class Turn(SampledRequest):
         try:
             if taken_in or self.new_tokens:
                 history.turns += [("user", self._text), ("assistant", self.text)]
-                kv.save()
+                kv.hand_over()
         finally:
             self._host.park(kv)
+
+    def persist(self) -> None:
+        """Writes the history. Raises StoreError where it cannot be; the session is whole then too."""
+        self.kv.write_history()
 
     def _undo(self, runner: Runner) -> None:
         """Makes the session what it was before a turn that did not get through its prefill, but for what was already

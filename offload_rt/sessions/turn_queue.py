@@ -96,7 +96,7 @@ class TurnQueue:
             with self.store.context.runner.pool.lock:
                 self._feed()
                 self.store.host.look_ahead(self._waiting())
-                return self._engine.step()
+            return self._engine.step()
         except OffloadError:
             self._end_lost()
             raise

@@ -6,8 +6,8 @@ does the new one take its place. Whenever the process ends, the newest name hold
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
@@ -27,48 +27,56 @@ class Documents:
 
     def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
         self._folder, self._own, self._options = folder, own, options
+        self._writing = threading.Lock()
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a document, whole or not at all, and keeps the one before it. Chunks make room for it, within the
         limit and on a full disk, in the end also pinned ones (reading one that is gone is a miss). A damaged one that
-        it replaces is put aside. Raises StoreError."""
+        it replaces is put aside. Documents are written one after the other; chunks are read, written and removed while
+        the disk is waited for. Raises StoreError."""
         folder = self._folder
         assert not folder.read_only
         newest, before = self._paths(name)
         record = seal(data)
         if len(record) > LARGEST_DOCUMENT:
             raise StoreError(f"{str(newest)!r} would have {format_size(len(record))}: begin another session")
-        with folder.mutex, folder.usable():
-            if not (folder.make_room(len(record)) or folder.make_room(len(record), pinned=True)):
-                raise StoreError(
-                    f"the store {str(folder.path)!r} is full: {format_size(len(record))} do not fit within "
-                    f"{format_size(self._options.limit or 0)}; raise the limit or delete sessions"
-                )
+        with self._writing, folder.usable():
             self._own.mkdir(exist_ok=True)
+            temporary = self._take_room(newest, len(record))
             try:
-                self._write(newest, before, record)
-            except OSError as error:
-                if error.errno not in (ENOSPC, EDQUOT) or not folder.make_disk_room(len(record)):
-                    raise
-                self._write(newest, before, record)
+                try:
+                    self._write(newest, before, temporary, record)
+                except OSError as error:
+                    if error.errno not in (ENOSPC, EDQUOT) or not folder.make_disk_room(len(record)):
+                        raise
+                    self._write(newest, before, temporary, record)
+            except BaseException:
+                folder.give_up(temporary, len(record), None)
+                raise
             sync_folder(self._own)
 
-    def _write(self, newest: Path, before: Path, record: bytes) -> None:
+    def _take_room(self, newest: Path, size: int) -> Path:
+        """Returns the temporary file of a document that will be `newest`. Raises StoreError where there is no room."""
+        folder = self._folder
+        with folder.mutex:
+            if not (folder.make_room(size) or folder.make_room(size, pinned=True)):
+                raise StoreError(
+                    f"the store {str(folder.path)!r} is full: {format_size(size)} do not fit within "
+                    f"{format_size(self._options.limit or 0)}; raise the limit or delete sessions"
+                )
+            return folder.hold(newest, size)
+
+    def _write(self, newest: Path, before: Path, temporary: Path, record: bytes) -> None:
         """Makes `record` the newest generation. Raises OSError, and then the newest is what it was."""
-        folder, temporary = self._folder, self._folder.temporary(newest)
-        try:
-            write_document(temporary, record)
+        folder = self._folder
+        write_document(temporary, record)
+        with folder.mutex:
             there = read_document(newest)
             if there.data is not None:
                 self._keep(newest, before, seal(there.data))
             elif there.damage:
                 folder.put_aside(newest)
-            os.replace(temporary, newest)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        folder.enter(newest, len(record))
+            folder.finish(temporary, newest, len(record))
 
     def _keep(self, newest: Path, before: Path, record: bytes) -> None:
         """Makes what `newest` holds the generation before, without ever taking it from its own name."""

@@ -136,6 +136,12 @@ class StoreFolder:
         with self.mutex:
             if path in self._index or not self.make_room(size):
                 return None
+            return self.hold(path, size)
+
+    def hold(self, path: Path, size: int) -> Path:
+        """Takes `size` bytes, for which room was made, for the file `path`, which may replace another one. Returns the
+        temporary file to write, for `finish` or `give_up`."""
+        with self.mutex:
             self._index.reserved += size
             return self.temporary(path)
 
