@@ -58,7 +58,10 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _real_flags(parser: argparse.ArgumentParser) -> None:
-    from ..speed.real_speed import FIRST, SpeedConfig
+    from ..speed.competitors import COMPETITORS, FIRST, SpeedConfig
+
+    def names(text: str) -> list[str]:
+        return text.split(";") if text != "all" else [name for name in COMPETITORS if name != FIRST]
 
     default = SpeedConfig()
     parser.add_argument("model", metavar="MODEL", help="a local folder or a hub id of a trained model")
@@ -69,17 +72,22 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=default.repeats, metavar="N", help="prompts of each length")
     parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
     parser.add_argument("--dtype", default=default.dtype, metavar="bfloat16|float32")
-    parser.add_argument("--who", type=words, default=default.who, metavar="A,B", help=f"beside '{FIRST}'")
+    parser.add_argument(
+        "--who", type=names, default=default.who, metavar="A;B", help=f"all, or of {'; '.join(COMPETITORS)}"
+    )
+    parser.add_argument("--gguf", metavar="FILE", help="the model for llama.cpp (package llama-cpp-python)")
 
 
-@measure("real-speed", "a trained model's prompts and steps beside transformers', in turn", _real_flags)
+@measure("real-speed", "a trained model's prompts and steps beside what people would use", _real_flags)
 def real_speed(args: argparse.Namespace) -> int:
-    """Time to the first token and of each further one, of transformers' caches and of policies, on the same model and
-    text: one process, in turn, CPU time."""
+    """Time to the first token and of each further one, memory, and agreement with float32, of transformers' caches, of
+    policies, and where their packages are installed of kvpress and llama.cpp, on the same model and text: a process for
+    each, in turn, CPU time."""
     from ...texts import read_text
-    from ..speed.real_speed import SpeedConfig, run_real_speed
+    from ..speed.competitors import SpeedConfig
+    from ..speed.real_speed import run_real_speed
 
-    options = given(args, ["contexts", "tokens", "repeats", "threads", "dtype", "who"])
+    options = given(args, ["contexts", "tokens", "repeats", "threads", "dtype", "who", "gguf"])
     say = say_on_stderr(False)
     show(run_real_speed(args.model, read_text(args.text), SpeedConfig(**options), Path(args.out), say), args.out, say)
     return 0

@@ -1,24 +1,19 @@
-"""A trained model's prompts and decode steps beside transformers' own: the same weights from the same folder, the same
-tokens, in one process, in turn."""
+"""A trained model's prompts and decode steps beside what people would use instead: the same weights, the same tokens,
+each in a process of its own, in turn."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Protocol
 
-import torch
-
-from ...config_fields import check_choice
 from ...errors import InputError
 from ...llm import LLM
-from ...models.location import locate
-from ...sampling_params import SamplingParams
 from ..core.report import Column, Report, Row
+from .competitors import FIRST, FLOAT32, SpeedConfig
+from .worker import Answer, Child
 
 COLUMNS = (
     Column("model", "model"),
@@ -30,119 +25,108 @@ COLUMNS = (
     Column("a token, ms", "step", ".1f"),
     Column("quarters", "quarters"),
     Column("transformers' over it", "step_ratio", ".2f"),
+    Column("peak RSS, MiB", "peak", ",.0f"),
+    Column("tokens as in float32", "same"),
 )
-FIRST = "transformers, DynamicCache"
-
-Turn = Iterator[int]
-"""Of one competitor: greedy tokens, the first after the prompt."""
 
 
-@dataclass(frozen=True)
-class SpeedConfig:
-    """contexts: tokens of the prompts. tokens: decoded after each. repeats: prompts of each length, from other places
-    of the text. who: names of `COMPETITORS` beside the first, which all are compared with."""
+class Worker(Protocol):
+    """A competitor that answers."""
 
-    contexts: tuple[int, ...] = (2048, 8192)
-    tokens: int = 24
-    repeats: int = 3
-    dtype: str = "bfloat16"
-    threads: int = 1
-    who: tuple[str, ...] = ("transformers, StaticCache", "full", "infinigen", "auto")
+    def ask(self, prompt: Sequence[int]) -> Answer:
+        """Answers one prompt."""
+        ...
 
-    def __post_init__(self) -> None:
-        for name in self.who:
-            check_choice("competitor", name, COMPETITORS)
+    def close(self) -> None:
+        """Ends it."""
+        ...
 
 
-def _ours(policy: str, model: str, config: SpeedConfig) -> Callable[[Sequence[int]], Turn]:
-    llm = LLM(model, policy=policy, dtype=config.dtype, prefix_sharing=False)
-    params = SamplingParams(max_tokens=config.tokens + 1, temperature=0, ignore_eos=True)
-
-    def turn(prompt: Sequence[int]) -> Turn:
-        return (event.token_id for event in llm.stream(list(prompt), params))
-
-    return turn
-
-
-def _theirs(static: bool, model: str, config: SpeedConfig) -> Callable[[Sequence[int]], Turn]:
-    from transformers import DynamicCache, StaticCache
-    from transformers.models.auto import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        locate(model).place, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
-    )
-
-    @torch.inference_mode()
-    def turn(prompt: Sequence[int]) -> Turn:
-        room = len(prompt) + config.tokens + 1
-        cache = StaticCache(loaded.config, max_cache_len=room) if static else DynamicCache()
-        given = torch.tensor([list(prompt)])
-        while True:
-            logits = loaded(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            given = logits[:, -1:].argmax(-1)
-            yield int(given)
-
-    return turn
-
-
-COMPETITORS: Mapping[str, Callable[[str, SpeedConfig], Callable[[Sequence[int]], Turn]]] = {
-    FIRST: partial(_theirs, False),
-    "transformers, StaticCache": partial(_theirs, True),
-    **{policy: partial(_ours, policy) for policy in ("full", "infinigen", "auto")},
-}
-
-
-def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: Callable[[str], None]) -> Report:
-    """CPU seconds of each competitor; writes real_speed.{json,csv,md} to `out`. Raises InputError where the text is too
-    short, and what loading the model raises."""
-    torch.set_num_threads(config.threads)
+def run_real_speed(
+    model: str,
+    text: str,
+    config: SpeedConfig,
+    out: Path,
+    say: Callable[[str], None],
+    start: Callable[[str, str, SpeedConfig], Worker] = Child,
+) -> Report:
+    """CPU seconds, memory and tokens of each competitor that starts; writes real_speed.{json,csv,md} to `out` after
+    each context. Raises InputError where the text is too short, or a competitor fails while it answers."""
     ids = LLM(model, policy="full", dtype=config.dtype).encode(text)
     if len(ids) < max(config.contexts) + 100 * config.repeats:
         raise InputError(f"the text has {len(ids):,} tokens; it needs {max(config.contexts) + 100 * config.repeats:,}")
-    turns = {name: COMPETITORS[name](model, config) for name in (FIRST, *config.who)}
-    rows: list[Row] = []
-    for context in config.contexts:
-        times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in turns}
-        start = (len(ids) - context) // 3
-        for repeat in range(config.repeats):
-            say(f"{context:,} tokens: repeat {repeat + 1} of {config.repeats}")
-            prompt = ids[start + 100 * repeat :][:context]
-            order = list(turns)[repeat % len(turns) :] + list(turns)[: repeat % len(turns)]
-            for name in order:
-                _time(turns[name](prompt), config.tokens, *times[name])
-        rows += [_row(model, context, name, *times[name], *times[FIRST]) for name in turns]
     about = {
-        "clock": "CPU time of the process", "threads": config.threads, "dtype": config.dtype,
-        "tokens decoded": config.tokens, "repeats": f"{config.repeats}, each from another place of the text, in turn",
+        "clock": "CPU time of a process for each, which answer in turn", "threads": config.threads,
+        "dtype": config.dtype, "tokens decoded": config.tokens,
+        "repeats": f"{config.repeats}, each from another place of the text",
+        "tokens as in float32": f"of the first repeat, from the first on, as many as '{FLOAT32}' chooses too",
     }  # fmt: skip
-    report = Report("real_speed", f"{Path(model).name}: prompts and steps beside transformers'", about, COLUMNS, rows)
-    report.write(out)
+    if config.gguf is not None:
+        about["llama.cpp"] = f"weights of {Path(config.gguf).name}"
+    report = Report("real_speed", f"{Path(model).name}: prompts and steps beside transformers'", about, COLUMNS, [])
+    with ExitStack() as ends:
+        workers = _started(model, config, say, start, ends)
+        for context in config.contexts:
+            answers = _asked(workers, ids, context, config, say)
+            report.rows.extend(_row(Path(model).name, context, name, answers) for name in workers)
+            report.write(out)
     return report
 
 
-def _time(turn: Turn, tokens: int, prefills: list[float], steps: list[float]) -> None:
-    """Enters a prompt's seconds and those of each token behind it."""
-    began = time.process_time()
-    for i in range(tokens + 1):
-        next(turn)
-        now = time.process_time()
-        (steps if i else prefills).append(now - began)
-        began = now
-
-
-def _row(
+def _started(
     model: str,
-    context: int,
-    name: str,
-    prefills: list[float],
-    steps: list[float],
-    first_prefills: list[float],
-    first_steps: list[float],
-) -> Row:
+    config: SpeedConfig,
+    say: Callable[[str], None],
+    start: Callable[[str, str, SpeedConfig], Worker],
+    ends: ExitStack,
+) -> dict[str, Worker]:
+    """Those of the competitors that start; of the others it is said why not."""
+    workers: dict[str, Worker] = {}
+    for name in (FIRST, *config.who):
+        try:
+            workers[name] = start(name, model, config)
+        except (InputError, ImportError) as error:
+            if name == FIRST:
+                raise
+            say(f"left out: {error}")
+        else:
+            ends.callback(workers[name].close)
+    return workers
+
+
+def _asked(
+    workers: dict[str, Worker], ids: list[int], context: int, config: SpeedConfig, say: Callable[[str], None]
+) -> dict[str, list[Answer]]:
+    """Every competitor's answers to each of the prompts of one length; float32 answers only the first."""
+    answers: dict[str, list[Answer]] = {name: [] for name in workers}
+    begin, names = (len(ids) - context) // 3, list(workers)
+    for repeat in range(config.repeats):
+        prompt = ids[begin + 100 * repeat :][:context]
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            if repeat and name == FLOAT32:
+                continue
+            answers[name].append(workers[name].ask(prompt))
+            last = answers[name][-1]
+            say(f"{context:,} tokens, {name}: {last.prefill:.2f} s, then {1e3 * median(last.steps):.1f} ms a token")
+    return answers
+
+
+def _row(model: str, context: int, name: str, answers: dict[str, list[Answer]]) -> Row:
+    prefills, first_prefills = ([one.prefill for one in answers[who]] for who in (name, FIRST))
+    steps, first_steps = ([step for one in answers[who] for step in one.steps] for who in (name, FIRST))
     low, middle, high = (1e3 * part for part in quantiles(steps, n=4, method="inclusive"))
     return {
-        "model": Path(model).name, "context": context, "who": name, "prefill": median(prefills),
+        "model": model, "context": context, "who": name, "prefill": median(prefills),
         "prefills": " / ".join(f"{each:.2f}" for each in prefills), "step": middle,
         "quarters": f"{low:.1f} to {high:.1f}", "prefill_ratio": median(first_prefills) / median(prefills),
-        "step_ratio": 1e3 * median(first_steps) / middle, "samples": {"prefills": prefills, "steps": steps},
+        "step_ratio": 1e3 * median(first_steps) / middle, "peak": max(one.peak_bytes for one in answers[name]) / 2**20,
+        "same": _same(answers[name][0].tokens, answers[FLOAT32][0].tokens) if FLOAT32 in answers else None,
+        "samples": {"prefills": prefills, "steps": steps, "tokens": answers[name][0].tokens},
     }  # fmt: skip
+
+
+def _same(tokens: list[int], right: list[int]) -> str:
+    """How many of the first tokens are the same ones."""
+    pairs = enumerate(zip(tokens, right, strict=True))
+    count = next((i for i, (mine, theirs) in pairs if mine != theirs), len(tokens))
+    return f"{count} of {len(tokens)}"

@@ -1,0 +1,133 @@
+"""Who answers prompts of a trained model in `real_speed`: this runtime under its policies, and what people would use in
+its place, from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...config_fields import check_choice
+from ...errors import ConfigError
+from ...llm import LLM
+from ...models.location import locate
+from ...sampling_params import SamplingParams
+
+FIRST = "transformers, DynamicCache"
+"""Whom all are compared with."""
+
+FLOAT32 = "full, float32"
+"""Whose text is taken for right."""
+
+Turn = Iterator[int]
+"""Of one competitor: greedy tokens, the first after the prompt."""
+
+Ask = Callable[[Sequence[int]], Turn]
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """contexts: tokens of the prompts, rising. tokens: decoded after each. repeats: prompts of each length, from other
+    places of the text. who: names of `COMPETITORS` beside the first, which all are compared with. gguf: the model's
+    file for llama.cpp. compression: share of the rows that kvpress drops from a prompt."""
+
+    contexts: tuple[int, ...] = (2048, 8192)
+    tokens: int = 24
+    repeats: int = 3
+    dtype: str = "bfloat16"
+    threads: int = 1
+    who: tuple[str, ...] = ("transformers, StaticCache", "full", "infinigen", "auto", FLOAT32)
+    gguf: str | None = None
+    compression: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in self.who:
+            check_choice("competitor", name, COMPETITORS)
+
+
+def _ours(policy: str, dtype: str | None, model: str, config: SpeedConfig) -> Ask:
+    llm = LLM(model, policy=policy, dtype=dtype or config.dtype, prefix_sharing=False)
+    params = SamplingParams(max_tokens=config.tokens + 1, temperature=0, ignore_eos=True)
+
+    def ask(prompt: Sequence[int]) -> Turn:
+        return (event.token_id for event in llm.stream(list(prompt), params))
+
+    return ask
+
+
+def _theirs(cache: str, model: str, config: SpeedConfig) -> Ask:
+    from transformers import DynamicCache, QuantizedCache, StaticCache
+    from transformers.models.auto import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        locate(model).place, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+    )
+    press = _press(config.compression) if cache == "kvpress" else None
+
+    @torch.inference_mode()
+    def ask(prompt: Sequence[int]) -> Turn:
+        room, made = len(prompt) + config.tokens + 1, loaded.config
+        rows: Any = (
+            StaticCache(made, max_cache_len=room) if cache == "static"
+            else QuantizedCache("quanto", made, nbits=4) if cache == "quantized"
+            else DynamicCache()
+        )  # fmt: skip
+        given, position = torch.tensor([list(prompt)]), 0
+        while True:
+            own: dict[str, Any] = {"past_key_values": rows, "use_cache": True, "logits_to_keep": 1}
+            own["position_ids"] = torch.arange(position, position + given.shape[1])[None]
+            if press is not None:  # the cache is shorter than the text
+                own["cache_position"] = own["position_ids"][0]
+            with nullcontext() if press is None or position else press(loaded):
+                found = loaded(given, **own)
+            position += given.shape[1]
+            given = found.logits[:, -1:].argmax(-1)
+            yield int(given)
+
+    return ask
+
+
+def _press(compression: float) -> Any:
+    from kvpress import ExpectedAttentionPress
+
+    return ExpectedAttentionPress(compression)
+
+
+def _llama_cpp(bits: int, model: str, config: SpeedConfig) -> Ask:
+    if config.gguf is None:
+        raise ConfigError("llama.cpp reads a model from a file of its own: give it with --gguf")
+    import llama_cpp
+    import numpy as np
+
+    kind = {16: llama_cpp.GGML_TYPE_F16, 8: llama_cpp.GGML_TYPE_Q8_0, 4: llama_cpp.GGML_TYPE_Q4_0}[bits]
+    loaded: Any = llama_cpp.Llama(
+        config.gguf, n_ctx=max(config.contexts) + config.tokens + 2, n_batch=512, n_threads=config.threads,
+        n_threads_batch=config.threads, flash_attn=True, type_k=kind, type_v=kind, verbose=False,
+    )  # fmt: skip
+
+    def ask(prompt: Sequence[int]) -> Turn:
+        loaded.reset()
+        given = list(prompt)
+        while True:
+            loaded.eval(given)
+            logits = np.ctypeslib.as_array(loaded._ctx.get_logits_ith(-1), shape=(loaded.n_vocab(),))
+            given = [int(logits.argmax())]
+            yield given[0]
+
+    return ask
+
+
+COMPETITORS: Mapping[str, Callable[[str, SpeedConfig], Ask]] = {
+    FIRST: partial(_theirs, "dynamic"),
+    "transformers, StaticCache": partial(_theirs, "static"),
+    "transformers, QuantizedCache": partial(_theirs, "quantized"),
+    "kvpress": partial(_theirs, "kvpress"),
+    **{f"llama.cpp, {bits}-bit KV": partial(_llama_cpp, bits) for bits in (16, 8, 4)},
+    **{policy: partial(_ours, policy, None) for policy in ("full", "infinigen", "auto")},
+    FLOAT32: partial(_ours, "full", "float32"),
+}
+"""By name. QuantizedCache: optimum-quanto's four bits, the newest 128 rows as they are; kvpress: ExpectedAttention."""

@@ -1,0 +1,105 @@
+"""A competitor in a process of its own: its memory is its own, and nobody else's threads or caches are in its way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from ...errors import InputError
+from .competitors import COMPETITORS, SpeedConfig
+
+
+@dataclass(frozen=True)
+class Answer:
+    """CPU seconds to the first token and of each behind it, the tokens, and the most memory so far, bytes."""
+
+    prefill: float
+    steps: list[float]
+    tokens: list[int]
+    peak_bytes: int
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had, files that it maps included. (What `getrusage` says begins with the
+    peak of the process that started it.)"""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+class Here:
+    """A competitor in this process."""
+
+    def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
+        """Raises what loading the model raises, ImportError where a package is missing."""
+        torch.set_num_threads(config.threads)
+        self._ask, self._tokens = COMPETITORS[name](model, config), config.tokens
+
+    def ask(self, prompt: Sequence[int]) -> Answer:
+        """Answers one prompt."""
+        began = time.process_time()
+        times, tokens = [], []
+        for token in islice(self._ask(prompt), self._tokens + 1):
+            now = time.process_time()
+            times.append(now - began)
+            tokens.append(token)
+            began = now
+        return Answer(times[0], times[1:], tokens, _peak_bytes())
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Child:
+    """A competitor in a process of its own, which ends with `close`."""
+
+    def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
+        """Raises InputError with what went wrong there."""
+        context = multiprocessing.get_context("spawn")
+        self._end, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, name, model, config), daemon=True)
+        self._process.start()
+        other.close()
+        self._take(name)
+
+    def ask(self, prompt: Sequence[int]) -> Answer:
+        """As `Here`. Raises InputError with what went wrong."""
+        self._end.send(list(prompt))
+        answer = self._take("a competitor")
+        assert isinstance(answer, Answer)
+        return answer
+
+    def _take(self, name: str) -> object:
+        try:
+            found: object = self._end.recv()
+        except EOFError:
+            found = "its process ended"
+        if isinstance(found, str):
+            raise InputError(f"{name}: {found}")
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._end.close()
+        self._process.join()
+
+
+def _serve(end: Connection, name: str, model: str, config: SpeedConfig) -> None:
+    """Answers prompts until the other end is closed; a text is what went wrong."""
+    try:
+        here = Here(name, model, config)
+        end.send(None)
+        while True:
+            end.send(here.ask(end.recv()))
+    except EOFError:
+        return
+    except Exception as error:
+        end.send(f"{type(error).__name__}: {error}")
