@@ -102,6 +102,28 @@ def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str,
         session.close()
 
 
+def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm: LLM, tmp_path: Path) -> None:
+    """In the middle of an answer, with chunks half written: the copy has the turn before it, the original both."""
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    session = llm.session("s", store)
+    answer(session, TURNS[0])
+    saved, events = session.tokens, session.send(TURNS[1], SHORT)
+    next(events)
+    [chunk, *_] = store.rglob("*.kv")
+    shutil.copytree(store, copy)
+    (copy / chunk.relative_to(store)).with_suffix(".77.1.tmp").write_bytes(chunk.read_bytes()[:1000])
+    list(events)
+    session.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = llm.session("s", copy)
+    assert again.tokens == saved and not list(copy.rglob("*.tmp"))
+    right = completed(llm.generate([saved + TURNS[2]], SHORT))[0].token_ids
+    assert answer(again, TURNS[2]) == right
+    again.context.storage.check_integrity()
+    again.close()
+
+
 @pytest.mark.parametrize("damage", ["one bit", "empty", "a pipe"])
 def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
     damage: str, llm: LLM, tmp_path: Path
