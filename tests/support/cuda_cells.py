@@ -325,3 +325,4 @@ _DAILY: dict[str, tuple[str, ...]] = {
 }
 
 CELLS = [replace(cell, daily=_DAILY.get(cell.name, ())) for cell in _CELLS]
+BY_NAME = {cell.name: cell for cell in CELLS}

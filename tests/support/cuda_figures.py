@@ -1,0 +1,105 @@
+"""What a decode step costs on the simulated device: launches a layer, and what it stages while the host is ahead.
+
+`python tests/support/cuda_figures.py` prints the tables of `docs/pages/simulated_gpu.md`; tests hold limits on the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from offload_rt import LLM
+from support.cuda_cells import BY_NAME, CELLS, SCHEDULES
+from support.cuda_simulator import Late, Lazy, simulated
+from support.tiny_models import tiny_model, tiny_prompt
+
+STAGED = 500
+"""Tokens of the sequence whose step stages them."""
+
+
+def launches_of_a_layer(name: str) -> Counter[str]:
+    """Kernels and copies that a decode step of the cell `name` launches from one layer's MLP to the next one's, so that
+    what is speculated for the layer after is counted, by name."""
+    with simulated(Late()) as sim:
+        model, cell = tiny_model("llama", num_hidden_layers=3).to("cuda"), BY_NAME[name]
+        llm = LLM(
+            model, policy=cell.policy, policy_options=cell.options, device="cuda", host_memory="4MiB",
+            missed_mass_every=0,
+        )  # fmt: skip
+        runner, ends = llm.runner, list[Counter[str]]()
+        mlp = runner.adapter.mlp
+
+        def watched(layer: int, x: torch.Tensor) -> torch.Tensor:
+            ends.append(Counter(sim.launched))
+            return mlp(layer, x)
+
+        sequence = runner.new_sequence(tiny_prompt(42), 42)
+        runner.prefill(sequence, 40)
+        runner.decode([sequence])
+        runner.adapter.mlp = watched  # type: ignore[method-assign]
+        runner.decode([sequence])
+        del runner.adapter.mlp
+        runner.free(sequence)
+    return ends[1] - ends[0]
+
+
+def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
+    """The peak of a decode step beside what was on the device before, where nothing runs before the host waits at the
+    step's end: it is ahead by all layers."""
+    with simulated(Lazy()) as sim:
+        model = tiny_model("llama", num_hidden_layers=layers).to("cuda")
+        runner = LLM(model, policy=policy, policy_options=options, device="cuda", host_memory="16MiB").runner
+        sequence = runner.new_sequence(tiny_prompt(STAGED + 3), STAGED + 3)
+        runner.prefill(sequence, STAGED)
+        runner.decode([sequence]).argmax().item()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = sim.memory.usage.active
+        runner.decode([sequence])
+        peak: int = sim.memory.usage.active_peak - before
+        runner.free(sequence)
+    return peak
+
+
+def layer_bytes() -> int:
+    """K and V of one layer's rows of the sequence, float32, 2 heads of 16."""
+    return STAGED * 2 * 2 * 16 * 4
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table."""
+    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |")
+
+
+def main() -> None:
+    """Prints all tables."""
+    cells = [(c.name, f"`{c.policy}`", c.scene.__name__, ", ".join(c.daily) or "–") for c in CELLS]
+    show(f"{len(CELLS)} cells, {len(SCHEDULES)} schedules", ("cell", "policy", "scene", "in `make test`"), cells)
+    depths = (2, 4, 8, 16)
+    rows = []
+    for policy, options in (("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})):
+        peaks = [staged_bytes(policy, options, layers) / layer_bytes() for layers in depths]
+        rows.append((f"`{policy}`", *(f"{peak:.2f}" for peak in peaks)))
+    show("Peak of a step, in layers' worth of rows", ("policy", *(f"{n} layers ahead" for n in depths)), rows)
+    counts = {name: launches_of_a_layer(name) for name in ("full", "infinigen", "quest", "default")}
+    triton = {name: sum(n for what, n in found.items() if what.startswith("triton")) for name, found in counts.items()}
+    show(
+        "Launches of a layer", ("cell", "launches", "of them Triton"),
+        [(name, found.total(), triton[name]) for name, found in counts.items()],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
