@@ -1,6 +1,6 @@
 """What a decode step costs on the simulated device: launches a layer, and what it stages while the host is ahead.
 
-`python tests/support/cuda_figures.py` prints the tables of `docs/pages/simulated_gpu.md`; tests hold limits on the same.
+`python tests/support/cuda_figures.py` prints the tables of `docs/pages/without_a_gpu.md`; tests hold limits on them.
 """
 
 from __future__ import annotations
