@@ -1,5 +1,6 @@
-"""Two replicas on a local Ray cluster: sessions stay with theirs; one that is killed under load loses nothing silently.
-Behind OFFLOAD_RT_SOAK, in an environment with ray."""
+"""Two replicas on a local Ray cluster: sessions and beginnings stay with theirs and give way to load; replicas come and
+go with the load; one that is killed under it loses nothing silently. Behind OFFLOAD_RT_SOAK, in an environment with
+ray."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,10 @@ pytestmark = pytest.mark.filterwarnings("default")  # ray's own
 LONG = "It was a dark night, and the river was high. " * 12
 
 
+SCALED = "scaled"
+"""The second application's name and where it stands."""
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import ray
@@ -40,22 +46,68 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     store = tmp_path_factory.mktemp("store")
     options = ServerOptions(documents=store / "server", grace=5)
     config = EngineConfig(policy="full", device="cpu", verify="off", host_memory="32MiB")
-    ray.init(num_cpus=4, include_dashboard=False)
+    scaling = Cluster(1, 2, target_ongoing=1, upscale_delay=1, downscale_delay=5)
+    ray.init(num_cpus=6, include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": 8417})
     serve.run(ray_app(str(folder), config, options, store, None, Cluster(replicas=2)), name="offload-rt")
+    scaled = ray_app(str(folder), config, ServerOptions(grace=5), cluster=scaling)
+    serve.run(scaled, name=SCALED, route_prefix=f"/{SCALED}")
     yield "http://127.0.0.1:8417"
     serve.shutdown()
     ray.shutdown()
 
 
-def replicas() -> list[psutil.Process]:
-    """Processes of replicas that live."""
+def replicas(application: str = "offload-rt") -> list[psutil.Process]:
+    """Processes of an application's engines that live."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if line.startswith("ray::ServeReplica:offload-rt"):
+        if line.startswith(f"ray::ServeReplica:{application}:engine"):
             found.append(process)
     return found
+
+
+def complete(url: str, prompt: str, tokens: int = 4) -> httpx2.Response:
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return httpx2.post(f"{url}/v1/completions", json=asked, timeout=120)
+
+
+def reused(answer: httpx2.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def at_once(ask: Callable[[], httpx2.Response], count: int) -> list[httpx2.Response]:
+    with ThreadPoolExecutor(count) as pool:
+        return [each.result() for each in [pool.submit(ask) for _ in range(count)]]
+
+
+def test_beginnings_stay_and_give_way_to_load(url: str) -> None:
+    """What was computed of a beginning is where the next request with it goes, and not only there when many come."""
+    beginnings = [f"{i}. {LONG}" for i in range(6)]
+    for beginning in beginnings:
+        reused(complete(url, beginning))
+    assert all(reused(complete(url, f"{beginning} Who?")) > 100 for beginning in beginnings)
+    answers = at_once(lambda: complete(url, f"{beginnings[0]} Who?", 100), 24)
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    computed = [answer for answer in answers if reused(answer) < 64]
+    print(f"{len(computed)} of {len(answers)} requests computed the beginning again: on the other replica")
+    assert 1 <= len(computed) <= 12
+
+
+def test_replicas_come_and_go_with_the_load(url: str) -> None:
+    assert len(replicas(SCALED)) == 1
+    deadline, answers = time.monotonic() + 180, []
+    while len(replicas(SCALED)) < 2:
+        assert time.monotonic() < deadline, "no replica came"
+        answers += at_once(lambda: complete(f"{url}/{SCALED}", LONG, 40), 8)
+    answers += at_once(lambda: complete(f"{url}/{SCALED}", LONG, 40), 8)
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    while len(replicas(SCALED)) > 1:
+        assert time.monotonic() < deadline + 120, "none went"
+        time.sleep(1)
+    print(f"{len(answers)} requests brought a second replica, which went again")
 
 
 def respond(url: str, session: str, text: str, before: str | None = None) -> httpx2.Response:

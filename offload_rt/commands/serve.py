@@ -55,7 +55,7 @@ def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: Engine
     from ..server.ray_app import Cluster, ray_app, serve_on_ray
 
     folder = Path(args.store).expanduser().resolve() if args.store else None
-    cluster = Cluster(replicas=args.ray, gpus=0 if config.device == "cpu" else 1)
+    cluster = Cluster(args.ray, args.ray_most, gpus=0 if config.device == "cpu" else 1)
     serve_on_ray(ray_app(args.model, config, options, folder, store, cluster), options)
     return 0
 
@@ -89,6 +89,9 @@ def add(commands: Any) -> None:
         groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)
     groups["server"].add_argument(
         "--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, else a new one on this machine)"
+    )
+    groups["server"].add_argument(
+        "--ray-most", type=int, metavar="N", help="with --ray: up to so many replicas, as requests come and go"
     )
     add_store_flags(parser, required=False)
     add_engine_flags(parser)

@@ -1,28 +1,39 @@
-"""The same application on a Ray Serve cluster: replicas, each with an engine of its own, behind one proxy.
+"""The same application on a Ray Serve cluster: a door that takes requests, before replicas with an engine each.
 
-Requests with one `x-session-id` go to one replica (Serve's ConsistentHashRouter) while it has room; then to the next.
-What was said lies in a folder that all replicas share, so that any of them can go on with any conversation; KV rows lie
-in a folder of each replica, which the one that takes a dead one's place takes over.
+Requests with one `x-session-id`, of one session or with one beginning go to one replica, by Serve's consistent
+hashing, unless it has more to do than the others. What was said lies in a folder that all replicas share, so that any
+of them can go on with any conversation; KV rows lie in a folder of each replica, which the one that takes a dead one's
+place takes over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import Message
 
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig, StoreOptions
-from ..errors import StoreError
+from ..errors import ConfigError, StoreError
 from ..llm import LLM
 from .app import make_app
+from .forwarding import Asked, Behind, Door
 from .options import ServerOptions
 
-ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+ROUTER = "offload_rt.server.ray_router.AffinityRouter"
+
+ENGINE, DOOR = "engine", "door"
+"""Names of the deployments."""
+
+MOST_AT_THE_DOOR = 10_000
+"""Requests that the door has under way; it only waits for the replicas."""
 
 MOST_FOLDERS = 1000
 """Of replicas' KV rows; a store with more is not one that is locked."""
@@ -30,13 +41,58 @@ MOST_FOLDERS = 1000
 
 @dataclass(frozen=True)
 class Cluster:
-    """replicas: engines that run. max_ongoing: requests of one replica at a time; further ones go to the next. cpus,
-    gpus: that Ray keeps for each replica."""
+    """replicas: engines that run; where `most_replicas` is given, at least, and up to that many while each has over
+    `target_ongoing` requests under way. max_ongoing: requests of one replica at a time; further ones go to the next.
+    most_ahead: requests that one replica may have more than another before what it has of a prompt counts no more.
+    cpus, gpus: that Ray keeps for each replica. upscale_delay, downscale_delay: seconds for which there must be more or
+    less to do before replicas are added or ended. Raises ConfigError."""
 
     replicas: int = 2
+    most_replicas: int | None = None
+    target_ongoing: float = 8
+    upscale_delay: float = 10
+    downscale_delay: float = 300
     max_ongoing: int = 64
+    most_ahead: int = 4
     cpus: float = 1
     gpus: float = 0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or (self.most_replicas is not None and self.most_replicas < self.replicas):
+            most = "" if self.most_replicas is None else f" to {self.most_replicas}"
+            raise ConfigError(f"a cluster of {self.replicas}{most} replicas: give at least 1, and no fewer at most")
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """What a deployment is told of how many replicas it has."""
+        if self.most_replicas is None:
+            return {"num_replicas": self.replicas}
+        scaling = {
+            "min_replicas": self.replicas,
+            "max_replicas": self.most_replicas,
+            "target_ongoing_requests": self.target_ongoing,
+            "upscale_delay_s": self.upscale_delay,
+            "downscale_delay_s": self.downscale_delay,
+        }
+        return {"autoscaling_config": scaling}
+
+
+class Replica:
+    """A deployment's class: the application over an engine of its own, which answers what the door passes on."""
+
+    def __init__(self, build: Callable[[], FastAPI]) -> None:
+        self._app = build()
+        self._behind = Behind(self._app)
+
+    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
+        """What the application sends."""
+        async for message in self._behind.answer(asked):
+            yield message
+
+    async def __del__(self) -> None:
+        """Serve awaits it when the replica ends: sessions are saved."""
+        async with self._app.router.lifespan_context(self._app):
+            pass
 
 
 def ray_app(
@@ -52,17 +108,43 @@ def ray_app(
     from ray.serve.config import RequestRouterConfig
 
     cluster = cluster or Cluster()
-    build = _builder(model, config, options, store, store_options)
-    deployment = serve.deployment(
-        serve.ingress(build)(),
-        name="offload-rt",
-        num_replicas=cluster.replicas,
+    engines = serve.deployment(
+        Replica,
+        name=ENGINE,
         max_ongoing_requests=cluster.max_ongoing,
         ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
         graceful_shutdown_timeout_s=options.grace,
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER, request_router_kwargs={"most_ahead": cluster.most_ahead}
+        ),
+        **cluster.size,
     )
-    return deployment.bind()
+    door = serve.deployment(
+        serve.ingress(lambda: _door(options))(),
+        name=DOOR,
+        max_ongoing_requests=MOST_AT_THE_DOOR,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=options.grace,
+    )
+    return door.bind(engines.bind(_builder(model, config, options, store, store_options)))
+
+
+def _door(options: ServerOptions) -> Starlette:
+    """What the door's process runs: whatever comes is asked of a replica."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle(ENGINE).options(stream=True)
+
+    async def ask(asked: Asked, affinity: str) -> AsyncIterator[Message]:
+        """Where nothing is shared there is no session id, and Serve's router takes any replica."""
+        answers = (handle.options(session_id=affinity) if affinity else handle).answer.remote(asked)
+        try:
+            async for message in answers:
+                yield message
+        finally:
+            answers.cancel()
+
+    return Starlette(routes=[Mount("/", app=Door(ask, options.max_body))])
 
 
 def serve_on_ray(application: Any, options: ServerOptions) -> None:
