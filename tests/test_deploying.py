@@ -10,6 +10,8 @@ from pathlib import Path
 import yaml
 
 from offload_rt.commands.serve import add
+from offload_rt.server.gate import OPEN_PATHS
+from offload_rt.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +43,21 @@ def test_the_compose_file() -> None:
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert all(volume.split(":")[1] in dockerfile for volume in service["volumes"])
+
+
+def test_the_manifest_of_the_page() -> None:
+    page = (ROOT / "docs/pages/deploying.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    spec = yaml.safe_load(text)["spec"]
+    pod = spec["template"]["spec"]
+    [server] = pod["containers"]
+    assert {part for part in server["args"] if part.startswith("--")} <= flags()
+    assert pod["terminationGracePeriodSeconds"] > ServerOptions().grace
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert all(f'"{mount["mountPath"]}"' in dockerfile for mount in server["volumeMounts"])
+    claims = {claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]}
+    assert claims == {mount["name"] for mount in server["volumeMounts"]}
+    assert {server[probe]["httpGet"]["path"] for probe in server if probe.endswith("Probe")} <= set(OPEN_PATHS)
 
 
 def test_every_flag_of_the_page_exists() -> None:

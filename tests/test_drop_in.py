@@ -6,13 +6,15 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.architectures import RUNS, architecture
-from support.tiny_models import tiny_model, tiny_prompt
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextIteratorStreamer
+from support.serving import TEMPLATE
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextIteratorStreamer, pipeline
 
 from offload_rt import LLM, InputError, OffloadedCache, SamplingParams, offload
 from offload_rt.models.registry import load_model
@@ -111,6 +113,20 @@ def test_a_streamer_and_stopping_are_transformers(ours: LLM) -> None:
         out = model.generate(**given, generation_config=ended, streamer=streamer)
     assert out[0].tolist() == plain[: plain.index(plain[96], 90) + 1]
     assert "".join(streamer) == tokenizer.decode(out[0, 90:])
+
+
+def test_a_pipeline_says_what_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = pipeline("text-generation", tiny_checkpoint(tmp_path / "tiny", "llama"), device="cpu")
+    chat.tokenizer.chat_template = TEMPLATE
+    asked = [{"role": "user", "content": "It was a dark night, and the river was high."}]
+    how = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = chat(asked, generation_config=how)
+    made: list[OffloadedCache] = []
+    begin = OffloadedCache.__init__
+    monkeypatch.setattr(OffloadedCache, "__init__", lambda cache, llm: made.append(cache) or begin(cache, llm))
+    with offload(chat.model, policy="full", host_memory=MEMORY, tokenizer=chat.tokenizer):
+        assert chat(asked, generation_config=how) == expected
+    assert made, "it went through the pool"
 
 
 def test_a_conversation_keeps_its_cache(model: PreTrainedModel, ours: LLM) -> None:
