@@ -11,7 +11,7 @@
 #                files (85,000 times, files that are read are damaged first), faults (any call of a file system fails),
 #                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections,
-#                LangChain, litellm and llm where they are installed),
+#                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
 #                page (the server's page in a headless Chromium), ray (two replicas, where ray is installed) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
@@ -72,7 +72,7 @@ SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
 SOAK_requests := tests/test_sharing.py tests/test_async_llm.py
 SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test_server_load.py \
-	tests/test_server_clients.py
+	tests/test_server_clients.py tests/test_server_suites.py
 SOAK_page := tests/test_page.py
 SOAK_ray := tests/test_ray.py
 SOAK_architectures := tests/test_architectures.py tests/test_gguf.py tests/test_drop_in.py

@@ -116,6 +116,11 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await respond(service, body, request)
 
+    @app.post("/v1/responses/compact")
+    async def compact() -> Response:
+        message = "this server compacts no conversations: say previous_response_id, their KV cache is kept"
+        raise RefusedError(404, message, code="not_found")
+
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
         return json_answer(service.responses.get(name, request.scope["state"]["owner"]).response)

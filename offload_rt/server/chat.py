@@ -189,6 +189,7 @@ def _message(pieces: list[Piece]) -> dict[str, Any]:
         "role": "assistant",
         "content": content if content or not calls else None,
         "refusal": None,
+        "annotations": [],
     }
     if reasoning:
         message["reasoning_content"] = reasoning

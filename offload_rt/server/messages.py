@@ -47,6 +47,8 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": _usage(Usage(len(ids))),
     }
     if body.stream:
@@ -54,8 +56,10 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     return json_answer(await until_gone(request.receive, _whole(steps, message)))
 
 
-def _usage(usage: Usage) -> dict[str, int]:
-    return {
+def _usage(usage: Usage) -> dict[str, Any]:
+    """As its clients' schema has it: what this server has not is null."""
+    absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
+    return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
@@ -80,7 +84,7 @@ async def _whole(steps: AsyncGenerator[Step, None], message: dict[str, Any]) -> 
 
 def _block(piece: Piece) -> dict[str, Any]:
     if isinstance(piece, Content):
-        return {"type": "text", "text": piece.text}
+        return {"type": "text", "text": piece.text, "citations": None}
     if isinstance(piece, Reasoning):
         return {"type": "thinking", "thinking": piece.text, "signature": ""}
     return {
@@ -88,6 +92,7 @@ def _block(piece: Piece) -> dict[str, Any]:
         "id": f"toolu_{uuid.uuid4().hex[:24]}",
         "name": piece.name,
         "input": json.loads(piece.arguments),
+        "caller": {"type": "direct"},
     }
 
 

@@ -1,0 +1,76 @@
+"""Conformance by suites that are not ours: schemathesis on the server's own schema, llm-comply on three protocols.
+Behind OFFLOAD_RT_SOAK, where they are installed; seconds of the first are OFFLOAD_RT_SOAK."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.serving import ScriptedEngine, reference_tokenizer, served
+
+SECONDS = int(os.environ.get("OFFLOAD_RT_SOAK", "0"))
+if not SECONDS:
+    pytest.skip("suites, for minutes: make soak PART=server", allow_module_level=True)
+WHY = "not installed: pip install '.[serve,clients]'"
+
+OTHERWISE = {"Image Input", "Error Handling"}
+"""What llm-comply wants and this server does otherwise: images are refused, and `model` may be left out, as in vLLM."""
+
+
+class Obeying(ScriptedEngine):
+    """Calls the first tool that its prompt names until a result is there, as a structure asks or with the marks."""
+
+    def __init__(self) -> None:
+        super().__init__(reference_tokenizer(), self.obey)
+
+    def obey(self, prompt: str) -> str:
+        found = re.match(r"tools: (\[.*\])\n", prompt)
+        if found is None or "tool: " in prompt:
+            return "It was a dark night."
+        tool = json.loads(found[1])[0]["function"]
+        wanted = tool.get("parameters", {}).get("properties", {})
+        call = json.dumps({"name": tool["name"], "arguments": dict.fromkeys(wanted, "x")})
+        return call if self.params.structured_outputs else f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(Obeying()) as address:
+        yield address
+
+
+def run(command: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name(command)
+    if not program.exists():
+        pytest.skip(f"{command} is {WHY}")
+    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=timeout)
+
+
+def test_schemathesis_finds_no_error_of_the_server(url: str, tmp_path: Path) -> None:
+    schema = tmp_path / "schemathesis.toml"
+    schema.write_text("", encoding="utf-8")
+    done = run(
+        "schemathesis", "--config-file", str(schema), "run", f"{url}/openapi.json", "--no-color", "--phases",
+        "examples,coverage,fuzzing,stateful", "--checks", "not_a_server_error", "--max-time", str(SECONDS),
+        "--generation-database", "none", timeout=SECONDS + 600,
+    )  # fmt: skip
+    print("\n".join(done.stdout.splitlines()[-25:]))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize(("protocol", "otherwise"), [
+    ("openai-chat", OTHERWISE), ("open-responses", OTHERWISE), ("anthropic", {"Image Input"}),
+])  # fmt: skip
+def test_llm_comply(url: str, protocol: str, otherwise: set[str]) -> None:
+    done = run("llm-comply", "-u", f"{url}/v1", "-m", "scripted", "-k", "none", "--format", protocol, "--json")
+    results = json.loads(done.stdout)["results"]
+    failed = {result["name"]: result for result in results if result["status"] == "failed"}
+    passed = sum(result["status"] == "passed" for result in results)
+    print(f"{protocol}: {passed} passed, {sorted(failed)} not")
+    assert set(failed) == otherwise, failed
