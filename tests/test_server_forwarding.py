@@ -115,6 +115,8 @@ def test_what_goes_together() -> None:
     one, other = ([{"role": "user", "content": LONG + end}] for end in ("Who?", "Why?"))
     parts = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
     assert key({"messages": one}) == key({"messages": other}) == key({"messages": parts}) != ""
+    short = LONG[:500]
+    assert key({"prompt": f"{short} Who?"}) == key({"prompt": f"{short} Why not?"}) != key({"prompt": LONG})
     assert key({"messages": one}) != key({"system": "Be brief.", "messages": one})
     assert key({"prompt": LONG}) == key({"prompt": [LONG, "x"]}) and key({"input": LONG})
     assert key({"prompt": [7] * BEGINNING}) == key({"prompt": [7] * BEGINNING + [8]}) != ""

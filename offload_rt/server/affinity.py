@@ -16,7 +16,7 @@ BEGINNING = 2048
 """Characters of a prompt that must be the same for two requests to be sent to one replica."""
 
 LEAST = 256
-"""A shorter prompt is as soon computed again."""
+"""The same for a prompt that is shorter; what is shorter than this is as soon computed again."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Of all protocols, in the order in which a template puts them."""
@@ -36,13 +36,13 @@ def affinity(headers: Headers, body: bytes) -> str:
     if isinstance(session := asked.get("session"), str):
         key = headers.get("authorization") or headers.get("x-api-key") or ""
         return _digest("named", key, session)
-    beginning, length = [], 0
+    beginning = ""
     for text in _texts([asked.get(name) for name in _FIELDS]):
-        beginning.append(text[: BEGINNING - length])
-        length += len(beginning[-1])
-        if length == BEGINNING:
+        beginning += text[: BEGINNING - len(beginning)]
+        if len(beginning) == BEGINNING:
             break
-    return _digest("prompt", *beginning) if length >= LEAST else ""
+    same = BEGINNING if len(beginning) == BEGINNING else LEAST
+    return _digest("prompt", beginning[:same]) if len(beginning) >= LEAST else ""
 
 
 def give_way(queues: Sequence[int], most_ahead: int) -> list[int]:
