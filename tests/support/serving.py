@@ -16,6 +16,7 @@ import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_rt.engine.callers import EngineLoad
+from offload_rt.errors import InputError
 from offload_rt.models.location import locate
 from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput, RequestTrace
 from offload_rt.sampling_params import SamplingParams
@@ -73,7 +74,10 @@ class ScriptedEngine:
         if self.fails is not None:
             raise self.fails
         self.begun, self.params, self.session = self.begun + 1, sampling_params, session
-        tokenizer, text = self.llm.tokenizer, self.say(self.llm.tokenizer.decode(prompt))
+        tokenizer = self.llm.tokenizer
+        if wrong := [token for token in prompt if not 0 <= token < len(tokenizer)]:
+            raise InputError(f"token id {wrong[0]} is not in the vocabulary")
+        text = self.say(tokenizer.decode(prompt))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         length, reason = len(ids), "stop"
         if length > sampling_params.max_tokens:

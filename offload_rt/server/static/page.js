@@ -241,5 +241,5 @@ $("key").addEventListener("change", async () => {
   await sessions.begin();
 });
 
-sessions.begin().then(figures);
+figures().then(() => sessions.begin()); // answers have the model's name: it comes first
 setInterval(figures, 2000);
