@@ -45,18 +45,16 @@ def url() -> Iterator[str]:
         yield address
 
 
-def run(command: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, command: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name(command)
     if not program.exists():
         pytest.skip(f"{command} is {WHY}")
-    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=timeout)
+    return subprocess.run([str(program), *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
 def test_schemathesis_finds_no_error_of_the_server(url: str, tmp_path: Path) -> None:
-    schema = tmp_path / "schemathesis.toml"
-    schema.write_text("", encoding="utf-8")
     done = run(
-        "schemathesis", "--config-file", str(schema), "run", f"{url}/openapi.json", "--no-color", "--phases",
+        tmp_path, "schemathesis", "run", f"{url}/openapi.json", "--no-color", "--phases",
         "examples,coverage,fuzzing,stateful", "--checks", "not_a_server_error", "--max-time", str(SECONDS),
         "--generation-database", "none", timeout=SECONDS + 600,
     )  # fmt: skip
@@ -67,8 +65,10 @@ def test_schemathesis_finds_no_error_of_the_server(url: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(("protocol", "otherwise"), [
     ("openai-chat", OTHERWISE), ("open-responses", OTHERWISE), ("anthropic", {"Image Input"}),
 ])  # fmt: skip
-def test_llm_comply(url: str, protocol: str, otherwise: set[str]) -> None:
-    done = run("llm-comply", "-u", f"{url}/v1", "-m", "scripted", "-k", "none", "--format", protocol, "--json")
+def test_llm_comply(url: str, tmp_path: Path, protocol: str, otherwise: set[str]) -> None:
+    done = run(
+        tmp_path, "llm-comply", "-u", f"{url}/v1", "-m", "scripted", "-k", "none", "--format", protocol, "--json"
+    )
     results = json.loads(done.stdout)["results"]
     failed = {result["name"]: result for result in results if result["status"] == "failed"}
     passed = sum(result["status"] == "passed" for result in results)
