@@ -12,7 +12,7 @@ import torch
 
 from . import lists, low_bit, low_bit_cpu, low_bit_lists, norm, rotary, segments
 from .lists import Scores
-from .low_bit import Layout
+from .low_bit import Layout, LowBitQuery
 from .pages import Pages, PageTable
 from .pointer_table import PointerTable
 from .segments import Run
@@ -210,53 +210,15 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     return whole
 
 
-def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
-    """Scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` with the low-bit keys of `tokens`."""
-    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    found: torch.Tensor = module.low_bit_scores(q, mean, pages, layout, tokens)
-    return found
-
-
-def tail_attention(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    pages: Pages,
-    layout: Layout,
-    tokens: range,
-    skip: torch.Tensor,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q `[Hkv, G, d]` over the low-bit rows of `tokens` that are not among `skip` `[Hkv, n]`, scores
-    capped: out, lse."""
-    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
+def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
+    """What queries q `[Hkv, G, d]` ask the low-bit rows of `tokens`."""
+    if low_bit_cpu.suits(q):
+        return low_bit_cpu.ask(q, mean, pages, layout, tokens)
     if _compiled(q):
-        from . import triton_low_bit as module
-    part: tuple[torch.Tensor, torch.Tensor] = module.tail_attention(q, mean, pages, layout, tokens, skip, softcap)
-    return part
+        from .triton_low_bit import FusedQuery
 
-
-def select_low_bit(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    pages: Pages,
-    layout: Layout,
-    tokens: range,
-    alpha: float,
-    max_fraction: float,
-) -> torch.Tensor:
-    """The tokens that low-bit scores select by threshold and best score: `[Hkv, n]` from the first of `tokens`."""
-    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    chosen: torch.Tensor = module.select_tokens(q, mean, pages, layout, tokens, alpha, max_fraction)
-    return chosen
-
-
-def top_low_bit(
-    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, n: int
-) -> torch.Tensor:
-    """The n of `tokens` with the largest low-bit scores after softmax: `[Hkv, n]` from the first of `tokens`."""
-    module: Any = low_bit_cpu if low_bit_cpu.suits(q) else low_bit
-    chosen: torch.Tensor = module.top_scored(q, mean, pages, layout, tokens, n)
-    return chosen
+        return FusedQuery(q, mean, pages, layout, tokens)
+    return LowBitQuery(q, mean, pages, layout, tokens)
 
 
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:

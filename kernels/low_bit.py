@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -153,38 +154,6 @@ def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: La
     return scores * scale + torch.bmm(q, mean.unsqueeze(2))
 
 
-def select_tokens(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    pages: Pages,
-    layout: Layout,
-    tokens: range,
-    alpha: float,
-    max_fraction: float,
-) -> torch.Tensor:
-    """`selection.select_tokens` of these scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-    return selection.select_tokens(low_bit_scores(q, mean, pages, layout, tokens), alpha, max_fraction)
-
-
-def top_scored(
-    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, n: int
-) -> torch.Tensor:
-    """The n tokens of each KV head with the largest of these scores, over its queries after softmax: int64
-    `[Hkv, n]`, counted from the first of `tokens`."""
-    return selection.top_scored(low_bit_scores(q, mean, pages, layout, tokens), n)
-
-
-def hidden_tokens(tokens: range, skip: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """The first block that holds one of `tokens`, and of all tokens of the blocks that do, uint8 `[Hkv, blocks * 64]`,
-    whether each does not count: it is not among `tokens`, or in `skip` int64 `[Hkv, n]`, negative entries apart."""
-    first, stop = tokens.start // BLOCK, -(-tokens.stop // BLOCK)
-    offset, count = first * BLOCK, (stop - first) * BLOCK
-    hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.uint8, device=skip.device)
-    hidden[:, tokens.start - offset : tokens.stop - offset] = 0
-    hidden.scatter_(1, torch.where(skip < 0, count, skip - offset), 1)
-    return first, hidden[:, :-1].contiguous()
-
-
 def tail_attention(
     q: torch.Tensor,
     mean: torch.Tensor,
@@ -212,3 +181,32 @@ def tail_attention(
         packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(blocks))
         out += torch.bmm(weights[:, :, at], dequantise_rows(packed, steps, layout.value_bits, q.dtype))
     return out, lse
+
+
+@dataclass(frozen=True, eq=False)
+class LowBitQuery:
+    """What queries q `[Hkv, G, d]`, scaled and in the basis of the keys, ask the low-bit rows of `tokens`; mean `[Hkv,
+    d]` was taken from the keys. Rows must not change in between."""
+
+    q: torch.Tensor
+    mean: torch.Tensor
+    pages: Pages
+    layout: Layout
+    tokens: range
+
+    @cached_property
+    def scores(self) -> torch.Tensor:
+        """`low_bit_scores`: `[Hkv, G, n]`, computed once."""
+        return low_bit_scores(self.q, self.mean, self.pages, self.layout, self.tokens)
+
+    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
+        """`selection.select_tokens` of the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
+        return selection.select_tokens(self.scores, alpha, max_fraction)
+
+    def top(self, n: int) -> torch.Tensor:
+        """`selection.top_scored`: the n tokens with the largest scores, int64 `[Hkv, n]`, counted likewise."""
+        return selection.top_scored(self.scores, n)
+
+    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tail_attention`: out `[Hkv, G, d]` and lse `[Hkv, G]` of the tokens that are not among skip `[Hkv, n]`."""
+        return tail_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)

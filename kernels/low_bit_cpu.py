@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from . import low_bit, native, selection
-from .low_bit import KEY_BITS, Layout, decode_steps, hidden_tokens, unpack_rows
+from . import low_bit, native
+from .low_bit import KEY_BITS, Layout, LowBitQuery, decode_steps, unpack_rows
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 from .reference import capped
-from .selection import quantise_query, token_count, top_tokens
+from .selection import floor_share, quantise_query
 
 
 def suits(q: torch.Tensor) -> bool:
@@ -20,49 +22,74 @@ def suits(q: torch.Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.float32
 
 
-def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
-    """`low_bit.low_bit_scores`: integer products of the query's int8 weights with the codes, scaled afterwards."""
-    blocks = _blocks_of(tokens)
-    first = blocks.start * BLOCK
-    weights, scale = quantise_query(q)
+def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
+    """`LowBitQuery` of queries that `suits`."""
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
-    if library is not None:
-        return library.scores(weights, scale.squeeze(-1), _shift(q, mean), pages, tokens).scores[:, : q.shape[1]]
-    scores = _scores(weights, scale, _shift(q, mean), pages, layout, blocks)
-    return scores[:, :, tokens.start - first : tokens.stop - first]
+    if library is None or not tokens:
+        return ProductQuery(q, mean, pages, layout, tokens)
+    return NativeQuery(q.contiguous(), mean.contiguous(), pages, layout, tokens, library)
 
 
-def select_tokens(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    pages: Pages,
-    layout: Layout,
-    tokens: range,
-    alpha: float,
-    max_fraction: float,
-) -> torch.Tensor:
-    """`low_bit.select_tokens`: with the library, thresholds and ranks come from the pass that scores."""
-    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
-    if library is None:
-        return selection.select_tokens(low_bit_scores(q, mean, pages, layout, tokens), alpha, max_fraction)
-    weights, scale = quantise_query(q)
-    found = library.scores(weights, scale.squeeze(-1), _shift(q, mean), pages, tokens)
-    values, passing, within = library.rank(found, alpha)
-    n = token_count(within, q.shape[0] * q.shape[1], len(tokens), max_fraction)
-    passed = passing.nonzero().squeeze(1)
-    return passed[top_tokens(values[:, passed], n)]
+@dataclass(frozen=True, eq=False)
+class NativeQuery(LowBitQuery):
+    """In C: scores are computed once, in one pass over the keys, and weigh the values later. Weights of values are
+    rounded to bfloat16 where the processor multiplies it, else they are float32."""
+
+    library: native.LowBitLibrary
+
+    @cached_property
+    def _found(self) -> native.ScoredTokens:
+        return self.library.score(self.q, self.mean, self.pages, self.tokens)
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """`[Hkv, G, n]`."""
+        return self._found.scores
+
+    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
+        """By threshold and best score, rising: int64 `[Hkv, n]`."""
+        return self.library.select(self._found, alpha, max(1, floor_share(max_fraction, len(self.tokens))))
+
+    def top(self, n: int) -> torch.Tensor:
+        """Of a threshold that every token reaches, rising: int64 `[Hkv, n]`."""
+        if n == 0:
+            return torch.empty(self.q.shape[0], 0, dtype=torch.int64)
+        return self.library.select(self._found, math.inf, min(n, len(self.tokens)))
+
+    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out `[Hkv, G, d]`, lse `[Hkv, G]`."""
+        return self.library.mix(self._found, self.pages, self.tokens, skip, softcap)
 
 
-def top_scored(
-    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, n: int
-) -> torch.Tensor:
-    """`low_bit.top_scored`: with the library, every token counts as within its threshold."""
-    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
-    if library is None:
-        return low_bit.top_scored(q, mean, pages, layout, tokens, n)
-    weights, scale = quantise_query(q)
-    found = library.scores(weights, scale.squeeze(-1), _shift(q, mean), pages, tokens)
-    return top_tokens(library.rank(found, math.inf)[0], n)
+@dataclass(frozen=True, eq=False)
+class ProductQuery(LowBitQuery):
+    """In torch, by integer products of the query's int8 weights with the codes, scaled afterwards. Weights of values
+    are rounded to bfloat16."""
+
+    @cached_property
+    def _blocks(self) -> range:
+        return range(self.tokens.start // BLOCK, -(-self.tokens.stop // BLOCK))
+
+    @cached_property
+    def _found(self) -> torch.Tensor:
+        """Of all tokens of the blocks: `[Hkv, G, blocks * 64]`."""
+        weights, scale = quantise_query(self.q)
+        shift = torch.bmm(self.q, self.mean.unsqueeze(2))
+        return _scores(weights, scale, self.pages, self.layout, self._blocks).add_(shift)
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """`[Hkv, G, n]`."""
+        first = self._blocks.start * BLOCK
+        return self._found[:, :, self.tokens.start - first : self.tokens.stop - first]
+
+    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out `[Hkv, G, d]`, lse `[Hkv, G]`."""
+        hidden = _hidden_tokens(self.tokens, self._blocks, skip)
+        scores = capped(self._found, softcap).masked_fill(hidden.unsqueeze(1), -math.inf)
+        lse = torch.logsumexp(scores, -1)
+        scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+        return _mix(scores, self.pages, self.layout, self._blocks), lse
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
@@ -74,37 +101,13 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
         library.store(pages, rows, start, values=values)
 
 
-def tail_attention(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    pages: Pages,
-    layout: Layout,
-    tokens: range,
-    skip: torch.Tensor,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`low_bit.tail_attention`, with weights of values rounded to bfloat16 (in C where the processor multiplies it,
-    else they are float32)."""
-    blocks = _blocks_of(tokens)
-    _, hidden = hidden_tokens(tokens, skip)
-    weights, scale = quantise_query(q)
-    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
-    if library is not None:
-        return library.attend(weights, scale.squeeze(-1), _shift(q, mean), pages, hidden, blocks, softcap)
-    scores = capped(_scores(weights, scale, _shift(q, mean), pages, layout, blocks), softcap)
-    scores.masked_fill_(hidden.view(torch.bool).unsqueeze(1), -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
-    return _mix(scores, pages, layout, blocks), lse
-
-
-def _shift(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """What queries `[Hkv, G, d]` score with the mean `[Hkv, d]` that was taken from every key: `[Hkv, G]`."""
-    return torch.bmm(q, mean.unsqueeze(2)).squeeze(2)
-
-
-def _blocks_of(tokens: range) -> range:
-    return range(tokens.start // BLOCK, -(-tokens.stop // BLOCK))
+def _hidden_tokens(tokens: range, blocks: range, skip: torch.Tensor) -> torch.Tensor:
+    """Of all tokens of `blocks`, bool `[Hkv, blocks * 64]`, whether each does not count: it is not among `tokens`, or
+    in skip int64 `[Hkv, n]`, negative entries apart."""
+    offset, count = blocks.start * BLOCK, len(blocks) * BLOCK
+    hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.bool)
+    hidden[:, tokens.start - offset : tokens.stop - offset] = False
+    return hidden.scatter_(1, torch.where(skip < 0, count, skip - offset), True)[:, :-1]
 
 
 def _tokens_of(blocks: range) -> range:
@@ -114,13 +117,12 @@ def _tokens_of(blocks: range) -> range:
 def _scores(
     weights: torch.Tensor,
     scale: torch.Tensor,
-    shift: torch.Tensor,
     pages: Pages,
     layout: Layout,
     blocks: range,
 ) -> torch.Tensor:
-    """`[Hkv, G, blocks * 64]` from the query's int8 weights `[Hkv, G, d]`, their scale `[Hkv, G, 1]` and shift
-    `[Hkv, G]`: one integer product for each half of the channels, head by head in the cache."""
+    """`[Hkv, G, blocks * 64]` from the query's int8 weights `[Hkv, G, d]`, their scale `[Hkv, G, 1]`: one
+    integer product for each half of the channels, head by head in the cache."""
     heads, group, _ = weights.shape
     width, count = layout.key_bytes, len(blocks)
     codes = torch.empty(width, PAGE_BLOCKS, BLOCK, dtype=torch.uint8)
@@ -136,7 +138,7 @@ def _scores(
             high = torch._int_mm(weights[head, :, width:], _shifted(rows, room))
             out[head, :, at] = (low.add_(high) - middle[head]) * scale[head]
         out[:, :, at] *= decode_steps(steps).flatten(1).unsqueeze(1)
-    return out.add_(shift.unsqueeze(-1))
+    return out
 
 
 def _masked(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

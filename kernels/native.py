@@ -13,57 +13,66 @@ from ..native_code import load_library
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c11")
-QUERIES = 4
-"""Query heads of a group that the code computes together; groups are padded to a multiple."""
-
 MOST_QUERIES = 32
 """The largest group that it takes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoredTokens:
-    """scores `[Hkv, G, n]`, and each query's largest and lse over them `[Hkv, G]`, where the first `group` queries of
-    each KV head are meant."""
+    """scores `[Hkv, G, n]`, and each query's largest and lse over them `[Hkv, G]`."""
 
     scores: torch.Tensor
     peak: torch.Tensor
     lse: torch.Tensor
-    group: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowBitLibrary:
-    """`low_bit.c` for one head dimension and one number of bits of a value."""
+    """`low_bit.c` for one head dimension and one number of bits of a value, and `best_scores.c`."""
 
     library: ctypes.CDLL
+    ranking: ctypes.CDLL
+    head_dim: int
 
-    def scores(
-        self, weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, pages: Pages, tokens: range
-    ) -> ScoredTokens:
-        """Of queries that are int8 weights `[Hkv, G, d]`, scale and shift `[Hkv, G]`."""
-        heads, group, _ = weights.shape
-        queries = _queries(weights, scale, shift)
-        padded, first = queries[0].shape[1], tokens.start // BLOCK * BLOCK
-        out = torch.empty(heads, padded, -(-tokens.stop // BLOCK) * BLOCK - first)
-        peak, total = torch.empty(heads, padded), torch.empty(heads, padded)
+    def score(self, q: torch.Tensor, mean: torch.Tensor, pages: Pages, tokens: range) -> ScoredTokens:
+        """Of queries q `[Hkv, G, d]` and what was taken from the keys, mean `[Hkv, d]`."""
+        heads, group, _ = q.shape
+        first, stop = tokens.start // BLOCK * BLOCK, -(-tokens.stop // BLOCK) * BLOCK
+        scores = torch.empty(heads, group, stop - first)
+        peak, lse = torch.empty(2, heads, group)
         self.library.score(
-            *_pages(pages), heads, padded, *map(_pointer, queries),
-            ctypes.c_int64(tokens.start), ctypes.c_int64(tokens.stop), _pointer(out), _pointer(peak), _pointer(total),
+            *_pages(pages), heads, group, _pointer(q), _pointer(mean), *_ends(tokens),
+            *map(_pointer, (scores, peak, lse)),
         )  # fmt: skip
-        return ScoredTokens(out[:, :, tokens.start - first : tokens.stop - first], peak, peak + total.log(), group)
+        return ScoredTokens(scores[:, :, tokens.start - first : tokens.stop - first], peak, lse)
 
-    def rank(self, found: ScoredTokens, alpha: float) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Of each token the best score less lse of a KV head's queries `[Hkv, n]`; whether any query's score is within
-        alpha of its largest, uint8 `[n]`; how many scores are."""
-        heads, padded, n = found.scores.shape
-        values, passing = torch.empty(heads, n), torch.empty(n, dtype=torch.uint8)
-        threshold, count = found.peak - alpha, self.library.rank
-        count.restype = ctypes.c_int64
-        within = count(
-            _pointer(found.scores), ctypes.c_int64(found.scores.stride(1)), heads, found.group, padded,
-            ctypes.c_int64(n), _pointer(found.lse), _pointer(threshold), _pointer(values), _pointer(passing),
+    def select(self, found: ScoredTokens, alpha: float, limit: int) -> torch.Tensor:
+        """What `selection.select_tokens` selects by these scores, at most `limit` tokens, rising: int64 `[Hkv, m]`."""
+        heads, group, n = found.scores.shape
+        values, passing = torch.empty(heads + 1, n), torch.empty(2, n, dtype=torch.uint8)
+        tokens, chosen = torch.empty(n, dtype=torch.int64), torch.empty(heads, limit, dtype=torch.int64)
+        count = self.ranking.select_best(
+            _pointer(found.scores), ctypes.c_int64(found.scores.stride(1)), heads, group, ctypes.c_int64(n),
+            *map(_pointer, (found.peak, found.lse)), ctypes.c_float(alpha), ctypes.c_int64(limit),
+            *map(_pointer, (values, values[heads], passing, tokens, chosen)),
         )  # fmt: skip
-        return values, passing, int(within)
+        return chosen[:, :count]
+
+    def mix(
+        self, found: ScoredTokens, pages: Pages, tokens: range, skip: torch.Tensor, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention with the scores of `tokens` that are not in skip int64 `[Hkv, m]`, capped: out `[Hkv, G, d]` and
+        lse `[Hkv, G]`."""
+        heads, group, _ = found.scores.shape
+        first, skip = tokens.start // BLOCK * BLOCK, skip.contiguous()
+        scores = ctypes.c_void_p(found.scores.data_ptr() - (tokens.start - first) * found.scores.element_size())
+        hidden = torch.empty(found.scores.stride(1), dtype=torch.uint8)
+        out, lse = torch.empty(heads, group, self.head_dim), torch.empty(heads, group)
+        self.library.mix(
+            *_pages(pages), heads, group, scores, _pointer(found.peak), *_ends(tokens), _pointer(skip),
+            ctypes.c_int64(skip.shape[1]), ctypes.c_float(softcap or 0.0), *map(_pointer, (hidden, out, lse)),
+        )  # fmt: skip
+        return out, lse
 
     def store(self, pages: Pages, rows: torch.Tensor, start: int, *, values: bool) -> None:
         """Rows `[Hkv, m, d]` take the slots from `start` on, as keys or as values."""
@@ -71,43 +80,13 @@ class LowBitLibrary:
         count = ctypes.c_int64(rows.shape[1])
         self.library.store(*_pages(pages), len(rows), ctypes.c_int64(start), count, _pointer(rows), int(values))
 
-    def attend(
-        self,
-        weights: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        pages: Pages,
-        hidden: torch.Tensor,
-        blocks: range,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out `[Hkv, G, d]` and lse `[Hkv, G]` of the same queries over the tokens of `blocks` whose `hidden` uint8
-        `[Hkv, blocks * 64]` is 0, scores capped."""
-        heads, group, d = weights.shape
-        queries = _queries(weights, scale, shift)
-        padded = queries[0].shape[1]
-        out, peak, total = torch.empty(heads, padded, d), torch.empty(heads, padded), torch.empty(heads, padded)
-        assert hidden.is_contiguous() and hidden.shape == (heads, len(blocks) * BLOCK)
-        self.library.attend(
-            *_pages(pages), heads, padded, *map(_pointer, queries), _pointer(hidden),
-            ctypes.c_int64(blocks.start), ctypes.c_int64(blocks.stop), ctypes.c_float(softcap or 0.0),
-            _pointer(out), _pointer(peak), _pointer(total),
-        )  # fmt: skip
-        out, peak, total = out[:, :group], peak[:, :group], total[:, :group]
-        return out / total.clamp_min(1e-30).unsqueeze(-1), torch.where(total > 0, peak + total.log(), -torch.inf)
-
-
-def _queries(weights: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the C code reads of queries, groups padded: int8 weights, and float32 their middle, scale and
-    shift."""
-    more = -weights.shape[1] % QUERIES
-    whole = torch.nn.functional.pad(weights, (0, 0, 0, more)).contiguous()
-    padded = (torch.nn.functional.pad(each, (0, more)).contiguous() for each in (scale, shift))
-    return whole, whole.sum(-1, dtype=torch.float32).mul_(7.5), *padded
-
 
 def _pages(pages: Pages) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
     return _pointer(pages.addresses), ctypes.c_int64(pages.offset)
+
+
+def _ends(tokens: range) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    return ctypes.c_int64(tokens.start), ctypes.c_int64(tokens.stop)
 
 
 def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
@@ -119,7 +98,11 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
     if head_dim % 32 or group > MOST_QUERIES:
         return None
     library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
-    return None if library is None else LowBitLibrary(library)
+    ranking = compiled("best_scores")
+    if library is None or ranking is None:
+        return None
+    ranking.select_best.restype = ctypes.c_int64
+    return LowBitLibrary(library, ranking, head_dim)
 
 
 def compiled(name: str, **constants: int) -> ctypes.CDLL | None:

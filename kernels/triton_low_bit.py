@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .h2d_copy import to_device
 from .lists import Scores
-from .low_bit import KEY_BITS, Layout
+from .low_bit import KEY_BITS, Layout, LowBitQuery
 from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
 from .triton_attention import merge_parts
 from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
@@ -311,6 +311,14 @@ def tail_attention(
     outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], chosen, bounds[2], tokens.stop, softcap)
     out, lse = merge_parts(outs, lses)
     return out.view(heads, group, d), lse.view(heads, group)
+
+
+class FusedQuery(LowBitQuery):
+    """Whose tail is computed in one pass, its scores with it."""
+
+    def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tail_attention`."""
+        return tail_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
 
 def _parts(

@@ -159,10 +159,10 @@ def test_a_processor_computes_what_is_defined(
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     expected = low_bit_scores(q, mean, pages, layout, tokens)
-    found = low_bit_cpu.low_bit_scores(q, mean, pages, layout, tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
+    torch.testing.assert_close(asked.scores, expected, rtol=1e-6, atol=1e-5)
     softcap = None if group == 1 else 1.5
-    out, lse = low_bit_cpu.tail_attention(q, mean, pages, layout, tokens, skip, softcap)
+    out, lse = asked.tail(skip, softcap)
     expected, expected_lse = tail_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
     packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
@@ -177,7 +177,7 @@ def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPat
     layout = Layout(32, 2)
     pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
-    out, lse = low_bit_cpu.tail_attention(q, torch.zeros(2, 32), pages, layout, range(3, 120), skip)
+    out, lse = low_bit_cpu.ask(q, torch.zeros(2, 32), pages, layout, range(3, 120)).tail(skip)
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -191,13 +191,10 @@ def test_a_processor_selects_and_stores_what_is_defined(
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     layout = Layout(64, 2)
     pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
-    chosen = [
-        module.select_tokens(q, mean, pages, layout, tokens, alpha, max_fraction).sort(1).values
-        for module in (low_bit, low_bit_cpu)
-    ]
+    both = [ask(q, mean, pages, layout, tokens) for ask in (low_bit.LowBitQuery, low_bit_cpu.ask)]
+    chosen = [asked.select(alpha, max_fraction).sort(1).values for asked in both]
     assert chosen[0].equal(chosen[1])
-    n = len(tokens) // 3
-    best = [module.top_scored(q, mean, pages, layout, tokens, n).sort(1).values for module in (low_bit, low_bit_cpu)]
+    best = [asked.top(len(tokens) // 3).sort(1).values for asked in both]
     assert best[0].equal(best[1])
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3] = 0

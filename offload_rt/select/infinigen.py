@@ -130,7 +130,8 @@ class InfiniGenState(PassiveState):
         if self._tail is None or not visible.candidates:
             return None
         query, skip = q.to(self._policy.keys_device), _meant(selection).to(self._policy.keys_device)
-        out, lse = self._tail.attend(layer, query, visible.candidates, skip, self._policy.geometry.softcap)
+        asked = self._tail.ask(layer, query, visible.candidates)
+        out, lse = self._tail.attend(layer, asked, skip, self._policy.geometry.softcap)
         return out.to(q.device), lse.to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:

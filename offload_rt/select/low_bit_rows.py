@@ -15,7 +15,7 @@ import torch
 from ..core import ModelGeometry
 from ..kernels import dispatch
 from ..kernels.lists import Scores
-from ..kernels.low_bit import Layout, mixing
+from ..kernels.low_bit import Layout, LowBitQuery, mixing
 from ..kernels.pages import BLOCK, Pages, PageTable
 from ..kernels.selection import skew
 from ..skewing.artifact import SkewArtifact
@@ -155,34 +155,34 @@ class LowBitRows:
             for old, new in zip(parts(read), parts(written), strict=True):
                 new[:, into, place] = old[:, block, row]
 
+    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
+        """What q `[H, d]` asks the rows of `tokens`, before they change."""
+        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
+        return dispatch.ask_low_bit(*queries, pages, self._layout, tokens)
+
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`."""
-        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
-        return dispatch.low_bit_scores(*queries, pages, self._layout, tokens)
+        return self.ask(layer, q, tokens).scores
 
     def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
         """Threshold and best score, from the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
-        return dispatch.select_low_bit(*queries, pages, self._layout, tokens, alpha, max_fraction)
+        return self.ask(layer, q, tokens).select(alpha, max_fraction)
 
     def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
         """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
-        return dispatch.top_low_bit(*queries, pages, self._layout, tokens, n)
+        return self.ask(layer, q, tokens).top(n)
 
     def basis(self, layer: int) -> Basis:
         """What keys and queries are multiplied with, all columns."""
         return self._bases[layer].basis
 
     def attend(
-        self, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor, softcap: float | None
+        self, layer: int, asked: LowBitQuery, skip: torch.Tensor, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of q `[H, d]` over `tokens` without `skip` int64 `[Hkv, n]`, scores capped where the model's are:
-        out `[H, d]`, lse `[H]`."""
-        own, heads = self._bases[layer], q.shape[0]
-        queries, pages = own.queries(q), self._rounded(layer, tokens)
-        out, lse = dispatch.tail_attention(*queries, pages, self._layout, tokens, skip, softcap)
-        return out.reshape(heads, -1) @ own.mixing.T, lse.reshape(heads)
+        """Attention of what `ask` returned, without the tokens skip int64 `[Hkv, n]`, scores capped where the model's
+        are: out `[H, d]`, lse `[H]`."""
+        out, lse = asked.tail(skip, softcap)
+        return out.flatten(0, 1) @ self._bases[layer].mixing.T, lse.flatten()
 
     def storage(self, layer: int, slots: range) -> Pages:
         """The pages of the layer's rows; those of `slots`, which count as written from now on, are private."""
