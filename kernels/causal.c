@@ -28,6 +28,7 @@ typedef struct {
     uint32_t *packed;   /* [kv_heads][blocks][BLOCK]; NULL for one tile a head, which packs what it reads */
     const float *sinks; /* [kv_heads * group], or NULL */
     float *lse;         /* [kv_heads * group] for m = 1: the natural log of what a softmax divides by; or NULL */
+    const int64_t *ids; /* [kv_heads][n]: the row of each token, for keys and values that lie anywhere; or NULL */
     int64_t q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token;
     int64_t kv_heads, group, m, n, first, window;
     float scale, softcap; /* 0: scores are not capped */
@@ -35,20 +36,37 @@ typedef struct {
 
 static inline int64_t blocks_of(const Call *call) { return (call->n - call->first + KEYS - 1) / KEYS; }
 
+static inline int64_t row_of(const Call *call, int64_t head, int64_t token) {
+    return call->ids ? call->ids[head * call->n + token] : token;
+}
+
+/* Asks for the row of a token that comes a block later: where rows lie in no cache, that hides most of the waiting. */
+static inline void ask_for(const Call *call, const uint16_t *k, const uint16_t *v, int64_t head, int64_t token) {
+    if (token >= call->n) return;
+    int64_t row = row_of(call, head, token);
+    for (int c = 0; c < HEAD_DIM; c += 32) {
+        __builtin_prefetch(k + row * call->k_token + c);
+        __builtin_prefetch(v + row * call->v_token + c);
+    }
+}
+
 /* Packs block `b` of KV head `head`, keys and values; what the last block lacks is 0. */
 static void pack_block(const Call *call, int64_t head, int64_t b, uint32_t *restrict keys) {
     int64_t start = call->first + b * KEYS, left = call->n - start;
-    const uint16_t *k = call->k + head * call->k_head + start * call->k_token;
-    const uint16_t *v = call->v + head * call->v_head + start * call->v_token;
+    const uint16_t *k = call->k + head * call->k_head, *v = call->v + head * call->v_head;
     uint32_t *restrict values = keys + BLOCK / 2;
     int count = left < KEYS ? (int)left : KEYS;
     if (count < KEYS) memset(keys, 0, BLOCK * sizeof *keys);
-    for (int t = 0; t < count; t++)
-        for (int j = 0; j < PAIRS; j++) memcpy(&keys[j * KEYS + t], k + t * call->k_token + 2 * j, 4);
+    for (int t = 0; t < count; t++) {
+        const uint16_t *row = k + row_of(call, head, start + t) * call->k_token;
+        ask_for(call, k, v, head, start + t + KEYS);
+        for (int j = 0; j < PAIRS; j++) memcpy(&keys[j * KEYS + t], row + 2 * j, 4);
+    }
     for (int t = 0; t < count; t += 2) {
-        const uint16_t *even = v + t * call->v_token, *odd = even + call->v_token;
-        for (int c = 0; c < HEAD_DIM; c++)
-            values[t / 2 * HEAD_DIM + c] = even[c] | (t + 1 < count ? (uint32_t)odd[c] << 16 : 0);
+        const uint16_t *even = v + row_of(call, head, start + t) * call->v_token;
+        const uint16_t *odd = t + 1 < count ? v + row_of(call, head, start + t + 1) * call->v_token : even;
+        uint32_t odd_counts = t + 1 < count ? 0xffff0000u : 0;
+        for (int c = 0; c < HEAD_DIM; c++) values[t / 2 * HEAD_DIM + c] = even[c] | ((uint32_t)odd[c] << 16 & odd_counts);
     }
 }
 

@@ -12,6 +12,7 @@ from functools import cache, partial
 
 import torch
 
+from ..core import ScatteredRows
 from . import native
 
 KEYS = 64
@@ -25,7 +26,7 @@ class _Call(ctypes.Structure):
     """`Call` of causal.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse", "ids")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("q", "k", "v", "out") for step in ("head", "token")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "group", "m", "n", "first", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -77,6 +78,19 @@ def attend_rows(
     return out, lse
 
 
+def attend_scattered(
+    library: ctypes.CDLL, q: torch.Tensor, rows: ScatteredRows, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_rows` over rows that lie anywhere, read there once."""
+    out = torch.empty(q.shape, dtype=torch.float32)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    queries, outs = (x.flatten(0, 1).unsqueeze(1) for x in (q, out))
+    (kv_heads, n), ids = rows.ids.shape, rows.ids.contiguous()
+    k, v = (x.expand(kv_heads, -1, -1) for x in (rows.k, rows.v))
+    _attend(library, queries, k, v, outs, scale, n, softcap, None, lse, ids)
+    return out, lse
+
+
 def _attend(
     library: ctypes.CDLL,
     q: torch.Tensor,
@@ -88,15 +102,17 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
 ) -> None:
-    """q and out `[H, m, d]`, k and v `[Hkv, n, d]`; out is float32 where there is lse `[H]`, for m = 1."""
-    (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
+    """q and out `[H, m, d]`, k and v `[Hkv, n, d]`; out is float32 where there is lse `[H]`, for m = 1. With ids int64
+    `[Hkv, n]`, the rows of k and v `[Hkv, R, d]` that are meant."""
+    (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2] if ids is None else ids.shape
     first = max(0, n - m - window + 1)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tiles = -(-heads // kv_heads * m // library.tile_rows())
     packed = torch.empty(kv_heads, -(-(n - first) // KEYS), KEYS * d, dtype=torch.int32) if tiles > 1 else None
     call = _Call(
-        *(None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse)),
+        *(None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse, ids)),
         *(step for x in (q, k, v, out) for step in x.stride()[:2]),
         *(kv_heads, heads // kv_heads, m, n, first, window),
         *(scale, softcap or 0.0),

@@ -126,6 +126,15 @@ class Selection:
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
+@dataclass(frozen=True, eq=False)
+class ScatteredRows:
+    """Rows that lie anywhere among others: k and v `[R, d]`, of which ids int64 `[Hkv, n]` are meant."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    ids: torch.Tensor
+
+
 @dataclass(frozen=True)
 class KVPart:
     """Rows of one layer of one sequence that lie together on the compute device: k, v `[Hkv, n, d]` (views allowed).
@@ -134,6 +143,17 @@ class KVPart:
     k: torch.Tensor
     v: torch.Tensor
     counts: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Hkv and n."""
+        kv_heads, n, _ = self.k.shape
+        return kv_heads, n
+
+    @property
+    def scattered(self) -> ScatteredRows | None:
+        """Where the rows are before k and v gather them, if they have to."""
+        return None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         """The values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`, in v's dtype."""

@@ -148,18 +148,19 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
 
 
 def test_a_batch_shares_what_streams(folder: Any) -> None:
-    rows = {"preset": "rows"}
+    rows = {"preset": "rows", "source": "residual"}
     costs = costs_of(folder("llama"), "infinigen", rows)
     prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
     llm = limited(folder("llama"), "infinigen", rows, streaming_limit(costs, [CONTEXT] * 3))
-    together = completed(llm.generate(prompts, GREEDY))
     stream = llm.runner.weights
     assert stream is not None
+    calibrated = stream.bytes
+    together = completed(llm.generate(prompts, GREEDY))
     alone = completed(
         LLM(folder("llama"), policy_options=rows, device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
     )
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    assert sum(c.stats.link_bytes_weights for c in together) + stream.device_bytes >= stream.bytes
+    assert sum(c.stats.link_bytes_weights for c in together) + stream.device_bytes >= stream.bytes - calibrated > 0
 
 
 # ------------------------------------------------------------------------------------------------------ under the limit

@@ -193,8 +193,8 @@ def test_every_field_says_what_it_is(kind: type) -> None:
     ("policy", "options", "lineage"),
     [  # as the commit before this registry wrote them: KV stored under a lineage is found again by its text
         ("full", {}, "exact"),
-        ("infinigen", {"preset": "rows"}, "infinigen-9f3c4194a2522909"),
-        ("infinigen", {}, "infinigen-a5b1fa09d570963b"),
+        ("infinigen", {"preset": "rows", "source": "residual"}, "infinigen-9f3c4194a2522909"),
+        ("infinigen", {"source": "residual"}, "infinigen-a5b1fa09d570963b"),
         ("infinigen", {"preset": "paper"}, "infinigen-54b2ecd4f7e95fa9"),
         ("quest", {}, "quest-a44754105a65c424"),
         ("h2o", {}, "h2o-14c4124bb13ca6ef"),
@@ -239,7 +239,7 @@ def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -
     for policy in policy_names():
         for options in ({}, *({"preset": preset} for preset in options_class(policy).presets)):
             chosen = parse_options(policy, options)
-            whole = repr(chosen).replace("scorer='auto'", "scorer='int8'")
+            whole = repr(chosen).replace("scorer='auto'", "scorer='int8'").replace("source='auto'", "source='residual'")
             assert chosen.lineage_text() == whole.replace(", tail='off'", "")
 
 

@@ -181,7 +181,7 @@ def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
     for start, stop in ((0, 1), (1, 2), (2, 7), (7, 66), (66, 80)):
         single.on_keys(0, k[0, :, start:stop], start)
     for wanted in (range(80), range(5, 71), range(78, 79)):
-        a, b = (state._keys.scores(0, q[0, :, 3], wanted) for state in (bulk, single))
+        a, b = (state._keys.ask(0, q[0, :, 3], wanted).scores for state in (bulk, single))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # products of other shapes may round otherwise
 
 
@@ -193,14 +193,14 @@ def test_forks_are_independent(options: dict[str, str]) -> None:
     q, k = tokens(shape, TOTAL)
     state = filled(policy(shape, **options), q[:, :, :PROMPT], k[:, :, :PROMPT])
     visible = Visible.of(PROMPT, sinks=4, recent=8, window=None)
-    before = state._keys.scores(0, q[0, :, 0], visible.all).clone()
+    before = state._keys.ask(0, q[0, :, 0], visible.all).scores.clone()
     fork = state.fork(no_keys)
     for token in range(PROMPT, TOTAL):
         state.on_keys(0, k[0, :, token : token + 1], token)
         fork.on_keys(0, -k[0, :, token : token + 1], token)
-    assert torch.equal(fork._keys.scores(0, q[0, :, 0], visible.all), before)
+    assert torch.equal(fork._keys.ask(0, q[0, :, 0], visible.all).scores, before)
     new = range(PROMPT, TOTAL)
-    assert not torch.allclose(fork._keys.scores(0, q[0, :, 0], new), state._keys.scores(0, q[0, :, 0], new))
+    assert not torch.allclose(fork._keys.ask(0, q[0, :, 0], new).scores, state._keys.ask(0, q[0, :, 0], new).scores)
     state.check_integrity()
     fork.check_integrity()
 

@@ -51,7 +51,7 @@ def test_infinigen_presets_and_overrides() -> None:
     asked: list[str] = []
     policy = made("infinigen", {"preset": "paper", "sinks": 2}, asked)
     assert (policy.query_source, policy.sinks, policy.recent, policy.dense_layers) == ("attention_input", 2, 1, {0})
-    assert made("infinigen", {"skew": "balanced"}, asked).query_source == "residual"
+    assert made("infinigen", {"skew": "balanced"}, asked).query_source == "query", "of a CPU"
     assert asked == ["svd", "balanced"]
 
 

@@ -11,6 +11,7 @@ from support.outputs import completed
 from support.tiny_models import NAMES, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.kernels.low_bit import LowBitQuery
 from offload_rt.select.low_bit_rows import LowBitRows
 from offload_rt.select.options import InfiniGenOptions
 
@@ -36,13 +37,17 @@ def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
     assert list(found.token_ids) == full_tokens(name, prompt)
 
 
-def attend_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tuple[float, ...]) -> Any:
-    """`LowBitRows.attend` over rows that were never rounded."""
+def attend_exactly(
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    asked: dict[int, tuple[torch.Tensor, range]],
+    scales: tuple[float, ...],
+) -> Any:
+    """`LowBitRows.attend` over rows that were never rounded, with what was `asked` last."""
 
     def attend(
-        self: LowBitRows, layer: int, q: torch.Tensor, tokens: range, skip: torch.Tensor, softcap: float | None
+        self: LowBitRows, layer: int, query: LowBitQuery, skip: torch.Tensor, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = kept[layer]
+        (k, v), (q, tokens) = kept[layer], asked[layer]
         heads = k.shape[0]
         scores = torch.einsum("hgd,hnd->hgn", q.view(heads, -1, q.shape[1]), k) * scales[layer]
         shown = torch.zeros(k.shape[:2], dtype=torch.bool)
@@ -56,8 +61,10 @@ def attend_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: t
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])
-@pytest.mark.parametrize("budget", [1e-6, 0.3])
-def test_an_estimate_without_rounding_is_full(name: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("budget", "source"), [(1e-6, "residual"), (0.3, "query"), (0.3, "residual")])
+def test_an_estimate_without_rounding_is_full(
+    name: str, budget: float, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is selected, exact rows and tail together are attention over everything; in models where any layer
     selects (all of Mistral's slide)."""
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -72,11 +79,19 @@ def test_an_estimate_without_rounding_is_full(name: str, budget: float, monkeypa
         kept[layer] = keys[layer], torch.cat((kept[layer][1][:, :start], v), 1) if start else v.clone()
         write_values(self, layer, v, start)
 
-    options = {"tail": "int2", "budget": budget, "dense_layers": (), "recent": 8}
+    asked: dict[int, tuple[torch.Tensor, range]] = {}
+    ask = LowBitRows.ask
+
+    def spy_ask(self: LowBitRows, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
+        asked[layer] = q, tokens
+        return ask(self, layer, q, tokens)
+
+    options = {"tail": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
     llm, prompt = make_llm(name, options), tiny_prompt(150)
+    monkeypatch.setattr(LowBitRows, "ask", spy_ask)
     monkeypatch.setattr(LowBitRows, "write", spy)
     monkeypatch.setattr(LowBitRows, "write_values", spy_values)
-    monkeypatch.setattr(LowBitRows, "attend", attend_exactly(kept, llm.runner.adapter.geometry.scales))
+    monkeypatch.setattr(LowBitRows, "attend", attend_exactly(kept, asked, llm.runner.adapter.geometry.scales))
     [found] = completed(llm.generate([prompt], GREEDY))
     assert list(found.token_ids) == full_tokens(name, prompt)
     assert found.stats.attended_fraction < 0.4

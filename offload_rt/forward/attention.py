@@ -23,8 +23,8 @@ def attend(
     if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
         whole, whole_lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
         return whole.to(q.dtype).view(heads, d), whole_lse.view(heads)
-    grouped = q.view(parts[0].k.shape[0], -1, d)
-    done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.k.shape[1]]
+    grouped = q.view(parts[0].shape[0], -1, d)
+    done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.shape[1]]
     out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
     return out.to(q.dtype).reshape(heads, d), lse.reshape(heads)
 
@@ -41,6 +41,8 @@ def _attend_part(
         meant = int(part.counts[0])
         part = KVPart(part.k[:, :meant], part.v[:, :meant])
     if (library := causal_cpu.takes(q)) is not None:
+        if (rows := part.scattered) is not None:
+            return causal_cpu.attend_scattered(library, q, rows, scale, softcap)
         return causal_cpu.attend_rows(library, q, part.k, part.v, scale, softcap)
     weights, lse = attention_weights(q, part.k, scale, softcap)
     return part.mix(weights).to(lse.dtype), lse
@@ -52,8 +54,9 @@ def join_tail(
     """Attention over exact rows and tail together, one softmax over both: `[..., d]` in the dtype of `out` and its
     log-sum-exp `[...]`, from the attention over each, outs `[..., d]` and log-sum-exps `[...]` (of an empty tail 0 and
     -inf)."""
-    whole, total = merge_lse([out.to(lse.dtype), tail.to(lse.dtype)], [lse, tail_lse.to(lse.dtype)])
-    return whole.to(out.dtype), total
+    exact, estimate, tail_lse = out.to(lse.dtype), tail.to(lse.dtype), tail_lse.to(lse.dtype)
+    whole = torch.lerp(estimate, exact, torch.sigmoid(lse - tail_lse).unsqueeze(-1))
+    return whole.to(out.dtype), torch.logaddexp(lse, tail_lse)
 
 
 def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -76,10 +79,10 @@ def group_weights(
 
     q `[H, d]`; lse `[H]` of the whole union, from `attend`.
     """
-    kv_heads, _, d = parts[0].k.shape
+    kv_heads, d = parts[0].shape[0], q.shape[1]
     grouped, whole = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)
     weights = []
-    for part in (part for part in parts if part.k.shape[1]):
+    for part in (part for part in parts if part.shape[1]):
         inner, part_lse = attention_weights(grouped, part.k, scale, softcap)
         weights.append((inner * (part_lse - whole).exp().unsqueeze(-1)).sum(1))
     return torch.cat(weights, dim=1)

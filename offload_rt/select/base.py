@@ -24,7 +24,7 @@ import torch
 
 from ..core import Selection, Visible
 from .key_lists import Rule
-from .scoring import ScoringKeys
+from .scoring_keys import ScoringKeys
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"]
 """What the query given to `select` for layer l is made from: speculated one layer ahead (the first three), or layer

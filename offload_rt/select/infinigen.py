@@ -13,7 +13,7 @@ import torch
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
 from ..kernels.h2d_copy import copy_into, to_device
-from ..kernels.low_bit import Layout
+from ..kernels.low_bit import Layout, LowBitQuery
 from ..kernels.pages import PAGE_TOKENS
 from ..kernels.selection import extend_selection, floor_share
 from ..skewing.artifact import SkewArtifact, artifact_bytes
@@ -27,7 +27,8 @@ from .low_bit_rows import VALUE_BITS, LowBitRows, RowBasis, basis_bytes, row_byt
 from .options import InfiniGenOptions
 from .passive import PassiveState
 from .registry import PolicyContext
-from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, ScoringKeys, key_bytes
+from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, key_bytes
+from .scoring_keys import KeyQuery, ScoringKeys
 
 
 class InfiniGenState(PassiveState):
@@ -36,6 +37,8 @@ class InfiniGenState(PassiveState):
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, tail: LowBitRows | None = None) -> None:
         """With a `tail`, it holds the scoring keys too."""
         self._policy, self._keys, self._tail = policy, keys, tail
+        self._asked: LowBitQuery | None = None
+        """What the layer's own query asked in `select`, until it asks for the tail."""
 
     @property
     def scoring_keys(self) -> ScoringKeys:
@@ -87,10 +90,11 @@ class InfiniGenState(PassiveState):
         query = q.to(self._policy.keys_device)
         if self._policy.rule is not None:
             return self._counted(self._policy.rule, layer, query, visible)
+        asked = self._ask(layer, query, candidates)
         if options.budget is None:
-            tokens = self._keys.select(layer, query, candidates, self._policy.alpha, options.max_fraction)
+            tokens = asked.select(self._policy.alpha, options.max_fraction)
         else:
-            tokens = self._keys.top(layer, query, candidates, budget_tokens(options.budget, visible))
+            tokens = asked.top(budget_tokens(options.budget, visible))
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
@@ -105,6 +109,15 @@ class InfiniGenState(PassiveState):
         spans = Spans(starts, stops, limits, slots, numbers[2][0])
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
+    def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
+        """Of scoring keys, or of the tail's; if it is the layer's own query, the tail need not ask again."""
+        if self._tail is None:
+            return self._keys.ask(layer, q, tokens)
+        asked = self._tail.ask(layer, q, tokens)
+        if self._policy.query_source == "query":
+            self._asked = asked
+        return asked
+
     def repair(self, layer: int, q: torch.Tensor, visible: Visible, selection: Selection) -> Selection | None:
         """With `max_missed_mass`: the candidates that bring the attention mass outside resident and selected tokens,
         estimated with the true query q `[H, d]` and the scoring keys of all visible tokens, down to it (mean over
@@ -115,7 +128,7 @@ class InfiniGenState(PassiveState):
         if options.max_missed_mass is None or most <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
-        scores = self._keys.scores(layer, q.to(self._policy.keys_device), visible.all)
+        scores = self._keys.ask(layer, q.to(self._policy.keys_device), visible.all).scores
         first = visible.all.start
         attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
         attended[:, candidates.start - first : candidates.stop - first] = False
@@ -130,7 +143,7 @@ class InfiniGenState(PassiveState):
         if self._tail is None or not visible.candidates:
             return None
         query, skip = q.to(self._policy.keys_device), _meant(selection).to(self._policy.keys_device)
-        asked = self._tail.ask(layer, query, visible.candidates)
+        asked, self._asked = self._asked or self._tail.ask(layer, query, visible.candidates), None
         out, lse = self._tail.attend(layer, asked, skip, self._policy.geometry.softcap)
         return out.to(q.device), lse.to(q.device)
 
@@ -180,13 +193,13 @@ class InfiniGen:
         """
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
-        self.options = replace(options, alpha=self.alpha)
+        self.query_source = _settled_source(options, device)
+        self.options = replace(options, alpha=self.alpha, source=self.query_source)
         self.geometry = geometry
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
         asks = keys_on_host or not (options.budget is options.max_missed_mass is None)
         self.rule = None if device.type != "cuda" or asks else Rule(self.alpha, options.max_fraction)
         """Where selections leave their counts on the device. (A budget's are known, a repair needs them.)"""
-        self.query_source: QuerySource = options.source
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.wants_queries = options.keys == "partial" and options.columns == "prompt"
@@ -235,8 +248,9 @@ class InfiniGen:
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Slope and offset `[D]` of every layer whose guess is to be corrected."""
-        layers = range(self.geometry.layers) if self.options.corrected else ()
-        source = SOURCES.index(self.options.source)
+        guesses = self.options.corrected and self.query_source in SOURCES
+        layers = range(self.geometry.layers) if guesses else ()
+        source = SOURCES.index(self.query_source) if guesses else 0
         return {
             layer: (artifact.slope[source, layer].to(device, dtype), artifact.offset[source, layer].to(device, dtype))
             for layer in layers
@@ -303,6 +317,13 @@ def _meant(selection: Selection) -> torch.Tensor:
         return selection.tokens
     place = torch.arange(selection.count, device=selection.tokens.device)
     return selection.tokens.masked_fill(place >= selection.counts.unsqueeze(1), -1)
+
+
+def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
+    """What "auto" means where the model computes on `device`."""
+    if options.source != "auto":
+        return options.source
+    return "query" if device.type == "cpu" else "residual"
 
 
 def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:

@@ -18,7 +18,7 @@ from ..kernels.pages import PAGE_TOKENS, Pages, PageTable, table_of
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .bases import Basis
 from .low_bit_rows import LowBitRows
-from .scoring import ScoringKeys
+from .scoring_keys import ScoringKeys
 
 
 @dataclass(frozen=True)

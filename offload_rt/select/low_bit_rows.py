@@ -160,18 +160,6 @@ class LowBitRows:
         queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.ask_low_bit(*queries, pages, self._layout, tokens)
 
-    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`."""
-        return self.ask(layer, q, tokens).scores
-
-    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """Threshold and best score, from the scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        return self.ask(layer, q, tokens).select(alpha, max_fraction)
-
-    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """The n of `tokens` that score highest: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        return self.ask(layer, q, tokens).top(n)
-
     def basis(self, layer: int) -> Basis:
         """What keys and queries are multiplied with, all columns."""
         return self._bases[layer].basis

@@ -16,6 +16,7 @@ from .registry import PolicyOptions, register_policy
 Scorer = Literal["auto", "partial", "int8", "int4", "int2"]
 Columns = Literal["calibration", "prompt"]
 TailBits = Literal["off", "int4", "int2"]
+Asked = Literal["auto", Source, "query"]
 
 
 def _layers(named: Iterable[int]) -> tuple[int, ...]:
@@ -60,7 +61,9 @@ class InfiniGenOptions(PolicyOptions):
     partial_ratio: share of the head dimension that scoring keys keep (scorers "partial" and "int8").
     max_fraction: the count of a layer never exceeds this share of its candidates.
     source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
-        input, or of layer i-1's residual after its attention.
+        input, or of layer i-1's residual after its attention; or nothing does, "query": the layer's own selects, too
+        late to fetch ahead. "auto" is "residual" on a device, and "query" on a CPU, where nothing is on its way while
+        layers compute: one product less, and the scores that select weigh the tail too.
     corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
     scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
         "auto" are the tail's 4-bit keys where there is a tail, else int8; any other needs tail="off".
@@ -101,7 +104,7 @@ class InfiniGenOptions(PolicyOptions):
     alpha: float | None = option(None, help="threshold below a head's largest score", metavar="A")
     partial_ratio: float = option(0.3, help="share of the head dimension scored, (0, 1]", metavar="R")
     max_fraction: float = option(0.02, help="largest share of tokens fetched, (0, 1]", metavar="F")
-    source: Source = option("residual", help="what the next layer's query is guessed from")
+    source: Asked = option("auto", help="what a layer's query is guessed from; auto: its own query on a CPU")
     corrected: bool = option(True, help="correct guesses as calibration found them to be off")
     scorer: Scorer = option("auto", help="how scoring keys are stored; auto: by the tail, or int8 without one")
     columns: Columns = option("calibration", help="who chooses the columns that are scored")
@@ -121,7 +124,7 @@ class InfiniGenOptions(PolicyOptions):
         check(self.alpha is None or self.alpha >= 0, f"alpha={self.alpha} must not be negative")
         check(0 < self.partial_ratio <= 1, f"partial_ratio={self.partial_ratio} must be in (0, 1]")
         check(0 < self.max_fraction <= 1, f"max_fraction={self.max_fraction} must be in (0, 1]")
-        check_choice("source", self.source, get_args(Source))
+        check_choice("source", self.source, ("auto", *get_args(Source), "query"))
         check_choice("scorer", self.scorer, get_args(Scorer))
         check_choice("columns", self.columns, get_args(Columns))
         check_choice("tail", self.tail, get_args(TailBits))
@@ -153,7 +156,9 @@ class InfiniGenOptions(PolicyOptions):
         return "int8" if self.scorer == "auto" else self.scorer
 
     def lineage_value(self, name: str) -> Any:
-        """Options that are the same as before "auto" have the same lineage, with a tail too."""
+        """Options that are the same as before there was "auto" have the same lineage, with a tail too."""
+        if name == "source" and self.source == "auto":
+            return "residual"
         return self.keys if name == "scorer" else super().lineage_value(name)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ..core import Selection, Visible
 from .base import PolicyState
-from .scoring import ScoringKeys
+from .scoring_keys import ScoringKeys
 
 
 class PassiveState:

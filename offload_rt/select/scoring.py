@@ -9,14 +9,12 @@ that chooses a token is ever computed from a younger key. (A repair also estimat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from ..core import ModelGeometry
 from ..kernels import dispatch
 from ..kernels.lists import Scores
-from ..kernels.pages import Pages
 from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import (
     GAUSSIAN_STEP,
@@ -32,6 +30,7 @@ from ..kernels.selection import (
 )
 from .bases import Basis, Columns, kept_columns
 from .growing import LayerTensors
+from .scoring_keys import KeyQuery
 
 LEARNED_AT_ONCE = 4096
 """Keys that are skewed and rounded together: a prompt's would take several times the room of the layer's own."""
@@ -63,89 +62,6 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
 def row_width(columns: int) -> int:
     """Bytes of a row of `QuantisedKeys` with so many columns."""
     return -(-columns // ROW_BYTES) * ROW_BYTES
-
-
-class ScoringKeys(Protocol):
-    """Scoring keys of one sequence, layer by layer."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes allocated for this sequence."""
-        ...
-
-    def length(self, layer: int) -> int:
-        """Tokens whose keys the layer has."""
-        ...
-
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Queries `[H, m, d]` of the prompt went by."""
-        ...
-
-    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Keys k `[Hkv, m, d]` enter the slots from `start` on, at most where those that the layer has end."""
-        ...
-
-    def move(self, layer: int, source: int, target: int) -> None:
-        """The key in slot `source` also takes slot `target`."""
-        ...
-
-    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Estimated attention scores `[Hkv, G, n]` of q `[H, d]` with `tokens`, model's scale included; float32
-        (float64 for a float64 model)."""
-        ...
-
-    def select(self, layer: int, q: torch.Tensor, tokens: range, alpha: float, max_fraction: float) -> torch.Tensor:
-        """`select_tokens` of those scores: int64 `[Hkv, n]`, counted from the first of `tokens`."""
-        ...
-
-    def top(self, layer: int, q: torch.Tensor, tokens: range, n: int) -> torch.Tensor:
-        """The n of `tokens` with the largest scores after softmax, the best of the group's: int64 `[Hkv, n]`, counted
-        from the first of `tokens`."""
-        ...
-
-    def basis(self, layer: int) -> Basis:
-        """What the keys that the layer has, of which there is at least one, and its queries are multiplied with."""
-        ...
-
-    def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
-        """Where the keys lie, with room for those of `slots`, which count as written from now on and are this
-        sequence's alone until the next `fork`. The same object until it has to move or grow."""
-        ...
-
-    def enter(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        basis: Basis,
-        storages: Any,
-        slots: torch.Tensor,
-    ) -> None:
-        """`write` for a batch of sequences with keys of this kind: the newest key k `[P, d]` of each list enters
-        slot `slots[p]` (int64) of its storage, and its value v `[P, d]` where values are kept too. storages: a
-        `PointerTable` or `PageTable` of what `storage` returned of each."""
-        ...
-
-    def found(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        storages: Any,
-        starts: torch.Tensor,
-        stops: torch.Tensor,
-        tokens: int,
-    ) -> Scores:
-        """`scores` for such a batch, from queries q `[P, G, r]` in the basis: of `tokens` slots, -inf outside
-        [start, stop) of each list."""
-        ...
-
-    def fork(self) -> ScoringKeys:
-        """An independent copy."""
-        ...
-
-    def check_integrity(self) -> None:
-        """Asserts that every layer's storage holds its tokens."""
-        ...
 
 
 class PartialKeys:
@@ -186,6 +102,10 @@ class PartialKeys:
         """Copies a column."""
         data = self._keys.reserve(layer, self.length(layer))
         data[:, :, target] = data[:, :, source]
+
+    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
+        """By these columns."""
+        return _Asked(self, layer, q, tokens)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Products of the skewed query and the columns; reads r numbers per token and KV head."""
@@ -319,6 +239,10 @@ class QuantisedKeys:
         codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
         data[:, into : into + 1] = pack(codes, self._bits)
 
+    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
+        """By these codes."""
+        return _Asked(self, layer, q, tokens)
+
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Integer products of the rounded query and the codes; reads bits * d / 8 bytes per token and KV head."""
         packed, within = self._bytes_of(layer, tokens)
@@ -389,3 +313,26 @@ class QuantisedKeys:
     def check_integrity(self) -> None:
         """Asserts that every layer's storage holds its tokens."""
         self._packed.check_integrity()
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """The `KeyQuery` of keys that are asked once."""
+
+    keys: PartialKeys | QuantisedKeys
+    layer: int
+    q: torch.Tensor
+    tokens: range
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """`[Hkv, G, n]`."""
+        return self.keys.scores(self.layer, self.q, self.tokens)
+
+    def select(self, alpha: float, max_fraction: float) -> torch.Tensor:
+        """int64 `[Hkv, n]`."""
+        return self.keys.select(self.layer, self.q, self.tokens, alpha, max_fraction)
+
+    def top(self, n: int) -> torch.Tensor:
+        """int64 `[Hkv, n]`."""
+        return self.keys.top(self.layer, self.q, self.tokens, n)

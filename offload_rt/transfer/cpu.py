@@ -1,8 +1,9 @@
 """The link of a machine whose compute device is the host itself: rows are attended where they lie.
 
-Bytes to move per sparse layer and step: Hkv * (resident + n) * d numbers of K into a scratch buffer (`index_select`
-of whole rows: `torch.gather` over the cache is slower), and of V too where query heads share a KV head; a dense layer
-moves nothing. Counted is what would cross a link: the candidates fetched, and every new row written back.
+Bytes to move per sparse layer and step: none where the processor's own code reads rows where they lie
+(`kernels.causal_cpu`); else Hkv * (resident + n) * d numbers of K into a scratch buffer (`index_select` of whole rows:
+`torch.gather` over the cache is slower), and of V too where query heads share a KV head. A dense layer moves nothing.
+Counted is what would cross a link: the candidates fetched, and every new row written back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..core import BlockTable, KVPart, ModelGeometry, Selection, Visible
+from ..core import BlockTable, KVPart, ModelGeometry, ScatteredRows, Selection, Visible
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Savings, Ticket
 from .plan import attended_tokens, first_askers, key_rows
@@ -103,17 +104,28 @@ class _Scratch:
 
 
 class _ScatteredPart(KVPart):
-    """Selected rows: K is gathered, V stays where it lies. For query groups of one the weighted sum reads V there, each
-    row once; a gather and a product would read it, write it and read it again."""
+    """Selected rows, which stay where they lie until somebody asks for k or v. For query groups of one the weighted sum
+    reads V there, each row once; a gather and a product would read it, write it and read it again."""
 
     def __init__(self, scratch: _Scratch, ids: torch.Tensor) -> None:
         """ids: int64 `[Hkv, n]` as `key_rows` gives them."""
-        self._scratch, self._ids, self._k = scratch, ids, scratch.gather(0, ids)
+        self._scratch, self._ids = scratch, ids
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Hkv and n."""
+        kv_heads, n = self._ids.shape
+        return kv_heads, n
+
+    @property
+    def scattered(self) -> ScatteredRows:
+        """In the pool."""
+        return ScatteredRows(*self._scratch.planes, self._ids)
 
     @property
     def k(self) -> torch.Tensor:
-        """`[Hkv, n, d]`."""
-        return self._k
+        """`[Hkv, n, d]`, gathered anew at every reading."""
+        return self._scratch.gather(0, self._ids)
 
     @property
     def v(self) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ..core import CHUNK, Visible
@@ -14,9 +16,14 @@ assert CHUNK == 1 << CHUNK_BITS
 
 def attended_tokens(visible: Visible, selected: torch.Tensor) -> torch.Tensor:
     """Resident and selected token indices together: int64 `[Hkv, resident + n]` from selected `[Hkv, n]`."""
-    heads = selected.shape[0]
-    resident = torch.tensor([*visible.sinks, *visible.recent], dtype=torch.int64)
-    return torch.cat((to_device(resident, selected.device).expand(heads, -1), selected), dim=1)
+    resident = _resident_tokens(visible.sinks, visible.recent)
+    return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)
+
+
+@lru_cache(maxsize=16)
+def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
+    """int64 `[resident]`: the same for every layer of a step."""
+    return torch.tensor([*sinks, *recent], dtype=torch.int64)
 
 
 def first_askers(ids: torch.Tensor) -> torch.Tensor:

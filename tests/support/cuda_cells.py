@@ -177,15 +177,18 @@ class Cell:
 
         def make(**more: Any) -> LLM:
             settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more
+            options = self.options
             if device == "cpu":
                 settings.pop("cuda_graphs", None)
+                if self.policy == "infinigen" and options.get("preset") != "paper":
+                    options = {"source": "residual"} | options  # as on a device
             model: Any = tiny_model(self.model, num_hidden_layers=LAYERS, **WINDOWS.get(self.model, {})).to(device)
             if self.streamed is not None:
                 model = folder / "model"
                 if not model.exists():
                     tiny_checkpoint(model, "llama", num_hidden_layers=STREAMED_LAYERS)
                 settings |= {"dtype": "float32"} | ({} if device == "cpu" else self._limit(model, device))
-            return LLM(model, policy=self.policy, policy_options=self.options, device=device, **settings)
+            return LLM(model, policy=self.policy, policy_options=options, device=device, **settings)
 
         return self.scene(make, folder / device)
 
