@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuda_simulator import Lazy, simulated
 
-from offload_rt.core import KVPart
+from offload_rt.core import KVPart, ScatteredRows
 from offload_rt.forward.attention import attend, group_weights, scores_lse
 from offload_rt.kernels import causal_cpu
 from offload_rt.kernels.causal import attend_causal
@@ -114,12 +114,18 @@ def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: in
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("group", "n"), [(1, 1), (7, 130), (120, 64)])
 def test_parts_of_bfloat16_rows(group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out and LSE of a decode step, by the C code and by torch, against float64; 120 queries are two tiles."""
+    """Out and LSE of a decode step, by the C code, of rows that lie anywhere too, and by torch, against float64; 120
+    queries are two tiles."""
     q, k, v = random_rows(n, 2, group, 1, n, 64, torch.bfloat16)
     scores = q.double().view(2, group, 64) @ k.double().mT * 0.3
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     found = [attend(q[:, 0], [KVPart(k, v)], 0.3, cap)]
-    if causal_cpu.takes(q) is not None:
+    if (library := causal_cpu.takes(q)) is not None:
+        ids, (keys, values) = torch.randperm(2 * n).view(2, n), torch.zeros(2, 2 * n, 64, dtype=torch.bfloat16)
+        keys[ids], values[ids] = k, v
+        rows = ScatteredRows(keys, values, ids)
+        out, lse = causal_cpu.attend_scattered(library, q.view(2, group, 64), rows, 0.3, cap)
+        found.append((out.to(q.dtype), lse))
         monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
         found.append(attend(q[:, 0], [KVPart(k, v)], 0.3, cap))
     for out, lse in found:

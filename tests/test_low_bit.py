@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.low_bit import copied, joined, ragged_lists, stored_rows
 
-from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native
+from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, selection
 from offload_rt.kernels.low_bit import (
     KEY_BITS,
     Layout,
@@ -179,6 +181,18 @@ def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPat
     skip = torch.arange(3, 120).repeat(2, 1)
     out, lse = low_bit_cpu.ask(q, torch.zeros(2, 32), pages, layout, range(3, 120)).tail(skip)
     assert out.eq(0).all() and lse.isneginf().all()
+
+
+def test_a_guess_of_what_is_high_can_be_wrong() -> None:
+    """The n-th largest score is guessed from every sixteenth: here these are the largest."""
+    if (library := native.low_bit(32, 2, 1)) is None:
+        pytest.skip("no C compiler")
+    scores = torch.randn(1, 1, 1600) - 20
+    scores[..., ::16] += 20
+    found = native.ScoredTokens(scores, scores.amax(-1), scores.logsumexp(-1))
+    for alpha, limit in ((math.inf, 300), (math.inf, 1600), (18.0, 300)):
+        expected = selection.select_tokens_reference(scores, alpha, limit / 1600)
+        assert library.select(found, alpha, limit).equal(expected.sort(1).values)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
