@@ -169,11 +169,20 @@ class ModelUnderTest:
             self._artifacts[method] = given or cached_artifact(self.loaded, method)
         return self._artifacts[method]
 
+    def options(self, variant: Variant) -> dict[str, Any]:
+        """The variant's options on top of tuned ones, as on a device: there rows cross a link, so that what selects
+        them is guessed, while on a CPU it would be the layer's own query. A CPU's measurement is to say what a device
+        does."""
+        options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
+        if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper":
+            options.setdefault("source", "residual")
+        return options
+
     def policy(self, variant: Variant, context: int | None = None) -> Policy:
         """The variant's policy for this model, its options on top of those that a tuned folder given as `skew` chose;
         "skew": "none" compares queries and keys as they are (for ablations, path "layers" only). Raises ConfigError for
         options that it does not have, and for a budget that selects nothing of `context` tokens."""
-        options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
+        options = self.options(variant)
         unskewed = options.get("skew") == "none"
         if unskewed:
             del options["skew"]
@@ -215,7 +224,7 @@ class ModelUnderTest:
         return LLM(
             self.model,
             policy=variant.policy,
-            policy_options=variant.options,
+            policy_options=self.options(variant),
             device=self._device,
             dtype=self._dtype,
             skew=self._skew,

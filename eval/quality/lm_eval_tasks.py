@@ -126,7 +126,7 @@ class Models:
 
         settings = repr(sorted(variant.engine.items()))
         first = self._first.get(settings)
-        llm = self._tested.llm(variant) if first is None else first.under(variant.policy, variant.options)
+        llm = self._tested.llm(variant) if first is None else first.under(variant.policy, self._tested.options(variant))
         self._first.setdefault(settings, llm)
         return OffloadLM.around(llm, decode_from=self._config.decode_from, batch_size=self._tested.batch)
 
