@@ -31,6 +31,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quest": {"policy": "quest", "policy_options": {"budget": 0.5, "recent": 16}},
     "h2o": {"policy": "h2o", "policy_options": {"budget": 0.5, "recent": 16}},
 }
+SLIDING = ", sliding"
+POLICIES |= {name + SLIDING: POLICIES[name] for name in ("full", "infinigen", "infinigen, tail", "oracle")}
+"""With this ending: on a model whose last layer slides."""
+
 LEARNS_FROM_QUERIES = ("infinigen, paper", "h2o")
 KNOWS_PLACES = ("streaming", "quest", "h2o")
 TURNS = [tiny_prompt(90, seed=1), tiny_prompt(20, seed=2)]
@@ -66,6 +70,10 @@ class Cell:
         on = [name for name in ("eviction", "sharing", "restart", "fork", "overflow") if getattr(self, name)]
         return "-".join([self.policy.replace(", ", "_"), self.rows, *on])
 
+    @property
+    def slides(self) -> bool:
+        return self.policy.endswith(SLIDING)
+
 
 CELLS = [
     Cell(policy, rows, *flags)
@@ -73,13 +81,18 @@ CELLS = [
     for flags in itertools.product((False, True), repeat=5)
 ]
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
-DAILY = [cell for i, cell in enumerate(CELLS) if not cell.refusal][:: int(os.environ.get("OFFLOAD_RT_CELLS", "3"))]
+MODEL_THAT_SLIDES = tiny_model(
+    "qwen2", dtype=torch.float64, num_hidden_layers=3, use_sliding_window=True, max_window_layers=2, sliding_window=16
+)
+STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "3"))
+RIGHT = [cell for cell in CELLS if not cell.refusal]
+DAILY = [cell for cell in RIGHT if not cell.slides][::STEP] + [cell for cell in RIGHT if cell.slides][:: STEP**2]
 
 
 def make_llm(cell: Cell) -> LLM:
     return LLM(
-        MODEL, dtype="float64", host_memory="8MiB", kv_format=cell.rows, prefix_sharing=cell.sharing,
-        eviction="lru" if cell.eviction else None, **POLICIES[cell.policy],
+        MODEL_THAT_SLIDES if cell.slides else MODEL, dtype="float64", host_memory="8MiB", kv_format=cell.rows,
+        prefix_sharing=cell.sharing, eviction="lru" if cell.eviction else None, **POLICIES[cell.policy],
     )  # fmt: skip
 
 
@@ -127,7 +140,7 @@ def reference(cell: Cell) -> list[list[int]]:
 
 @pytest.mark.parametrize("cell", DAILY, ids=str)
 def test_cell_equals_its_reference(cell: Cell, tmp_path: Path) -> None:
-    """Every third cell here, all of them in `make soak`."""
+    """Every third cell here (of a model that slides every ninth), all of them in `make soak`."""
     plain = Cell(cell.policy, cell.rows, overflow=cell.overflow)
     answers = converse(cell, tmp_path)
     assert answers == reference(plain)[: len(answers)]
