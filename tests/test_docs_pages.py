@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -59,3 +60,11 @@ def test_the_architectures_are_those_of_the_tests() -> None:
     text = architectures.PAGE.read_text(encoding="utf-8")
     assert architectures.page(text) == text, "run python docs/architectures.py"
     assert all(f"`{name}`" in text for name in registry.architectures())
+
+
+@pytest.mark.parametrize("page", ["nothing_lost", "without_a_gpu"])
+def test_the_tests_that_a_page_names_are_there(page: str) -> None:
+    there = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    text = (DOCS / "pages" / f"{page}.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:tests/\w+\.py::test_)?([a-z0-9]+(?:_[a-z0-9]+){3,})`", text)
+    assert len(named) > 10 and not [name for name in named if f"def test_{name.removeprefix('test_')}(" not in there]
