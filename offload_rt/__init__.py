@@ -12,6 +12,8 @@ Importing the package is quick: torch and transformers are imported with `LLM` o
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StoreOptions
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
     from .llm import LLM
 
     __version__: str
+
+# Before torch is there, since OpenMP reads it once: threads that spin while they wait take the processor from those
+# that they wait for, wherever anything else runs; and a decode step waits hundreds of times.
+if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 __all__ = [
     "LLM",

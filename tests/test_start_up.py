@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -76,3 +77,22 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
     assert set(offload_rt.__all__) <= set(dir(offload_rt))
     with pytest.raises(AttributeError, match="no attribute 'LML'"):
         offload_rt.LML  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "policy"),
+    [
+        ({}, "", "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "", "ACTIVE"),
+        ({"GOMP_SPINCOUNT": "10"}, "", "None"),
+        ({}, "sys.modules['torch'] = sys; ", "None"),
+    ],
+)
+def test_threads_wait_without_spinning_unless_the_user_said_how(
+    given: dict[str, str], before: str, policy: str
+) -> None:
+    """Where torch is imported already it is too late, and the environment stays as it was."""
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    code = f"import os, sys; {before}import offload_rt; print(os.environ.get('OMP_WAIT_POLICY'), end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
+    assert done.stdout == policy, done.stderr
