@@ -20,7 +20,7 @@ from offload_rt.server.app import make_app
 from offload_rt.server.loading import Loading
 from offload_rt.server.log import JsonLines
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.run import bound, nothing_collected
+from offload_rt.server.run import bound, serve
 
 SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}
@@ -190,9 +190,22 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     assert isinstance(loading.error, ConfigError)
 
 
-def test_nothing_is_collected_while_a_model_is_loaded() -> None:
-    with nothing_collected():
-        assert not gc.isenabled()
+def test_nothing_is_collected_while_a_model_is_loaded(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: list[Any] = []
+    collecting: list[bool] = []
+
+    def make_engine() -> Any:
+        collecting.append(gc.isenabled())
+        return ScriptedEngine(tokenizer, str)
+
+    monkeypatch.setattr("offload_rt.server.run.Loading", lambda make: makers.append(make) or Loading(make))
+    monkeypatch.setattr("offload_rt.server.run.log_to_stderr", lambda: None)
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: makers[0]())
+    with bound(ServerOptions(port=0)) as listener:
+        serve(make_engine, ServerOptions(port=0), listener)
     frozen = gc.get_freeze_count()
     gc.unfreeze()
+    assert collecting == [False]
     assert gc.isenabled() and frozen > 0, "what stays is looked at no more, what comes is"
