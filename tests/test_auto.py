@@ -14,7 +14,7 @@ from offload_rt.select.auto import dense_until
 from offload_rt.select.options import AutoOptions
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "int4"}
+SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "int4", "source": "residual"}
 MODEL = tiny_model("llama")
 
 
