@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -36,16 +36,9 @@ class _Call(ctypes.Structure):
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
     """The code for queries q `[..., d]` and rows like them; None where it does not take them, where the processor lacks
     the instructions, or where torch has better ones (AMX)."""
-    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or q.shape[-1] % 32 or not _has_vectors():
+    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or q.shape[-1] % 32 or not native.has_bfloat16_vectors():
         return None
     return native.compiled("causal", HEAD_DIM=q.shape[-1])
-
-
-@cache
-def _has_vectors() -> bool:
-    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    vectors, tiles = (getattr(torch.cpu, ask, bool)() for ask in asks)
-    return vectors and not tiles
 
 
 def attend_causal(

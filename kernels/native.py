@@ -105,6 +105,14 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
     return LowBitLibrary(library, ranking, head_dim)
 
 
+@functools.cache
+def has_bfloat16_vectors() -> bool:
+    """Whether this processor multiplies bfloat16 in vectors, and has nothing better, which torch uses (AMX)."""
+    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    vectors, tiles = (getattr(torch.cpu, ask, bool)() for ask in asks)
+    return vectors and not tiles
+
+
 def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
     """`name`.c of this folder with these constants; None where it cannot be compiled."""
     return _load(name, tuple(f"-D{constant}={value}" for constant, value in constants.items()))

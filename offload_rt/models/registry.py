@@ -34,6 +34,7 @@ from .location import OPEN, Hub, Location, locate
 from .packed import held_bytes, packing, stays_packed, stored_bytes
 from .proof import prove, prove_once
 from .reach import hold_frequencies
+from .row_linear import read_by_rows
 from .sampling_defaults import sampling_defaults
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
@@ -147,6 +148,7 @@ def load_model(
         hold_frequencies(loaded, reach)
         if chosen.type == "cpu":
             order_by_columns(loaded)
+            read_by_rows(loaded)
     else:
         loaded = _as_given(model, str(device), str(dtype).removeprefix("torch."), on_host, verify)
         chosen = loaded.device
