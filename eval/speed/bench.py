@@ -23,8 +23,8 @@ from ...config_fields import check_choice
 from ...core import CHUNK
 from ...engine.build import build_link
 from ...errors import ConfigError, InputError
-from ...models.column_order import order_by_columns
 from ...models.registry import adapter_for
+from ...models.row_linear import suit_cpu
 from ...pool.pool import HostPool
 from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
 from .ideal_link import IdealLink
@@ -212,7 +212,7 @@ def _own(model: Any) -> Any:
     if _is_cuda(model):
         return model
     own = copy.deepcopy(model)
-    order_by_columns(own)
+    suit_cpu(own)
     return own
 
 

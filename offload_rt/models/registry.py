@@ -28,13 +28,12 @@ from .checkpoint import (
     resolve_dtype,
     unsupported,
 )
-from .column_order import order_by_columns
 from .fingerprint import fingerprint
 from .location import OPEN, Hub, Location, locate
 from .packed import held_bytes, packing, stays_packed, stored_bytes
 from .proof import prove, prove_once
 from .reach import hold_frequencies
-from .row_linear import read_by_rows
+from .row_linear import suit_cpu
 from .sampling_defaults import sampling_defaults
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
@@ -147,8 +146,7 @@ def load_model(
         loaded = read_weights(location, config, landing, resolve_dtype(dtype, location, config, chosen))
         hold_frequencies(loaded, reach)
         if chosen.type == "cpu":
-            order_by_columns(loaded)
-            read_by_rows(loaded)
+            suit_cpu(loaded)
     else:
         loaded = _as_given(model, str(device), str(dtype).removeprefix("torch."), on_host, verify)
         chosen = loaded.device
