@@ -17,7 +17,7 @@ from .infinigen import InfiniGen
 from .options import AutoOptions
 
 WORTH_SELECTING = 4 << 20
-"""Bytes of a layer's rows of one sequence from which selecting is faster on a CPU, as measured in bfloat16 on one thread,
+"""Bytes of a layer's rows of one sequence from which selecting is faster on a CPU, measured in bfloat16 on one thread,
 with the tail: steps of SmolLM2's shape take as long either way at 5,600 tokens, of Qwen2.5-0.5B's at 6,900, 4.1 and 3.4
 MiB of rows a layer; of an 8B Llama's below 2,000, where 4 MiB are 1,024."""
 
