@@ -206,7 +206,7 @@ class ModelUnderTest:
             **self.identity,
             "policy": variant.policy,
             "variant": variant.label,
-            "options": dict(variant.options),
+            "options": self.options(variant),
             "engine": dict(variant.engine),
             "budget": variant.options.get("budget"),
             "dense_layers": sorted(policy.dense_layers),
