@@ -1,6 +1,7 @@
 """What an earlier version wrote is still read: sessions go on with the same tokens and nothing computed again (under
-preset "rows", which was the default then), a skew artifact and a recording mean the same. `tests/data/written_before`
-was written by the commit that `expected.json` names, with a tiny random model whose weights its seed gives again."""
+preset "rows" and a guess, which were the default then), a skew artifact and a recording mean the same.
+`tests/data/written_before` was written by the commit that `expected.json` names, with a tiny random model whose weights
+its seed gives again."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from offload_rt.sessions.history import History
 from offload_rt.sessions.naming import Lineage, name_chunks
 
 BEFORE = Path(__file__).parent / "data" / "written_before"
-ROWS = {"preset": "rows"}
+ROWS = {"preset": "rows", "source": "residual"}
 EXPECTED: dict[str, Any] = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
 
 
