@@ -112,7 +112,7 @@ def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm
     [chunk, *_] = store.rglob("*.kv")
     shutil.copytree(store, copy)
     for half_written in copy.rglob("*.tmp"):
-        half_written.unlink()  # this process lives, and what it writes is not swept away: the next one's process is dead
+        half_written.unlink()  # this process lives: what it writes is not swept away
     (copy / chunk.relative_to(store)).with_suffix(".77.1.tmp").write_bytes(chunk.read_bytes()[:1000])
     list(events)
     session.close()
