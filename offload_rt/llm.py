@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .arguments import folder_path, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .config import EngineConfig, StoreOptions
 from .config_fields import configured
-from .core import CHUNK, ModelGeometry
+from .core import ModelGeometry
 from .engine.build import build, build_beside
 from .engine.engine import Engine
 from .engine.prompts import PromptLike, each_prompt, one_prompt
@@ -166,31 +166,13 @@ class LLM:
         )
 
     def _recorded(self, prompt: list[int], params: SamplingParams, folder: Path) -> Iterator[TokenOutput]:
-        tokens, writer = list(prompt), RunWriter(folder, self._run_info(prompt))
+        tokens, writer = list(prompt), RunWriter(folder, RunInfo.of(self._runner, prompt))
         try:
             for event in self._stream(prompt, params, writer):
                 tokens.append(event.token_id)
                 yield event
         finally:
             writer.close(tokens, self.tokenizer)
-
-    def _run_info(self, prompt: list[int]) -> RunInfo:
-        runner, geometry = self._runner, self.geometry
-        dense = runner.policy.dense_layers
-        return RunInfo(
-            model=self.name,
-            fingerprint=runner.model.fingerprint,
-            policy=runner.policy.name,
-            options=dict(self.config.policy_options),
-            layers=geometry.layers,
-            kv_heads=geometry.kv_heads,
-            row_bytes=runner.pool.chunk_bytes // (CHUNK * geometry.layers * geometry.kv_heads),
-            selecting=tuple(layer for layer in range(geometry.layers) if layer not in dense),
-            sinks=runner.policy.sinks,
-            recent=runner.policy.recent,
-            prompt_tokens=len(prompt),
-            tokens=tuple(prompt),
-        )
 
     def _stream(
         self, prompt: list[int], params: SamplingParams, recorder: Recorder | None = None

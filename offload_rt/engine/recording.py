@@ -21,9 +21,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save_file
 from transformers import PreTrainedTokenizerBase
 
+from ..core import CHUNK
 from ..errors import InputError
 from ..small_files import read_json, read_small
 from .detokenizer import TextStream
+from .runner import Runner
 
 VERSION: Final = 1
 SHARD_BYTES: Final = 4 << 20
@@ -52,6 +54,25 @@ class RunInfo:
     prompt_tokens: int
     tokens: tuple[int, ...]
     pieces: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, runner: Runner, prompt: Sequence[int]) -> Self:
+        """Of a run that begins with `prompt`."""
+        geometry, policy = runner.adapter.geometry, runner.policy
+        return cls(
+            model=runner.model.name,
+            fingerprint=runner.model.fingerprint,
+            policy=policy.name,
+            options=dict(runner.config.policy_options),
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            row_bytes=runner.pool.chunk_bytes // (CHUNK * geometry.layers * geometry.kv_heads),
+            selecting=tuple(layer for layer in range(geometry.layers) if layer not in policy.dense_layers),
+            sinks=policy.sinks,
+            recent=policy.recent,
+            prompt_tokens=len(prompt),
+            tokens=tuple(prompt),
+        )
 
     def possible(self) -> bool:
         """Whether the fields have their types and agree: a file can say anything."""

@@ -316,19 +316,11 @@ class Runner:
             self.link.storage,
             slice_tokens=self._slice_tokens,
             logits_of=int(want_logits),
-            segment_tokens=self._segment_tokens(),
+            segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self._slice_tokens),
             before_layer=before_layer,
             after_layer=after_layer,
             every_logits=every_logits,
         )
-
-    def _segment_tokens(self) -> int | None:
-        """Prompt tokens that go through the layers together; None for all of them. A policy that learns from queries
-        has to see all keys with them, and of sliding layers only the last rows are kept."""
-        adapter = self.adapter
-        if self.pool.file is None or self.policy.wants_queries or adapter.geometry.sliding:
-            return None
-        return segment_tokens(adapter.geometry, adapter.dtype, adapter.device, self._slice_tokens)
 
     @_on_own_device
     @torch.inference_mode()
