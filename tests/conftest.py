@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,7 +28,23 @@ gc.disable()
 EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 """Whether every `gpu` test runs on a simulated device, not only those marked `simulated` (`make soak PART=gpu`)."""
 
+LEAN = os.environ.get("OFFLOAD_RT_LEAN") == "1"
+"""Whether packages of the extras may be missing, as on a GPU's image that is not ours: what needs them is skipped."""
+
+EXTRAS = ("anthropic", "fastapi", "gguf", "httpx2", "openai", "starlette", "uvicorn")
+
 NO_CUDA = pytest.mark.skip(reason="no CUDA device on this machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    missing = [name for name in EXTRAS if LEAN and report.failed and f"No module named '{name}'" in report.longreprtext]
+    if missing:
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"{missing[0]} is not installed")
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

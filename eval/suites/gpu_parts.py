@@ -34,6 +34,9 @@ LIMIT = 570
 RUNS = ROOT / "runs" / "llama-16k"
 """Of the training, which goes on where it was stopped."""
 
+LEAN = {"OFFLOAD_RT_LEAN": "1"}
+"""Tells the tests that packages of the extras may be missing."""
+
 Results = dict[str, Any]
 
 
@@ -47,7 +50,8 @@ def run_device(job: GpuJob) -> Iterator[Results]:
 
 def run_tests(job: GpuJob) -> Iterator[Results]:
     """Every test marked gpu, then compute-sanitizer on the kernels that index memory by what they are told."""
-    results: Results = {"marked gpu": programs.run_tests([*job.size.tests, "-m", "gpu"], LIMIT // 2)}
+    beside = ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
+    results: Results = {"marked gpu": programs.run_tests([*job.size.tests, "-m", "gpu", *beside], LIMIT // 2, **LEAN)}
     yield results
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or not job.cuda:
@@ -58,7 +62,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         # without the allocator's cache an access behind a tensor is one behind an allocation
         results[tool] = programs.run_tests(
-            [*told_where, "-m", "gpu", "-x"], LIMIT // 4, prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+            [*told_where, "-m", "gpu", "-x"], LIMIT // 4, prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1", **LEAN
         )
         yield results
 
