@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...forward.cuda_graphs import CudaGraph
 from ...kernels import dispatch, lists, segments
 from ...kernels.pointer_table import PointerTable
 from ...kernels.segments import Run
@@ -22,6 +23,12 @@ KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
 
 WARM_UP = 3
 """Calls that are not counted: the first one compiles."""
+
+CACHES = 1 << 28
+"""Bytes that are written between replayed calls: more than any device's cache holds."""
+
+REPLAYED = 8
+"""Calls in a graph."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +81,51 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
     return statistics.median(spent), min(spent)
 
 
+def replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> float | None:
+    """Milliseconds of a call as a captured step replays it, without what its launches cost the host, its data not in
+    the device's cache; None on a CPU, and where it cannot be captured."""
+    if device.type != "cuda":
+        return None
+    other = torch.empty(CACHES, dtype=torch.uint8, device=device)
+
+    def flush() -> None:
+        other.zero_()
+
+    def both() -> None:
+        flush()
+        call()
+
+    graphs = [CudaGraph(torch.cuda.graph_pool_handle()) for _ in (flush, both)]
+    try:
+        for graph, step in zip(graphs, (flush, both), strict=True):
+            graph.capture(_repeated(step))
+    except RuntimeError:
+        return None
+    alone, together = (milliseconds(graph.replay, device, repeats)[0] for graph in graphs)
+    return (together - alone) / REPLAYED
+
+
+def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def body() -> tuple[torch.Tensor, ...]:
+        for _ in range(REPLAYED):
+            step()
+        return ()
+
+    return body
+
+
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
-    """A row for each operation. rates: bytes a second of `device` memory (read) and of the `link`, measured."""
+    """A row for each operation: launched from the host, and replayed. rates: bytes a second of `device` memory (read)
+    and of the `link`, measured."""
     rows = []
     for case in cases(device, size):
         error = case.error()
         median, least = milliseconds(case.call, device, size.repeats)
+        alone = replayed(case.call, device, size.repeats)
         floor = 1e3 * case.moved / rates["link" if case.over_link else "device"]
         rows.append(
             {"kernel": case.name, "bytes": case.moved, "over_link": case.over_link, "ms": median, "least_ms": least}
-            | {"floor_ms": floor, "times_floor": median / floor, "error": error}
+            | {"floor_ms": floor, "replayed_ms": alone, "times_floor": (alone or median) / floor, "error": error}
         )
     return rows
 
