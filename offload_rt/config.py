@@ -107,6 +107,11 @@ class EngineConfig:
     device_memory: hard limit on bytes of the device: weights, scoring keys, resident and fetched rows, activations.
         Decoder layers that do not fit stay in host memory and cross the link for every step; scoring keys that still do
         not fit are scored on the host. The tokens are the same. None takes what there is and keeps everything there.
+    experts_on_device: of a mixture of experts, how many of each layer stay on the device, those used last; all are in
+        host memory, and the others cross the link when a token's router chooses them. None keeps all on the device, or
+        with `device_memory` as many as fit, before whole layers leave it. The tokens are the same.
+    embedding_on_host: look token ids up in host memory, so that only rows of the embedding cross the link. Refused
+        where the head is the same matrix, which every token reads whole.
     max_context: tokens of the longest sequence: `device_memory` is planned for it, and rotary frequencies that follow
         the length of the text (longrope, dynamic) are those of this length. None takes all positions of the model, for
         the plan as far as the host pool holds them.
@@ -156,6 +161,16 @@ class EngineConfig:
     dtype: str = option("auto", help="what is computed in", plans=True)
     device_memory: Size | None = option(
         None, help="limit of all that is on the device: weights beyond it stream", group="device", plans=True
+    )
+    experts_on_device: int | None = option(
+        None, help="experts of each layer that stay on the device; others cross the link when chosen", metavar="N",
+        group="device", plans=True,
+    )  # fmt: skip
+    embedding_on_host: bool = option(
+        False,
+        help="look tokens up in host memory: the embedding takes no room on the device",
+        group="device",
+        plans=True,
     )
     max_context: int | None = option(
         None, help="tokens of the longest sequence that is planned for (default: all)", metavar="N", group="device"
@@ -225,7 +240,7 @@ class EngineConfig:
         check_choice("verify", self.verify, get_args(Verify))
         check_choice("kv_format", self.kv_format, get_args(KVFormatName))
         check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
-        for name in ("prefill_slice", "prefill_tokens", "max_batch"):
+        for name in ("experts_on_device", "prefill_slice", "prefill_tokens", "max_batch"):
             value = getattr(self, name)
             check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")

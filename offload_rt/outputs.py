@@ -138,8 +138,11 @@ class Stats:
         session's store. Prompts share full chunks of 64 tokens.
     diverged_at: the first prompt token at which the prompt parts from all that was there (it may lie behind
         `reused_tokens`, within a chunk); None where all of it was there, or nothing was looked for.
-    link_bytes_weights: weights that crossed for this sequence's prefill and steps, not in `link_bytes_to_device`; for a
-        batch they cross once and are counted for its first sequence.
+    link_bytes_weights: weights that crossed for this sequence's prefill and steps, layers, experts and rows of the
+        embedding, not in `link_bytes_to_device`; for a batch they cross once and are counted for its first sequence.
+    link_bytes_weights_steps: of these, what crossed for steps, not for the prefill.
+    expert_hit_rate: with `experts_on_device`, share of the experts that steps chose, layer by layer, that were on the
+        device; None where all are, or for this sequence nothing was counted.
     kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
     tail_bytes_device: of `scoring_bytes_device`, low-bit rows that are scoring keys and tail in one; 0 without a tail.
     estimated_fraction: over the layers that select, mean share of the visible rows that the tail estimates: those that
@@ -206,6 +209,8 @@ class Stats:
     disk_bytes_read: int = 0
     disk_bytes_written: int = 0
     disk_hit_rate: float | None = None
+    expert_hit_rate: float | None = None
+    link_bytes_weights_steps: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, ready for JSON."""

@@ -122,6 +122,11 @@ def limited(folder: Path, policy: str, options: dict[str, Any], limit: int, **se
     )
 
 
+def stream_of(llm: LLM) -> WeightStream | None:
+    """What streams its layers."""
+    return None if llm.runner.weights is None else llm.runner.weights.stream
+
+
 # --------------------------------------------------------------------------------------------------------- same tokens
 
 
@@ -136,7 +141,7 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
     llm = limited(folder(name), policy, options, limit)
     [completion] = completed(llm.generate([prompt], GREEDY))
     assert completion.token_ids == expected.token_ids
-    stream, stats = llm.runner.weights, completion.stats
+    stream, stats = stream_of(llm), completion.stats
     assert stream is not None and len(stream.layers) == LAYERS - 4
     stream.check_integrity()
     one_pass = sum(layer_bytes(llm.runner.model.layers[layer]) for layer in stream.layers)
@@ -152,7 +157,7 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
     costs = costs_of(folder("llama"), "infinigen", rows)
     prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
     llm = limited(folder("llama"), "infinigen", rows, streaming_limit(costs, [CONTEXT] * 3))
-    stream = llm.runner.weights
+    stream = stream_of(llm)
     assert stream is not None
     calibrated = stream.bytes
     together = completed(llm.generate(prompts, GREEDY))
@@ -199,7 +204,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
 
 def blocks_of(llm: LLM) -> list[int]:
     """Where the streamed weights lie in host memory."""
-    stream = llm.runner.weights
+    stream = stream_of(llm)
     return [] if stream is None else [block.host.untyped_storage().data_ptr() for block in stream._blocks.values()]
 
 

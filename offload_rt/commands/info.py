@@ -24,17 +24,19 @@ def run(args: argparse.Namespace) -> int:
     from ..planning.device_plan import costs_for, plan_for
     from ..planning.disk_plan import disk_plan
     from ..planning.memory_model import Machine, obstacles, requirements
+    from ..planning.weight_placement import asked_placement
     from .tables import requirements_table
 
     shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=args.context)
     disk, geometry = disk_plan(config, shape), shape.geometry
     machine = Machine.here(config.host_memory, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
-    costs = costs_for(config, shape) if plan is None else plan.costs
-    graphs = most_graphs(config, shape.device, streams=plan is not None and bool(plan.streamed))
+    shape = shape.placed(asked_placement(config, shape)) if plan is None else plan.costs.shape
+    costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
+    graphs = most_graphs(config, shape.device, streams=bool(placement))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
-    Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk))
-    found, notes = obstacles(needed, machine, 0 if plan is None else plan.host_bytes), []
+    Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
+    found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
     if args.context > geometry.max_positions:
         made_for = f"The model was made for {geometry.max_positions:,} positions"
         if geometry.absolute_positions:

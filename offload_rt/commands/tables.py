@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ..errors import InputError
+from ..models.registry import ModelShape
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
 from ..planning.disk_plan import DiskPlan
@@ -53,6 +54,18 @@ def _on_device(stats: Stats) -> str:
 def _present(name: str, size: int) -> Rows:
     """A row, where there is anything to say."""
     return [(name, format_size(size))] if size else []
+
+
+def _weights_crossed(stats: Stats) -> Rows:
+    """Weights that came from host memory, and how many experts did not have to."""
+    if not stats.link_bytes_weights:
+        return []
+    tokens = stats.decoded_tokens
+    per_token = f" ({format_size(stats.link_bytes_weights_steps / tokens)} per decoded token)" if tokens else ""
+    rows: Rows = [("link, weights", f"{format_size(stats.link_bytes_weights)}{per_token}")]
+    if stats.expert_hit_rate is not None:
+        rows.append(("  experts found on the device", _percent(stats.expert_hit_rate)))
+    return rows
 
 
 def _working_set(stats: Stats) -> Rows:
@@ -152,7 +165,7 @@ def _sections(stats: Stats) -> list[Rows]:
         [
             ("link, host to device", f"{format_size(stats.link_bytes_to_device)}{per_token}"),
             ("link, device to host", format_size(stats.link_bytes_to_host)),
-            *_present("link, weights", stats.link_bytes_weights),
+            *_weights_crossed(stats),
             *_working_set(stats),
             *_disk(stats),
             ("link fraction", _percent(stats.link_fraction)),
@@ -213,6 +226,18 @@ def skew_table(model: str, report: SkewReport) -> Table:
     )
 
 
+def _host_weight_rows(shape: ModelShape) -> Rows:
+    """Which weights besides layers stay in host memory."""
+    rows: Rows = []
+    if shape.placement.experts is not None and shape.sizes.experts is not None:
+        experts = shape.sizes.experts
+        there = f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.each))} each"
+        rows.append(("experts on the device", there))
+    if shape.placement.embedding:
+        rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
+    return rows + _present("host: experts and embedding", shape.host_bytes)
+
+
 def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
     """What a pool on disk keeps in host memory."""
     shares = disk.shares
@@ -249,8 +274,10 @@ def requirements_table(
     machine: Machine,
     plan: DevicePlan | None = None,
     disk: DiskPlan | None = None,
+    shape: ModelShape | None = None,
 ) -> Table:
-    """What one sequence will need, what is free here, and where a plan under a limit of the device puts it."""
+    """What one sequence will need, what is free here, and where a plan under a limit of the device puts it; shape: with
+    the weights that stay in host memory."""
     free = [("host memory", f"{format_size(machine.host_free)}, of it for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:
         free.append((f"on {machine.device}", format_size(machine.device_free)))
@@ -272,6 +299,7 @@ def requirements_table(
             ("device: prefill, for a time", format_size(needed.prefill)),
             ("device: largest sum", format_size(needed.device)),
         ],
+        [] if shape is None else _host_weight_rows(shape),
         [] if plan is None else _plan_rows(plan),
         [(f"free: {name}", value) for name, value in free],
     )

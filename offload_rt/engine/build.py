@@ -16,8 +16,10 @@ from ..core import ModelGeometry
 from ..errors import ConfigError
 from ..models.checkpoint import resolve_device
 from ..models.location import hub_of
+from ..models.placement import ON_DEVICE, Placement
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
+from ..planning.weight_placement import asked_placement
 from ..pool.arena import read_in_place
 from ..pool.disk_tier import DiskTier
 from ..pool.machine import memory_limit
@@ -31,6 +33,8 @@ from ..skewing.tuned import default_options, load_artifact
 from ..transfer.cpu import CpuLink
 from ..transfer.cuda import CudaLink
 from ..transfer.disk import DiskLink
+from ..transfer.experts import keep_experts
+from ..transfer.host_weights import HostWeights
 from ..transfer.link import Link
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights import StreamedAdapter, WeightStream
@@ -58,21 +62,20 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> Runner:
-    plan = plan_device_memory(model, config)
-    on_host = () if plan is None else plan.streamed
+    plan, placement = _plan(model, config)
     loaded = load_model(
         model,
         tokenizer=tokenizer,
         device=config.device,
         dtype=config.dtype,
-        on_host=on_host,
+        placement=placement,
         verify=config.verify,
         hub=hub_of(config),
         reach=config.max_context,
     )
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
-    streamed, weights = _stream_weights(loaded, plan)
+    streamed, weights = _bring_weights(loaded, placement)
     keys_on_host = plan is not None and plan.keys_on_host
     artifact = artifact_loader(streamed, config)
     policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
@@ -136,7 +139,8 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
     with on_device(model.adapter.device):
         policy = build_policy(model, name, options, artifact_loader(model, config))
     link = build_link(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
-    return Runner(model, policy, runner.pool, link, config, draft=None if model_then is None else runner.draft)
+    draft = None if model_then is None else runner.draft
+    return Runner(model, policy, runner.pool, link, config, weights=runner.weights, draft=draft)
 
 
 def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
@@ -144,11 +148,19 @@ def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
 
     Raises ConfigError, ModelError, ArtifactError, MemoryLimitError.
     """
-    if config.device_memory is None:
-        return None
+    return _plan(model, config)[0]
+
+
+def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
+    """`plan_device_memory`, and with or without a plan what of the weights stays in host memory. Raises the same."""
+    if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
+        return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
     shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=config.max_context)
-    return plan_for(replace(config, policy_options=options), shape)
+    if config.device_memory is None:
+        return None, asked_placement(config, shape)
+    plan = plan_for(replace(config, policy_options=options), shape)
+    return plan, plan.placement
 
 
 def build_policy(
@@ -217,11 +229,15 @@ def _reads_in_place(pool: HostPool) -> bool:
     return found
 
 
-def _stream_weights(loaded: LoadedModel, plan: DevicePlan | None) -> tuple[LoadedModel, WeightStream | None]:
-    """The model as it runs with the layers of `plan` streaming, and what streams them; as it is, where none do."""
-    if plan is None or not plan.streamed:
+def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
+    """The model as it runs with weights in host memory as `placement` says, and what brings them; as it is, where
+    everything is on the device."""
+    if not placement:
         return loaded, None
-    device = loaded.adapter.device
-    copies = InlineStream() if device.type == "cpu" else DeviceStream(device)
-    weights = WeightStream(loaded.layers, plan.streamed, device, copies)
-    return replace(loaded, adapter=StreamedAdapter(loaded.adapter, weights)), weights
+    device, adapter, stream = loaded.adapter.device, loaded.adapter, None
+    experts = () if placement.experts is None else keep_experts(loaded.layers, placement.experts, device)
+    if placement.layers:
+        copies = InlineStream() if device.type == "cpu" else DeviceStream(device)
+        stream = WeightStream(loaded.layers, placement.layers, device, copies)
+        adapter = StreamedAdapter(adapter, stream)
+    return replace(loaded, adapter=adapter), HostWeights(stream, tuple(experts), loaded.embedding)

@@ -29,9 +29,9 @@ from ..planning.device_plan import DevicePlan, prefill_slices
 from ..pool.file_arena import DiskUse
 from ..pool.pool import HostPool
 from ..select.base import Policy
+from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..transfer.link import Link
 from ..transfer.streams import on_device
-from ..transfer.weights import WeightStream
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
@@ -68,10 +68,10 @@ class Runner:
         link: Link,
         config: EngineConfig,
         plan: DevicePlan | None = None,
-        weights: WeightStream | None = None,
+        weights: HostWeights | None = None,
         draft: Runner | None = None,
     ) -> None:
-        """plan: what the device may hold, where there is a limit. weights: what streams those that are not on it.
+        """plan: what the device may hold, where there is a limit. weights: what brings those that are not on it.
         draft: runs the model that drafts for this one."""
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
         self.plan, self.weights, self.draft = plan, weights, draft
@@ -326,10 +326,10 @@ class Runner:
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
         """Runs one layer; commits the tokens after the last."""
-        began, crossed = time.perf_counter(), self.weights_crossed
+        began, used = time.perf_counter(), self.weight_use
         prefill.run_layer()
         sequence = prefill.sequence
-        sequence.trace.weight_bytes += self.weights_crossed - crossed
+        sequence.trace.prefill_weights += self.weight_use.since(used)
         if prefill.done:
             self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
@@ -360,7 +360,7 @@ class Runner:
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
-        began, crossed = time.perf_counter(), self.weights_crossed
+        began, used = time.perf_counter(), self.weight_use
         rebalance(batch, self.pool, self.link.storage, self.policy)
         for sequence in batch:
             self.room.slide(sequence, self.link.storage, sequence.position + 1)
@@ -374,16 +374,16 @@ class Runner:
             sequence.position += 1
             sequence.interrupted = False
             self.pool.commit(sequence.blocks, sequence.slots.context)
-        batch[0].trace.weight_bytes += self.weights_crossed - crossed
+        batch[0].trace.step_weights += self.weight_use.since(used)
         seconds = time.perf_counter() - began
         for sequence in batch:
             sequence.trace.decode_seconds += seconds
         return logits
 
     @property
-    def weights_crossed(self) -> int:
-        """Bytes of weights that have crossed the link so far."""
-        return self._accounting.weights_crossed
+    def weight_use(self) -> WeightUse:
+        """What has crossed the link of weights so far."""
+        return NOTHING_USED if self.weights is None else self.weights.use
 
     def stats(self, sequence: Sequence) -> Stats:
         """What the sequence cost so far; to be taken before `free`."""
@@ -394,6 +394,8 @@ class Runner:
         """Asserts that pool, sequences and states agree."""
         self.pool.check_integrity()
         self.link.check_integrity()
+        if self.weights is not None:
+            self.weights.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
         if self.draft is not None:

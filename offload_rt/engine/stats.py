@@ -14,8 +14,8 @@ from ..outputs import Stats
 from ..pool.file_arena import DiskUse
 from ..pool.pool import HostPool
 from ..select.base import Policy
+from ..transfer.host_weights import HostWeights
 from ..transfer.link import Link
-from ..transfer.weights import WeightStream
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:
@@ -65,7 +65,7 @@ class Accounting:
         pool: HostPool,
         link: Link,
         config: EngineConfig,
-        weights: WeightStream | None,
+        weights: HostWeights | None,
         drafts: tuple[int, HostPool] | None = None,
     ) -> None:
         """drafts: bytes of a draft model's weights, and its pool."""
@@ -74,13 +74,8 @@ class Accounting:
         self._drafts = drafts
 
     @property
-    def weights_crossed(self) -> int:
-        """Bytes of weights that have crossed the link so far."""
-        return 0 if self._weights is None else self._weights.bytes
-
-    @property
     def weights_on_device(self) -> int:
-        """Bytes of weights on the device, and of the buffers for the others."""
+        """Bytes of weights on the device, and of buffers and slots for the others."""
         if self._weights is None:
             return self._weight_bytes
         return self._weight_bytes - self._weights.numbers + self._weights.device_bytes
@@ -109,7 +104,7 @@ class Accounting:
         trace.settle()
         shares = Fractions.of(trace, dense)
         missed, worst = layer_means(trace, dense)
-        file, held = self._pool.file, self._held(sequence)
+        file, held, steps = self._pool.file, self._held(sequence), trace.step_weights
         used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
         estimates = sequence.state.tail_bytes and trace.attended and self._config.exact is None
         return Stats(
@@ -125,7 +120,8 @@ class Accounting:
             decode_seconds=trace.decode_seconds,
             link_bytes_to_device=trace.bytes_to_device,
             link_bytes_to_host=trace.bytes_to_host,
-            link_bytes_weights=trace.weight_bytes,
+            link_bytes_weights=trace.prefill_weights.bytes + steps.bytes,
+            link_bytes_weights_steps=steps.bytes,
             kv_bytes_host=held if file is None else file.host_bytes,
             kv_bytes_device=self._link.device_bytes,
             scoring_bytes_device=sequence.state.device_bytes,
@@ -154,5 +150,6 @@ class Accounting:
             kv_bytes_disk=0 if file is None else held,
             disk_bytes_read=used.bytes_read,
             disk_bytes_written=used.bytes_written,
+            expert_hit_rate=steps.found / steps.chosen if steps.chosen else None,
             disk_hit_rate=used.cached / used.wanted if used.wanted else None,
         )

@@ -16,7 +16,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
     """Computes the next so many tokens of each sequence, which has slots for them, with all rows attended to and one
     read of the weights for all: in place of what drafts have left there. float32 logits `[count, V]` of what follows
     each. None of them is committed: `accept` commits one after the other."""
-    crossed, storage = runner.weights_crossed, runner.link.storage
+    used, storage = runner.weight_use, runner.link.storage
     with on_device(runner.adapter.device), torch.inference_mode():
         for sequence, count in batch:
             runner.room.slide(sequence, storage, sequence.position + count)
@@ -28,7 +28,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
         for sequence in sequences:
             storage.settle(sequence.blocks)
             sequence.interrupted = False
-    sequences[0].trace.weight_bytes += runner.weights_crossed - crossed
+    sequences[0].trace.step_weights += runner.weight_use.since(used)
     return logits
 
 

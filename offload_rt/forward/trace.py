@@ -10,6 +10,7 @@ import torch
 
 from ..core import Visible
 from ..pool.file_arena import DiskUse
+from ..transfer.host_weights import NOTHING_USED, WeightUse
 from ..transfer.link import Ticket
 
 MOST_PENDING = 4096
@@ -64,6 +65,7 @@ class Trace:
         where nothing could be saved.
     disk_before: of a pool on disk, what had been read and written when the sequence began.
     pending: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
+    prefill_weights, step_weights: what crossed of weights; what a batch shares is its first sequence's.
     recorder: is told what every decode step selects.
     """
 
@@ -73,7 +75,8 @@ class Trace:
     decode_seconds: float = 0.0
     bytes_requested: int = 0
     bytes_to_host: int = 0
-    weight_bytes: int = 0
+    prefill_weights: WeightUse = NOTHING_USED
+    step_weights: WeightUse = NOTHING_USED
     prompt_tokens: int = 0
     reused_tokens: int = 0
     diverged_at: int | None = None

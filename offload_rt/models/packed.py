@@ -46,6 +46,23 @@ def stays_packed(config: Any, device: torch.device) -> bool:
     return method is not None and not (method == "mxfp4" and device.type == "cpu")
 
 
+def moves_packed(config: Any) -> bool:
+    """Whether packed weights of a model of this configuration can be taken from one memory to another piece by piece:
+    those of bitsandbytes in 4 bits can. (Its int8 ones are held a second time by their modules, and what torchao and
+    others make of a weight says itself on which device it is.)"""
+    given = getattr(config, "quantization_config", None)
+    four = given.get("load_in_4bit") if isinstance(given, Mapping) else getattr(given, "load_in_4bit", False)
+    return packing(config) == "bitsandbytes" and bool(four)
+
+
+def keep_layout(model: Any) -> None:
+    """Keeps bitsandbytes from packing a weight anew for this processor when it first multiplies with it: weights that
+    move are read on another device, or through memory that has them as they were."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def refuse_packed(model: Any, why: str) -> None:
     """Raises ModelError where weights are packed that must be numbers."""
     method = packing(model.config)
@@ -55,23 +72,47 @@ def refuse_packed(model: Any, why: str) -> None:
         )
 
 
-def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that hold a weight: itself, or what a packed one is made of, scales included."""
+@dataclass(frozen=True)
+class Place:
+    """Where a plain tensor that belongs to a weight lies: the attribute `name` of `holder`."""
+
+    holder: Any
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What lies there."""
+        found: torch.Tensor = getattr(self.holder, self.name)
+        return found
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Puts another one there."""
+        setattr(self.holder, self.name, tensor)
+
+
+def places_of(weight: torch.Tensor) -> Iterator[Place]:
+    """Where the plain tensors lie that hold a weight: its numbers, or what a packed one is made of, scales included."""
     if hasattr(weight, "__tensor_flatten__"):  # torchao
         for name in weight.__tensor_flatten__()[0]:
-            yield from tensors_of(getattr(weight, name))
+            inner = getattr(weight, name)
+            yield from places_of(inner) if hasattr(inner, "__tensor_flatten__") else (Place(weight, name),)
         return
-    yield weight
+    yield Place(weight, "data")
     if (state := getattr(weight, "quant_state", None)) is not None:  # bitsandbytes
-        yield from _tensors_in(state)
+        yield from _places_in(state)
 
 
-def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    for value in vars(state).values():
+def _places_in(state: Any) -> Iterator[Place]:
+    for name, value in vars(state).items():
         if isinstance(value, torch.Tensor):
-            yield value
+            yield Place(state, name)
         elif hasattr(value, "absmax"):  # scales that are packed themselves
-            yield from _tensors_in(value)
+            yield from _places_in(value)
+
+
+def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that hold a weight (`places_of`)."""
+    return (place.tensor for place in places_of(weight))
 
 
 def held_bytes(weight: torch.Tensor) -> int:
@@ -80,14 +121,18 @@ def held_bytes(weight: torch.Tensor) -> int:
 
 
 def widest_side(layer: nn.Module) -> int:
-    """The longest side of any matrix of a layer, whichever way it is packed."""
+    """The longest side of any matrix of a layer, whichever way it is packed; of experts as many together as a token
+    chooses."""
     sides = [0]
+    chosen = max((k for module in layer.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=1)
     for module in layer.modules():
         stated = getattr(module, "in_features", None), getattr(module, "out_features", None)
         if all(isinstance(size, int) for size in stated):
             sides += [size for size in stated if isinstance(size, int)]
         else:
-            sides += [size for w in module.parameters(recurse=False) if w.dim() == 2 for size in w.shape]
+            own = list(module.parameters(recurse=False))
+            sides += [size for w in own if w.dim() == 2 for size in w.shape]
+            sides += [chosen * size for w in own if w.dim() == 3 for size in w.shape[1:]]
     return max(sides)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,10 @@ from .checkpoint import (
     unsupported,
 )
 from .fingerprint import fingerprint
+from .host_embedding import HostEmbedding
 from .location import OPEN, Hub, Location, locate
-from .packed import held_bytes, packing, stays_packed, stored_bytes
+from .packed import held_bytes, keep_layout, packing, stays_packed, stored_bytes
+from .placement import ON_DEVICE, Placement, lone_embedding
 from .proof import prove, prove_once
 from .reach import hold_frequencies
 from .row_linear import suit_cpu
@@ -73,7 +74,7 @@ def architectures() -> tuple[str, ...]:
 class LoadedModel:
     """A model ready to run. `eos_token_ids` is empty where nothing ends a text; `weight_bytes` counts parameters and
     buffers, tied ones once; `layers` are the decoder layers' modules, in order; `sampling` is how the checkpoint says
-    that tokens are chosen."""
+    that tokens are chosen; `embedding` is looked up in host memory, where one is."""
 
     adapter: ModelAdapter
     tokenizer: PreTrainedTokenizerBase | None
@@ -83,6 +84,7 @@ class LoadedModel:
     weight_bytes: int
     layers: tuple[nn.Module, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    embedding: HostEmbedding | None = None
 
 
 def adapter_for(model: Any) -> ModelAdapter:
@@ -119,7 +121,7 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
-    on_host: Collection[int] = (),
+    placement: Placement = ON_DEVICE,
     verify: Verify = "auto",
     hub: Hub = OPEN,
     reach: int | None = None,
@@ -128,12 +130,12 @@ def load_model(
     "owner/name/file.gguf" on the hub; dequantised) or a hub id, or takes a loaded transformers model.
 
     A loaded model is put into eval mode and stays where it is, in its dtype. `tokenizer` is a tokenizer or a name or
-    folder to read one from; None takes the checkpoint's own, if it has one. The parameters of the decoder layers
-    `on_host` stay in host memory (the whole model goes through it, then): they cannot run before they are brought over.
+    folder to read one from; None takes the checkpoint's own, if it has one. What `placement` says stays in host memory
+    (the whole model goes through it, then): it cannot run before it is brought over.
     `verify`: as in `EngineConfig`; weights that stay in host memory are proved there. `hub`: how a checkpoint is
     fetched, and a tokenizer that is named. `reach`: tokens of the longest text, for `hold_frequencies`.
     Raises ModelError (unsupported, not proved, missing, incomplete or damaged), ConfigError (device or dtype; a loaded
-    model with layers `on_host`), MemoryLimitError.
+    model of which something stays in host memory), MemoryLimitError.
     """
     own_tokenizer: PreTrainedTokenizerBase | None = None
     if isinstance(model, (str, os.PathLike)):
@@ -142,13 +144,15 @@ def load_model(
         chosen = resolve_device(device)
         _refuse_early(location, config, verify, reach)
         own_tokenizer = read_tokenizer(location) if tokenizer is None else None
-        landing = torch.device("cpu") if on_host else chosen
+        landing = torch.device("cpu") if placement else chosen
         loaded = read_weights(location, config, landing, resolve_dtype(dtype, location, config, chosen))
         hold_frequencies(loaded, reach)
+        if placement:
+            keep_layout(loaded)
         if chosen.type == "cpu":
             suit_cpu(loaded)
     else:
-        loaded = _as_given(model, str(device), str(dtype).removeprefix("torch."), on_host, verify)
+        loaded = _as_given(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
         chosen = loaded.device
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
     used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer, hub)
@@ -159,28 +163,39 @@ def load_model(
             prove(loaded, adapter_for(loaded))
         elif verify == "auto":
             prove_once(loaded, adapter_for(loaded), identity)
-        if on_host:
-            place_weights(loaded, chosen, on_host)
+        weight_bytes = _weight_bytes(loaded)
+        embedding = None
+        if placement:
+            place_weights(loaded, chosen, placement)
+            embedding = _keep_embedding(loaded, chosen) if placement.embedding else None
         return LoadedModel(
             adapter=adapter_for(loaded),
             tokenizer=used,
             fingerprint=identity,
             name=name,
             eos_token_ids=_eos_token_ids(loaded, used),
-            weight_bytes=_weight_bytes(loaded),
+            weight_bytes=weight_bytes,
             layers=tuple(decoder_layers(loaded)),
             sampling=sampling_defaults(getattr(loaded, "generation_config", None)),
+            embedding=embedding,
         )
 
 
-def _as_given(
-    model: PreTrainedModel, device: str, dtype: str, on_host: Collection[int], verify: Verify
-) -> PreTrainedModel:
+def _keep_embedding(model: Any, device: torch.device) -> HostEmbedding:
+    """Puts in the place of the embedding of `model`, which is in host memory, what looks it up there."""
+    embedding = lone_embedding(model)
+    assert embedding is not None, "a tied head reads all of it on the device"
+    kept = HostEmbedding(embedding, device)
+    model.set_input_embeddings(kept)
+    return kept
+
+
+def _as_given(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> PreTrainedModel:
     """A loaded model where it is, in eval mode. Raises ConfigError and ModelError where it cannot run so."""
-    if on_host:
+    if placement:
         raise ConfigError(
-            "the weights of a loaded model stay where they are, and they do not all fit device_memory: pass the "
-            "model's folder or hub id, or raise device_memory"
+            "the weights of a loaded model stay where they are, and some were to be in host memory (they do not all "
+            "fit device_memory, or experts_on_device or embedding_on_host says so): pass the model's folder or hub id"
         )
     _check_is_model(model)
     _check_loaded(model, device, dtype)
@@ -223,7 +238,9 @@ def _refuse_unproved(architecture: str, verify: Verify) -> None:
 @dataclass(frozen=True)
 class ModelShape:
     """What is known of a model before its weights are read: `weight_bytes` as in `LoadedModel`, `sizes` what they are
-    made of, `packing` what keeps them packed, if anything does."""
+    made of, `packing` what keeps them packed, if anything does, `streams` whether layers may be brought over one by
+    one. `placement`: what besides layers stays in host memory; `weight_bytes` and `sizes` are then of what is on the
+    device, `host_bytes` of what is not."""
 
     geometry: ModelGeometry
     weight_bytes: int
@@ -231,6 +248,18 @@ class ModelShape:
     dtype: torch.dtype
     device: torch.device
     packing: str | None = None
+    streams: bool = True
+    placement: Placement = ON_DEVICE
+    host_bytes: int = 0
+
+    def placed(self, placement: Placement) -> ModelShape:
+        """With experts and embedding where `placement` says."""
+        assert not self.placement and not placement.layers, "layers are a plan's to place"
+        sizes, on_host, slots = self.sizes.on_device(placement), self.sizes.on_host(placement), placement.experts
+        weights = self.weight_bytes - on_host
+        if slots is not None and self.sizes.experts is not None:
+            weights += slots * sum(self.sizes.experts.each)
+        return replace(self, weight_bytes=weights, sizes=sizes, placement=placement, host_bytes=on_host)
 
 
 def load_shape(
@@ -254,15 +283,15 @@ def load_shape(
             geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
         if stays_packed(config, where):
             fixed, layers = stored_bytes(location, skeleton, chosen)
-            sizes = replace(sizes, fixed=fixed, layers=layers)
-            return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config))
+            sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
+            return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), streams=False)
         packed = None
     else:
         _check_is_model(model)
         skeleton, where, chosen = model, model.device, model.dtype
         _check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))
         geometry, sizes, packed = adapter_for(skeleton).geometry, weight_sizes(skeleton), packing(skeleton.config)
-    return ModelShape(geometry, _weight_bytes(skeleton), sizes, chosen, where, packed)
+    return ModelShape(geometry, _weight_bytes(skeleton), sizes, chosen, where, packed, streams=packed is None)
 
 
 def _check_is_model(model: object) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from .packed import held_bytes, widest_side
+from .packed import held_bytes, places_of, widest_side
+from .placement import ExpertSizes, Placement, experts_of, lone_embedding
 
 ALIGNMENT = 64
 """Every weight of a layer that moves as one block begins at a multiple of this many bytes."""
@@ -21,11 +21,30 @@ class WeightSizes:
     fixed: embeddings (a tied head counted once), head, final norm, and all buffers.
     layers: of each decoder layer, its weights aligned one behind the other.
     widest: the longest side of any matrix of a layer: what an MLP widens a token to.
+    experts: those in `layers`, where they may stay in host memory.
+    embedding: of `fixed`, the embedding, where it may stay in host memory.
     """
 
     fixed: int
     layers: tuple[int, ...]
     widest: int
+    experts: ExpertSizes | None = None
+    embedding: int = 0
+
+    def on_device(self, placement: Placement) -> WeightSizes:
+        """Those that are left to place with layers: experts that are in host memory are in no layer, and those of them
+        that are on the device too are in `fixed`."""
+        fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
+        if placement.experts is not None and self.experts is not None:
+            fixed += placement.experts * sum(self.experts.each)
+            layers = tuple(size - whole for size, whole in zip(layers, self.experts.whole, strict=True))
+        return replace(self, fixed=fixed, layers=layers)
+
+    def on_host(self, placement: Placement) -> int:
+        """Bytes of experts and embedding that are in host memory."""
+        experts = None if placement.experts is None else self.experts
+        stacked = 0 if experts is None else experts.count * sum(experts.each)
+        return stacked + (self.embedding if placement.embedding else 0)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -34,9 +53,24 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(stack)
 
 
+def aligned(size: int) -> int:
+    """Bytes that a weight of `size` bytes takes among others."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def layer_bytes(layer: nn.Module) -> int:
     """Bytes of one decoder layer's parameters, each aligned."""
-    return sum(-(-held_bytes(weight) // ALIGNMENT) * ALIGNMENT for weight in layer.parameters())
+    return sum(aligned(place.tensor.nbytes) for weight in layer.parameters() for place in places_of(weight))
+
+
+def expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
+    """Of decoder layers; None where they have no experts that are stacked."""
+    found = [experts_of(layer) for layer in layers]
+    counts = {int(experts.num_experts) for experts in found if experts is not None}
+    if len(counts) != 1:
+        return None
+    each = (0 if e is None else sum(weight[0].nbytes for weight in e.parameters()) for e in found)
+    return ExpertSizes(counts.pop(), tuple(each), tuple(0 if e is None else layer_bytes(e) for e in found))
 
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
@@ -46,17 +80,31 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
     fixed = sum(held_bytes(weight) for weight in model.parameters() if id(weight) not in own)
     fixed += sum(buffer.nbytes for buffer in model.buffers())
     widest = max(widest_side(layer) for layer in layers)
-    return WeightSizes(fixed, tuple(layer_bytes(layer) for layer in layers), widest)
+    embedding = lone_embedding(model)
+    return WeightSizes(
+        fixed,
+        tuple(layer_bytes(layer) for layer in layers),
+        widest,
+        expert_sizes(layers),
+        0 if embedding is None else sum(held_bytes(weight) for weight in embedding.parameters()),
+    )
 
 
-def place_weights(model: nn.Module, device: torch.device, on_host: Collection[int]) -> None:
-    """Moves all weights and buffers of a model in host memory to `device`, one at a time, but for the parameters of the
-    decoder layers `on_host`."""
+def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
+    """Moves all weights and buffers of a model in host memory to `device`, one at a time, but for what `placement`
+    leaves there."""
     layers = decoder_layers(model)
-    stay = {id(weight) for layer in on_host for weight in layers[layer].parameters()}
+    embedding = lone_embedding(model) if placement.embedding else None
+    stay: list[nn.Module] = [layers[layer] for layer in placement.layers]
+    stay += [] if embedding is None else [embedding]
+    stay += [] if placement.experts is None else [each for layer in layers if (each := experts_of(layer)) is not None]
+    staying = {id(weight) for module in stay for weight in module.parameters()}
     for weight in model.parameters():
-        if id(weight) not in stay:
-            weight.data = weight.data.to(device)
+        if id(weight) not in staying:
+            for place in places_of(weight):
+                place.put(place.tensor.to(device))
     for module in model.modules():
+        if module is embedding:  # what it computes with is in host memory too
+            continue
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

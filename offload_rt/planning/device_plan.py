@@ -1,7 +1,8 @@
 """What lies on the device under a limit of its bytes (`device_memory`): decided before anything is loaded.
 
-First choice: everything. Then weights give way: whole decoder layers, spread evenly so that the link never rests, stay
-in host memory and stream through two buffers. Last, when not even two layers at a time leave room for them, the scoring
+First choice: everything. Then weights give way. Of a mixture, experts: all are in host memory, and each layer has as
+many on the device as fit. Then whole decoder layers, spread evenly so that the link never rests, stay in host memory
+and stream through two buffers. Last, when not even two layers at a time leave room for them, the scoring
 keys: they stay on the host and are scored there (InfiniGen §6.2), which is slower than any link.
 """
 
@@ -16,6 +17,7 @@ import torch
 from ..config import EngineConfig
 from ..core import CHUNK
 from ..errors import DeviceFullError, MemoryLimitError
+from ..models.placement import Placement
 from ..models.registry import ModelShape
 from ..pool.disk_tier import disk_limit
 from ..pool.machine import available_memory
@@ -23,6 +25,7 @@ from ..select.registry import memory_demand
 from ..transfer.weights import BUFFERS
 from ..units import format_size
 from .memory_model import DeviceCosts
+from .weight_placement import placements
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class DevicePlan:
         return _weights(self.costs, self.streamed)
 
     @property
+    def placement(self) -> Placement:
+        """What of the weights stays in host memory."""
+        return replace(self.costs.shape.placement, layers=self.streamed)
+
+    @property
     def streamed_bytes(self) -> int:
         """What the streamed layers' weights take in host memory, and cross the link for every step of a batch."""
         return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)
@@ -49,10 +57,11 @@ class DevicePlan:
     @property
     def host_bytes(self) -> int:
         """What the host keeps for the device, besides the pool."""
+        weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
-            return self.streamed_bytes
+            return weights
         there = replace(self.costs, keys_on_host=False)
-        return self.streamed_bytes + there.basis() - self.costs.basis() + there.scoring(self.context)
+        return weights + there.basis() - self.costs.basis() + there.scoring(self.context)
 
     @property
     def keys_on_host(self) -> bool:
@@ -66,7 +75,7 @@ class DevicePlan:
 
     def beside(self, other: DevicePlan) -> bool:
         """Whether it has the same weights and scoring keys on the device."""
-        return self.streamed == other.streamed and self.keys_on_host == other.keys_on_host
+        return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
         """Raises DeviceFullError where sequences with room for so many tokens could take more than the limit."""
@@ -122,11 +131,15 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
-    costs, context = costs_for(config, shape), config.max_context or held
-    *larger, least = (replace(costs, slice=size) for size in prefill_slices(config, shape.device))
-    plan = plan_device(config.device_memory, least, context)
-    plan = next((found for found in _plans(config.device_memory, larger, context) if found.beside(plan)), plan)
-    if plan.streamed and shape.packing is not None:
+    limit, context = config.device_memory, config.max_context or held
+    *larger, least = prefill_slices(config, shape.device)
+    costs = replace(costs_for(config, shape), slice=least)
+    several = [replace(costs, shape=shape.placed(placement)) for placement in placements(config, shape)]
+    whole = (found for found in _plans(limit, several, context) if not (found.streamed or found.keys_on_host))
+    plan = next(whole, None) or plan_device(limit, several[-1], context)
+    sliced = [replace(plan.costs, slice=size, keys_on_host=False) for size in larger]
+    plan = next((found for found in _plans(limit, sliced, context) if found.beside(plan)), plan)
+    if plan.streamed and not shape.streams:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights beside {plan.context:,} tokens, and "
             f"packed ones ({shape.packing}, {format_size(shape.weight_bytes)}) are not brought over layer by layer: "

@@ -15,7 +15,8 @@ from torch import nn
 
 from ..models.adapter import ModelAdapter
 from ..models.forwarding import ForwardingAdapter
-from ..models.weights import ALIGNMENT, layer_bytes
+from ..models.packed import places_of
+from ..models.weights import aligned, layer_bytes
 from ..pool.arena import page_lock, reserve
 from .streams import Event, Stream
 
@@ -109,8 +110,8 @@ class WeightStream:
 
 
 class _Block:
-    """One layer's parameters, one behind the other in memory of the host's own, with views of them there and in every
-    buffer; each keeps its strides."""
+    """One layer's parameters, packed ones with their scales, one behind the other in memory of the host's own, with
+    views of them there and in every buffer; each keeps its strides."""
 
     def __init__(self, layer: nn.Module, buffers: Sequence[torch.Tensor], pin: bool) -> None:
         self.bytes = layer_bytes(layer)
@@ -118,33 +119,36 @@ class _Block:
         self.host = torch.frombuffer(memory, dtype=torch.uint8)
         if pin:
             page_lock(self.host, self)
-        self._weights = list(layer.parameters())
-        self.numbers = sum(weight.nbytes for weight in self._weights)
-        self._at_host = self._views(self.host)
-        self._in_buffers = [self._views(buffer) for buffer in buffers]
-        for weight, view in zip(self._weights, self._at_host, strict=True):
-            view.copy_(weight.data)
+        self._places = [place for weight in layer.parameters() for place in places_of(weight)]
+        own = [place.tensor for place in self._places]
+        self.numbers = sum(tensor.nbytes for tensor in own)
+        self._at_host = _views(own, self.host)
+        self._in_buffers = [_views(own, buffer) for buffer in buffers]
+        for tensor, view in zip(own, self._at_host, strict=True):
+            view.copy_(tensor)
         self.look_at(None)
-
-    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        views, at = [], 0
-        for weight in self._weights:
-            dense = sum((size - 1) * step for size, step in zip(weight.shape, weight.stride(), strict=True)) + 1
-            assert dense == weight.numel(), "a weight with gaps between its numbers"
-            numbers = memory[at : at + weight.nbytes].view(weight.dtype)
-            views.append(numbers.as_strided(weight.shape, weight.stride()))
-            at += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
-        return views
 
     def look_at(self, slot: int | None) -> None:
         """The parameters are those in buffer `slot`, or with None those in host memory."""
-        for weight, view in zip(self._weights, self._at_host if slot is None else self._in_buffers[slot], strict=True):
-            weight.data = view
+        for place, view in zip(self._places, self._at_host if slot is None else self._in_buffers[slot], strict=True):
+            place.put(view)
 
     def check_integrity(self, slot: int | None) -> None:
         """Asserts that the parameters look at `slot`."""
         views = self._at_host if slot is None else self._in_buffers[slot]
-        assert all(w.data_ptr() == view.data_ptr() for w, view in zip(self._weights, views, strict=True))
+        assert all(p.tensor.data_ptr() == view.data_ptr() for p, view in zip(self._places, views, strict=True))
+
+
+def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
+    """Views of `memory`, one behind the other, as each of `tensors` is: dtype, shape and strides."""
+    views, at = [], 0
+    for tensor in tensors:
+        dense = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        assert dense == tensor.numel(), "a weight with gaps between its numbers"
+        numbers = memory[at : at + tensor.nbytes].view(tensor.dtype)
+        views.append(numbers.as_strided(tensor.shape, tensor.stride()))
+        at += aligned(tensor.nbytes)
+    return views
 
 
 class StreamedAdapter(ForwardingAdapter):
