@@ -123,6 +123,35 @@ def working_set(args: argparse.Namespace) -> int:
     return 0
 
 
+def _expert_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a mixture of experts: a local folder or a hub id")
+    add_text_flag(parser)
+    parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens of the text (2048)")
+    parser.add_argument("--shares", type=numbers, default=[0.25, 0.5], metavar="F,F", help="experts on the device")
+    parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
+    parser.add_argument("--out", required=True, metavar="DIR", help="experts.json, .csv and .md")
+
+
+@measure("experts", "experts that tokens choose: how often N are enough, and a layer's guess right", _expert_flags)
+def experts(args: argparse.Namespace) -> int:
+    """Which experts a text's tokens choose: how many a layer that keeps some on the device has to fetch, and what
+    fetching by a guess a layer ahead would bring, in time and in vain. The model runs as a whole."""
+    from ..simulate.expert_choices import run_expert_choices
+
+    text, say = read_text(args.text), say_on_stderr(False)
+    report = run_expert_choices(
+        args.model,
+        text,
+        text_name(args.text),
+        Path(args.out),
+        context=args.context,
+        shares=args.shares,
+        dtype=args.dtype,
+    )
+    show(report, args.out, say)
+    return 0
+
+
 def _store_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", required=True, metavar="FILE", help="Mooncake's format, one JSON object a line")
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N")
