@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, EngineConfig, MemoryLimitError, ModelError, SamplingParams
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.packed import held_bytes, tensors_of
+from offload_rt.models.packed import held_bytes, keep_layout, moves_packed, places_of, tensors_of
 from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.weights import layer_bytes
 from offload_rt.planning.device_plan import plan_for
 
 WINDOW = {"sinks": 2, "recent": 8}
@@ -91,8 +93,53 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
     config = EngineConfig(policy="full", device_memory="1GiB", max_context=128)
     least = shape.weight_bytes + plan_for(config, shape).costs.total([128])
     assert not plan_for(replace(config, device_memory=least), shape).streamed
+    if packed.name == "bitsandbytes":
+        assert plan_for(replace(config, device_memory=least - 1), shape).streamed
+        return
     with pytest.raises(MemoryLimitError, match=r"packed ones \(.*\) are not brought over layer by layer"):
         LLM(packed, config, device_memory=least - 1, dtype="float32")
+
+
+def test_packed_layers_stream(tmp_path: Path) -> None:
+    """Their packed bytes and scales cross the link, about an eighth of float32's, and the modules compute the same with
+    them: on both sides the weights lie as on a device."""
+    pytest.importorskip("bitsandbytes")
+    plain = tiny_checkpoint(tmp_path / "plain", "llama", intermediate_size=128, num_hidden_layers=8)
+    packed = tmp_path / "packed"
+    nf4(Path(plain)).save_pretrained(packed)
+    model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    keep_layout(model)
+    shape = load_shape(packed, dtype="float32")
+    config = EngineConfig(policy="full", device_memory="1GiB", max_context=192, host_memory="16MiB", dtype="float32")
+    limit = shape.sizes.fixed + 4 * max(shape.sizes.layers) + plan_for(config, shape).costs.total([192])
+    for verify in ("always", "off"):
+        llm = LLM(packed, config, device_memory=limit, verify=verify)
+        runner, stream = llm.runner, llm.runner.weights and llm.runner.weights.stream
+        assert stream is not None and len(stream.layers) == 6 and runner.plan is not None
+        sequence = runner.new_sequence([*PROMPT, 5, 6], 192)
+        logits = [runner.prefill(sequence, len(PROMPT), want_logits=True)]
+        crossed = stream.bytes
+        logits += [runner.decode([sequence])[0] for _ in range(2)]
+        runner.check_integrity()
+        runner.free(sequence)
+        expected = model(torch.tensor([[*PROMPT, 5, 6]])).logits[0, -3:]
+        torch.testing.assert_close(torch.stack(logits), expected, rtol=1e-4, atol=1e-4)
+        layers = [runner.model.layers[layer] for layer in stream.layers]
+        assert stream.bytes - crossed == 2 * sum(map(layer_bytes, layers)) <= 2 * runner.plan.streamed_bytes
+        numbers = sum(m.in_features * m.out_features for layer in layers for m in layer.modules() if is_linear(m))
+        assert sum(map(layer_bytes, layers)) < 0.7 * numbers
+        scales = [place.tensor for weight in layers[0].parameters() for place in places_of(weight)]
+        assert sum(scale.nbytes for scale in scales) > sum(weight.nbytes for weight in layers[0].parameters())
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear)
+
+
+def test_what_is_packed_in_another_way_does_not_stream() -> None:
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    for packing, moves in ((four, True), (four | {"load_in_4bit": False}, False), ({"quant_method": "torchao"}, False)):
+        assert moves_packed(SimpleNamespace(quantization_config=packing)) == moves
 
 
 def test_other_weights_have_another_fingerprint(packed: Path) -> None:

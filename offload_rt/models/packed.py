@@ -21,6 +21,10 @@ _HEADER_LIMIT = 100 << 20
 """Bytes: what the safetensors library itself takes for the longest header."""
 
 
+ALIGNMENT = 64
+"""Every weight of a layer that moves as one block begins at a multiple of this many bytes."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a file: its shape there, whether its numbers are plain floating-point ones, its bytes."""
@@ -115,6 +119,11 @@ def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     return (place.tensor for place in places_of(weight))
 
 
+def aligned(size: int) -> int:
+    """Bytes that a weight of `size` bytes takes among others."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def held_bytes(weight: torch.Tensor) -> int:
     """Bytes of a weight as it is held."""
     return sum(tensor.nbytes for tensor in tensors_of(weight))
@@ -138,8 +147,8 @@ def widest_side(layer: nn.Module) -> int:
 
 def stored_bytes(location: Location, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
     """Bytes of a packed checkpoint's weights beside its layers, and of each layer, in a model of `dtype`: packed ones
-    as they are in the file, those that the model has as numbers in its own dtype. Raises ModelError where the files
-    cannot be read."""
+    as they are in the file, those that the model has as numbers in its own dtype; each of a layer's aligned. Raises
+    ModelError where the files cannot be read."""
     named = {name: tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
@@ -148,7 +157,7 @@ def stored_bytes(location: Location, skeleton: nn.Module, dtype: torch.dtype) ->
         size = int(torch.Size(stored.shape).numel()) * dtype.itemsize if plain else stored.bytes
         found = _LAYER.search(name)
         if found is not None and int(found[1]) < depth:
-            layers[int(found[1])] += size
+            layers[int(found[1])] += aligned(size)
         else:
             fixed += size
     return fixed, tuple(layers)

@@ -30,7 +30,7 @@ from .checkpoint import (
 from .fingerprint import fingerprint
 from .host_embedding import HostEmbedding
 from .location import OPEN, Hub, Location, locate
-from .packed import held_bytes, keep_layout, packing, stays_packed, stored_bytes
+from .packed import held_bytes, keep_layout, moves_packed, packing, stays_packed, stored_bytes
 from .placement import ON_DEVICE, Placement, lone_embedding
 from .proof import prove, prove_once
 from .reach import hold_frequencies
@@ -284,7 +284,9 @@ def load_shape(
         if stays_packed(config, where):
             fixed, layers = stored_bytes(location, skeleton, chosen)
             sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
-            return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), streams=False)
+            return ModelShape(
+                geometry, fixed + sum(layers), sizes, chosen, where, packing(config), streams=moves_packed(config)
+            )
         packed = None
     else:
         _check_is_model(model)

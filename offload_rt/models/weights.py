@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .packed import held_bytes, places_of, widest_side
+from .packed import aligned, held_bytes, places_of, widest_side
 from .placement import ExpertSizes, Placement, experts_of, lone_embedding
-
-ALIGNMENT = 64
-"""Every weight of a layer that moves as one block begins at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a transformers model of a supported architecture, in order: its outermost list."""
     stack = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(stack)
-
-
-def aligned(size: int) -> int:
-    """Bytes that a weight of `size` bytes takes among others."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def layer_bytes(layer: nn.Module) -> int:

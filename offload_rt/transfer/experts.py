@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.packed import aligned
 from ..models.placement import experts_of
-from ..models.weights import aligned
 from ..pool.arena import page_lock, reserve
 
 

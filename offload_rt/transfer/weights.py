@@ -15,8 +15,8 @@ from torch import nn
 
 from ..models.adapter import ModelAdapter
 from ..models.forwarding import ForwardingAdapter
-from ..models.packed import places_of
-from ..models.weights import aligned, layer_bytes
+from ..models.packed import aligned, places_of
+from ..models.weights import layer_bytes
 from ..pool.arena import page_lock, reserve
 from .streams import Event, Stream
 
