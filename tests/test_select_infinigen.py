@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -293,18 +294,22 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
 
 def missed_mass(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, attended: list[set[int]]) -> float:
     """Mean over query heads of the softmax mass (over all tokens, by scoring keys) outside `attended`."""
-    weights = plain_scores(rule, layer, query, k, calibrated(rule)).softmax(-1)
-    group = rule.geometry.group
+    scores, cap, group = (
+        plain_scores(rule, layer, query, k, calibrated(rule)),
+        rule.geometry.softcap,
+        rule.geometry.group,
+    )
+    weights = (scores if cap is None else cap * (scores / cap).tanh()).softmax(-1)
     outside = [1 - sum(float(row[t]) for t in attended[head // group]) for head, row in enumerate(weights)]
     return sum(outside) / len(outside)
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("limit", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize(("limit", "softcap"), [(0.02, None), (0.1, None), (0.3, None), (0.1, 1.5)])
 def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(
-    group: int, limit: float, device: torch.device
+    group: int, limit: float, softcap: float | None, device: torch.device
 ) -> None:
-    shape = geometry(group=group)
+    shape = replace(geometry(group=group), softcap=softcap)
     rule = policy(shape, device=device, max_missed_mass=limit, alpha=0.5, max_fraction=1.0)
     q, k = tokens(shape, TOTAL)
     state = filled(rule, q.to(device), k.to(device))

@@ -15,6 +15,7 @@ from ..errors import ArtifactError
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.low_bit import Layout, LowBitQuery
 from ..kernels.pages import PAGE_TOKENS
+from ..kernels.reference import capped
 from ..kernels.selection import extend_selection, floor_share
 from ..skewing.artifact import SkewArtifact, artifact_bytes
 from ..skewing.guess import SOURCES
@@ -128,7 +129,8 @@ class InfiniGenState(PassiveState):
         if options.max_missed_mass is None or most <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
-        scores = self._keys.ask(layer, q.to(self._policy.keys_device), visible.all).scores
+        estimated = self._keys.ask(layer, q.to(self._policy.keys_device), visible.all).scores
+        scores = capped(estimated, self._policy.geometry.softcap)
         first = visible.all.start
         attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
         attended[:, candidates.start - first : candidates.stop - first] = False
