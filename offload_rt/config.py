@@ -141,7 +141,8 @@ class EngineConfig:
         pass, and those that full attention would not have chosen are taken back. True drafts under the policy ("full":
         by lookup); a method's name or a mapping of `DraftOptions` says how. None attends to what the policy selects.
     cuda_graphs: capture decode steps as CUDA graphs and replay them where all that they launch can be repeated
-        (`forward/cuda_graphs.py`).
+        (`forward/cuda_graphs.py`). None does so on a CUDA device whose memory is not limited; under `device_memory`
+        True plans for one graph, which takes the memory of its step from what sequences have.
     prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory. None
         is 512 on a CPU and 2,048 on a device; there as few as 512 where `device_memory` would else keep less on it.
     prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
@@ -197,7 +198,10 @@ class EngineConfig:
     exact: DraftOptions | None = option(
         None, help="the text of full attention: drafts are verified by all rows", group="policy"
     )
-    cuda_graphs: bool = option(False, help="replay decode steps as CUDA graphs", group="device", plans=True)
+    cuda_graphs: bool | None = option(
+        None, help="replay decode steps as CUDA graphs (default: on a GPU without --device-memory)", group="device",
+        plans=True,
+    )  # fmt: skip
     prefill_slice: int | None = option(
         None, help="prompt tokens whose attention is computed together (default: 512, on a GPU 2048)", metavar="N",
         group="device", plans=True,
@@ -261,6 +265,10 @@ class EngineConfig:
             self.working_set >= 0,
             f"working_set={self.working_set} must not be negative: rows per layer and KV head, 0 is none",
         )
+
+    def replays(self, device: str) -> bool:
+        """Whether decode steps are captured and replayed on a device of this type."""
+        return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
 
 
 def _parsed_size(size: int | str | None, name: str) -> int | None:

@@ -88,7 +88,8 @@ def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, 
 
 
 def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.device) -> None:
-    """All sums are whole numbers, so the two differ by the rounding of two operations and of q * mean."""
+    """All sums are whole numbers, so the two differ by the rounding of two operations and of q * mean: by one place of
+    scores below 64."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(3)
@@ -99,7 +100,7 @@ def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.devic
     own = apart(packed)
     got = quantised_scores(q, own, mean, step, 4, starts, stops, stored)
     want = lists.quantised_scores(q, own, mean, step, 4, starts, stops, stored)
-    torch.testing.assert_close(got.scores, want.scores, rtol=3e-7, atol=3e-6)
+    torch.testing.assert_close(got.scores, want.scores, rtol=3e-7, atol=4e-6)
 
 
 @pytest.mark.parametrize(

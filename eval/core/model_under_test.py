@@ -175,7 +175,7 @@ class ModelUnderTest:
         does."""
         options = dict(default_options(self._skew, variant.policy, variant.options, self.loaded.fingerprint))
         if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper":
-            options.setdefault("source", "residual")
+            options.setdefault("source", "attention_input")
         return options
 
     def policy(self, variant: Variant, context: int | None = None) -> Policy:

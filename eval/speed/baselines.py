@@ -387,6 +387,7 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "infinigen": _infinigen(),
     "infinigen-paper": _infinigen("paper", preset="paper"),
     "infinigen-dense0": _infinigen("layer 0 dense", dense_layers=(0,)),
+    "infinigen-residual": _infinigen("residual", source="residual"),
     "infinigen-int8": _infinigen("int8", scorer="int8"),
     "infinigen-int4": _infinigen("int4", scorer="int4"),
     "infinigen-int2": _infinigen("int2", scorer="int2"),

@@ -34,10 +34,10 @@ QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
 
 
 def machine(job: GpuJob) -> dict[str, Any]:
-    """GPU, PCIe, driver, versions, commit (OFFLOAD_RT_COMMIT says it where there is a copy without a repository), and
-    the bandwidths that floors are made from, measured now."""
+    """GPU, PCIe, driver, versions, commit (OFFLOAD_RT_COMMIT says it of a copy without its repository), and the
+    bandwidths that floors are made from, measured now."""
     commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    told = commit.stdout.strip() or os.environ.get("OFFLOAD_RT_COMMIT", "not from a repository")
+    told = os.environ.get("OFFLOAD_RT_COMMIT") or commit.stdout.strip() or "not from a repository"
     about = environment() | {"commit": told, "cores": os.cpu_count()}
     about["bandwidth"] = bandwidth(job.device, job.size.hardware.copied, job.size.hardware.repeats)
     if job.cuda:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: tests and scripts are run from there."""
 
 BASELINES = (
-    "static", "dynamic", "offloaded", "accelerate", "quantized", "full", "infinigen", "infinigen-tail4", "ideal",
-    "floor", "floor-ours",
+    "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-residual", "infinigen-tail4",
+    "ideal", "floor", "floor-ours",
 )  # fmt: skip
 
 

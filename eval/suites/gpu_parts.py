@@ -143,9 +143,12 @@ def run_sessions(job: GpuJob) -> Iterator[Results]:
     """Time to the first token of a session's next turn: recomputed, from host memory, from disk (over PCIe)."""
     name, memory = job.size.shape, job.size.host_memory
     model = SHAPES[name].model(1 << 16, job.device)
-    timed = session_ttft.TimedModel(name, lambda: LLM(model, policy="full", host_memory=memory), job.size.histories)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        yield {"rows": session_ttft.measure(timed, job.size.turns, Path(folder))}
+        for history in job.size.histories:
+            timed = session_ttft.TimedModel(name, lambda: LLM(model, policy="full", host_memory=memory), (history,))
+            rows += session_ttft.measure(timed, job.size.turns, Path(folder))
+            yield {"rows": rows}
 
 
 def run_train(job: GpuJob) -> Iterator[Results]:

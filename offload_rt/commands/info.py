@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.placed(asked_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
-    graphs = most_graphs(config, shape.device, streams=bool(placement))
+    # One sequence's: the graph of its bucket of lengths, and those of the smaller ones, each half of the next.
+    graphs = min(2, most_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []

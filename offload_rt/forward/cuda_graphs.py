@@ -2,7 +2,8 @@
 other sequences, lengths and tokens, which are data in `batched.StepInputs`. Batch sizes are rounded up, so that few are
 captured: rows behind the last sequence are nobody's.
 
-**This has not yet run on a device.** It runs in the tests on a simulated one, streams, capture and replay included.
+A launch takes the host 5 to 25 microseconds and a step of an 8B model makes 1,500 of them: on an H100 a replayed step
+takes 15 ms where the same launches one by one took 67 (`eval/results/gpu`).
 
 A step stays eager where a launch would depend on more than the inputs: policies whose states select for themselves,
 columns chosen from each prompt, working sets, chunks that sequences share, eviction, weights that stream; and where the
@@ -166,10 +167,8 @@ def steps_for(config: EngineConfig, device: torch.device, strategies: StrategyCa
 def most_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
     """How many graphs there are at most at a time, each of which keeps the memory of its step; 0: steps are eager.
     Raises ConfigError as `steps_for`."""
-    if not config.cuda_graphs:
-        return 0
-    if device.type != "cuda":
+    if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: leave it out")
-    if streams:
+    if streams or not config.replays(device.type):
         return 0
     return MOST_CACHED if config.device_memory is None else 1

@@ -119,7 +119,8 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
     options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     rounded, best = config.kv_format != "auto", prefill_slices(config, shape.device)[0]
-    return DeviceCosts(shape, demand, best, rounded=rounded, working_set=config.working_set, graphs=config.cuda_graphs)
+    graphs = config.replays(shape.device.type)
+    return DeviceCosts(shape, demand, best, rounded=rounded, working_set=config.working_set, graphs=graphs)
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:

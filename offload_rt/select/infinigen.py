@@ -325,7 +325,7 @@ def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySou
     """What "auto" means where the model computes on `device`."""
     if options.source != "auto":
         return options.source
-    return "query" if device.type == "cpu" else "residual"
+    return "query" if device.type == "cpu" else "attention_input"
 
 
 def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArtifact) -> None:

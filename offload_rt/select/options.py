@@ -62,8 +62,10 @@ class InfiniGenOptions(PolicyOptions):
     max_fraction: the count of a layer never exceeds this share of its candidates.
     source: what predicts layer i's query: layer i-1's attention input (paper), layer i's own norm of layer i-1's
         input, or of layer i-1's residual after its attention; or nothing does, "query": the layer's own selects, too
-        late to fetch ahead. "auto" is "residual" on a device, and "query" on a CPU, where nothing is on its way while
-        layers compute: one product less, and the scores that select weigh the tail too.
+        late to fetch ahead. "auto" is "attention_input" on a device, where layer i's rows then follow layer i-1's on
+        the link without a pause (the residual guesses as well and comes a whole attention later), and "query" on a
+        CPU, where nothing is on its way while layers compute: one product less, and the scores that select weigh the
+        tail too.
     corrected: whether that guess is corrected channel by channel as calibration found it to be off (the paper: not).
     scorer: "partial" columns in the model's dtype, the same columns as int8 ("int8"), or all columns as int4 / int2.
         "auto" are the tail's 4-bit keys where there is a tail, else int8; any other needs tail="off".

@@ -181,7 +181,7 @@ class Cell:
             if device == "cpu":
                 settings.pop("cuda_graphs", None)
                 if self.policy == "infinigen" and options.get("preset") != "paper":
-                    options = {"source": "residual"} | options  # as on a device
+                    options = {"source": "attention_input"} | options  # as on a device
             model: Any = tiny_model(self.model, num_hidden_layers=LAYERS, **WINDOWS.get(self.model, {})).to(device)
             if self.streamed is not None:
                 model = folder / "model"
