@@ -241,15 +241,17 @@ def _join(
     lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program r: row r of all parts of the tail, turned back by mixing `[d, d]`, and of the exact rows: out and
-    lse."""
+    """Program (r, c): COLUMNS channels of row r of all parts of the tail, turned back by mixing `[d, d]`, and of the
+    exact rows: out, and the first program of a row its lse. Each reads all parts: that takes less than waiting for one
+    that does it for all."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
     own = tl.load(exact_lses + r)
     peak = tl.maximum(tl.max(every, 0), own)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     whole = tl.maximum(tl.sum(tl.exp(every - safe), 0) + tl.exp(own - safe), 1e-30)
-    tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
+    if tl.program_id(1) == 0:
+        tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
@@ -257,12 +259,11 @@ def _join(
         there = (of_part > float("-inf"))[:, None] & (column < d)[None, :]
         piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
         acc += tl.sum(piece * tl.exp(of_part - safe)[:, None], 0)
-    for first in range(0, d, COLUMNS):
-        channel = first + tl.arange(0, COLUMNS)
-        tile = tl.load(mixing + channel[:, None] * d + column[None, :],
-                       mask=(channel < d)[:, None] & (column < d)[None, :], other=0.0)  # fmt: skip
-        joined = tl.load(exact + r * d + channel, mask=channel < d, other=0.0) * tl.exp(own - safe)
-        tl.store(out + r * d + channel, (joined + tl.sum(tile * acc[None, :], 1)) / whole, mask=channel < d)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = (channel < d)[:, None] & (column < d)[None, :]
+    tile = tl.load(mixing + channel[:, None] * d + column[None, :], mask=known, other=0.0)
+    joined = tl.load(exact + r * d + channel, mask=channel < d, other=0.0) * tl.exp(own - safe)
+    tl.store(out + r * d + channel, (joined + tl.sum(tile * acc[None, :], 1)) / whole, mask=channel < d)
 
 
 def join_tail(
@@ -285,10 +286,11 @@ def join_tail(
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
     outs, lses = _parts(q, mean, layout, table, starts, stops, chosen, counts, tokens)
     whole, total = torch.empty_like(out), torch.empty_like(lse)
-    _join[(lists * group,)](
+    columns = min(16, triton.next_power_of_2(d))
+    _join[(lists * group, triton.cdiv(d, columns))](
         outs, lses, mixing, out, lse, whole, total, len(outs), lists * group,
         d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, ALL=triton.next_power_of_2(len(outs)),
-        COLUMNS=min(16, triton.next_power_of_2(d)),
+        COLUMNS=columns,
     )  # fmt: skip
     return whole, total
 

@@ -1,7 +1,7 @@
 """Threshold, candidate filter and per-head top-n in Triton: token indices under a static cap, no host in between.
 
-Seven launches over `[P, N]`: one makes of the blocks' maxima and sums each head's, marks what passes and turns values
-into integers of the same order (int32 `[P, N]`, 4 bytes a token, which stay in the L2 cache), four histograms of 256
+Eight launches over `[P, N]`: one makes of the blocks' maxima and sums each head's, one marks what passes and makes
+integers of the same order (int32 `[P, N]`, 4 bytes a token, which stay in the L2 cache), four histograms of 256
 bins fix the n-th largest value digit by digit, one counts, one writes. Nothing depends on the order in which programs
 run: only integers are added atomically. Definition: `lists.select_tokens`; given the same scores the result is the
 same, ties included.
@@ -17,6 +17,9 @@ from .lists import Scores
 
 _BLOCK = 1024
 """Tokens of a program."""
+
+_MARKED = 256
+"""Tokens of a program that marks: it takes all heads of a layer, and larger ones would leave most of a device idle."""
 
 _ABSENT = tl.constexpr(-(1 << 31))
 """Below the order of every float: a token that passed no head."""
@@ -37,23 +40,31 @@ def _digit(order: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
     return ((order ^ -2147483648) >> (24 - 8 * DIGIT)) & 255
 
 
-@triton.jit
-def _largest(
-    maxima: tl.tensor, line: tl.tensor, head: tl.tensor, parts: tl.tensor, G: tl.constexpr, PARTS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The blocks' maxima `[GROUP, PARTS]` of heads `line`, and the largest of each head."""
-    part = tl.arange(0, PARTS)
-    real = (head < G)[:, None] & (part < parts)[None, :]
-    every = tl.load(maxima + line[:, None] * parts + part[None, :], mask=real, other=float("-inf"))
-    return every, tl.max(every, 1)
+@triton.jit(do_not_specialize=["parts"])
+def _whole(
+    maxima: tl.tensor, sums: tl.tensor, peaks: tl.tensor, logs: tl.tensor, parts: tl.tensor,
+    G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program p: of the blocks' maxima and sums `[G, parts]` of list p makes each head's largest score, and the log of
+    its sum of exponentials (0 where there are none)."""
+    head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
+    line = tl.program_id(0).to(tl.int64) * G + head
+    real, at = (head < G)[:, None] & (part < parts)[None, :], line[:, None] * parts + part[None, :]
+    every = tl.load(maxima + at, mask=real, other=float("-inf"))
+    peak = tl.max(every, 1)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    sizes = tl.load(sums + at, mask=every > float("-inf"), other=0.0)
+    whole = tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
+    tl.store(peaks + line, peak, mask=head < G)
+    tl.store(logs + line, tl.where(whole > 0.0, safe + tl.log(tl.maximum(whole, 1e-30)), 0.0), mask=head < G)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "parts", "blocks", "lists"])
+@triton.jit(do_not_specialize=["kv_heads", "blocks", "lists"])
 def _mark(
-    scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, starts: tl.tensor, stops: tl.tensor, passing: tl.tensor,
+    scores: tl.tensor, peaks: tl.tensor, logs: tl.tensor, starts: tl.tensor, stops: tl.tensor, passing: tl.tensor,
     orders: tl.tensor, histograms: tl.tensor,
-    tokens: tl.tensor, kv_heads: tl.tensor, parts: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
-    G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens: tl.tensor, kv_heads: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (b, i): tokens [i * BLOCK, ...) of sequence b, all heads. Writes how often these tokens pass a head to
     `passing[b, i]`, and the orders of those that pass any head of the layer; the first block of a sequence clears its
@@ -67,19 +78,14 @@ def _mark(
     for h in range(kv_heads):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
-        _, peak = _largest(maxima, line, head, parts, G, PARTS)
-        passes += tl.sum((real & (score >= (peak - alpha)[:, None])).to(tl.int32), 0)
+        bound = tl.load(peaks + line, mask=head < G, other=float("inf")) - alpha
+        passes += tl.sum((real & (score >= bound[:, None])).to(tl.int32), 0)
     tl.store(passing + b * blocks + block, tl.sum(passes, 0))
     for h in range(kv_heads):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
         if G > 1:
-            every, peak = _largest(maxima, line, head, parts, G, PARTS)
-            safe, part = tl.where(peak == float("-inf"), 0.0, peak), tl.arange(0, PARTS)
-            there = every > float("-inf")
-            sizes = tl.load(sums + line[:, None] * parts + part[None, :], mask=there, other=0.0)
-            whole = tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
-            score -= tl.where(whole > 0.0, safe + tl.log(tl.maximum(whole, 1e-30)), 0.0)[:, None]
+            score -= tl.load(logs + line, mask=head < G, other=0.0)[:, None]
         order = tl.where(passes > 0, _ordered(tl.max(score, 0)), _ABSENT)
         tl.store(orders + (b * kv_heads + h) * tokens + token, order, mask=token < tokens)
         if block == 0:
@@ -90,12 +96,12 @@ def _mark(
 
 @triton.jit
 def _count(
-    passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor, blocks: tl.tensor,
-    BLOCKS: tl.constexpr,
+    passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
+    MARKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """n of sequence b, as `selection.token_count`, under `cap`."""
-    block = tl.arange(0, BLOCKS)
-    passes = tl.sum(tl.load(passing + b * blocks + block, mask=block < blocks, other=0), 0)
+    block = tl.arange(0, MARKED)
+    passes = tl.sum(tl.load(passing + b * marked + block, mask=block < marked, other=0), 0)
     return tl.minimum(tl.minimum(tl.maximum((passes + heads - 1) // heads, 1), tl.load(limits + b)), cap)
 
 
@@ -111,18 +117,18 @@ def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tenso
     return prefix, rank
 
 
-@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "blocks"])
+@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "marked"])
 def _histogram(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, tokens: tl.tensor,
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
-    cap: tl.tensor, blocks: tl.tensor, DIGIT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, MARKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i) adds the digits of its orders whose higher digits are those of the bound."""
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     counted = order != _ABSENT
     if DIGIT > 0:
-        n = _count(passing, limits, p // kv_heads, heads, cap, blocks, BLOCKS)
+        n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
         prefix, _ = _bound(histograms, p, lists, n, DIGIT)
         seen = (order ^ -2147483648) >> (32 - 8 * DIGIT)
         counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
@@ -131,17 +137,17 @@ def _histogram(
     tl.atomic_add(histograms + (DIGIT * lists + p) * 256 + at, bins, mask=bins > 0)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "blocks"])
+@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "marked", "blocks"])
 def _tally(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
     equal: tl.tensor, counts: tl.tensor,
-    tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, blocks: tl.tensor,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
+    blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i): how many of its orders lie above the bound, and how many equal it."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    n = _count(passing, limits, p // kv_heads, heads, cap, blocks, BLOCKS)
+    n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
     prefix, _ = _bound(histograms, p, lists, n, 4)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     bound = prefix ^ -2147483648
@@ -151,18 +157,18 @@ def _tally(
         tl.store(counts + p, n)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "blocks"])
+@triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "marked", "blocks"])
 def _write(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
     equal: tl.tensor, out: tl.tensor,
-    tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, blocks: tl.tensor,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
+    blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, i) writes its tokens, rising, behind those of the blocks before it; of the orders that equal the
     bound the first ones. Of its own places behind the count it makes zeros."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-    n = _count(passing, limits, p // kv_heads, heads, cap, blocks, BLOCKS)
+    n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
     prefix, ties = _bound(histograms, p, lists, n, 4)
     bound = prefix ^ -2147483648
     greater = tl.sum(tl.load(above + p * blocks + other, mask=other < block, other=0), 0)
@@ -185,25 +191,28 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lists.select_tokens` in seven launches; float32 scores, `[P, G, N]` contiguous, and a cap of at most N."""
+    """`lists.select_tokens` in eight launches; float32 scores, `[P, G, N]` contiguous, and a cap of at most N."""
     (lists, group, tokens), parts, device = found.scores.shape, found.maxima.shape[2], found.scores.device
     assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()
     assert found.maxima.is_contiguous() and found.sums.is_contiguous() and found.sums.shape == (lists, group, parts)
-    blocks, sequences = triton.cdiv(tokens, _BLOCK), len(limits)
-    sizes = (lists * tokens, sequences * blocks, _DIGITS.value * lists * 256, lists * blocks, lists * blocks, lists)
+    blocks, marked, sequences = triton.cdiv(tokens, _BLOCK), triton.cdiv(tokens, _MARKED), len(limits)
+    sizes = (lists * tokens, sequences * marked, _DIGITS.value * lists * 256, lists * blocks, lists * blocks, lists)
     made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
     orders, passing, histograms, above, equal, counts = made
-    _mark[(sequences, blocks)](
-        found.scores, found.maxima, found.sums, starts, stops, passing, orders, histograms,
-        tokens, kv_heads, parts, blocks, lists, float(alpha),
-        G=group, GROUP=triton.next_power_of_2(group), PARTS=triton.next_power_of_2(parts), BLOCK=_BLOCK,
+    peaks, logs = torch.empty(2, lists * group, dtype=torch.float32, device=device)
+    heads = {"G": group, "GROUP": triton.next_power_of_2(group)}
+    _whole[(lists,)](found.maxima, found.sums, peaks, logs, parts, PARTS=triton.next_power_of_2(parts), **heads)
+    _mark[(sequences, marked)](
+        found.scores, peaks, logs, starts, stops, passing, orders, histograms,
+        tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, **heads,
     )  # fmt: skip
-    shape = (tokens, kv_heads, lists, kv_heads * group, cap, blocks)
-    wide = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": _BLOCK}
+    shape = (tokens, kv_heads, lists, kv_heads * group, cap, marked)
+    wide = {"MARKED": triton.next_power_of_2(marked), "BLOCK": _BLOCK}
+    every = {"BLOCKS": triton.next_power_of_2(blocks), **wide}
     for digit in range(_DIGITS.value):
         _histogram[(lists, blocks)](orders, passing, limits, histograms, *shape, DIGIT=digit, **wide)
-    _tally[(lists, blocks)](orders, passing, limits, histograms, above, equal, counts, *shape, **wide)
+    _tally[(lists, blocks)](orders, passing, limits, histograms, above, equal, counts, *shape, blocks, **every)
     out = torch.empty(lists, cap, dtype=torch.int64, device=device)
-    _write[(lists, blocks)](orders, passing, limits, histograms, above, equal, out, *shape, **wide)
+    _write[(lists, blocks)](orders, passing, limits, histograms, above, equal, out, *shape, blocks, **every)
     return out, counts
