@@ -20,17 +20,17 @@ leave the registers and the nearest cache. */
 #define WIDE (HEAD_DIM % 64 ? 2 : 4) /* vectors of an output row that are summed together */
 
 /* One call. Rows of q, k, v and out lie `_head` and `_token` numbers apart. Row r of a KV head's group * m queries is
-head r % group's query r / group, which stands at token n - m + r / group and sees the last `window` tokens up to
-itself. */
+head r % group's query r / group, which sees the last `window` of the tokens up to `reach` + r / group. `begun`: out and
+lse have the attention over other tokens, and become that over both. */
 typedef struct {
     const uint16_t *q, *k, *v;
     void *out;          /* bfloat16; float32 where there is lse */
     uint32_t *packed;   /* [kv_heads][blocks][BLOCK]; NULL for one tile a head, which packs what it reads */
     const float *sinks; /* [kv_heads * group], or NULL */
-    float *lse;         /* [kv_heads * group] for m = 1: the natural log of what a softmax divides by; or NULL */
+    float *lse;         /* [kv_heads * group][m]: the natural log of what a softmax divides by, -inf of none; or NULL */
     const int64_t *ids; /* [kv_heads][n]: the row of each token, for keys and values that lie anywhere; or NULL */
     int64_t q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token;
-    int64_t kv_heads, group, m, n, first, window;
+    int64_t kv_heads, group, m, n, first, window, reach, begun;
     float scale, softcap; /* 0: scores are not capped */
 } Call;
 
@@ -173,16 +173,25 @@ static void attend_block(const Call *call, Tile *tile, int row, const uint32_t *
     }
 }
 
+/* Where the sums of query row `row` of a KV head begin: with what it attended to before, with a sink, or with nothing. */
+static void begin_row(const Call *call, Tile *tile, int r, int64_t query, int64_t at) {
+    int64_t place = query * call->out_head + at * call->out_token;
+    float before = call->begun ? call->lse[query * call->m + at] : call->sinks ? call->sinks[query] : NOTHING;
+    int some = before > NOTHING;
+    tile->peak[r] = some ? before * LOG2E : NOTHING;
+    tile->mass[r] = some;
+    if (call->begun && some) memcpy(tile->out[r], (float *)call->out + place, sizeof tile->out[r]);
+}
+
 static void begin_tile(const Call *call, Tile *tile, int64_t head, int64_t from, int count, int padded) {
     memset(tile->q, 0, sizeof tile->q);
     memset(tile->out, 0, sizeof tile->out);
     for (int r = 0; r < padded; r++) {
         int64_t row = from + (r < count ? r : count - 1), at = row / call->group;
-        int64_t query = head * call->group + row % call->group;
+        int64_t query = head * call->group + row % call->group, seen = call->reach + at;
         if (r < count) memcpy(tile->q[r], call->q + query * call->q_head + at * call->q_token, HEAD_DIM * 2);
-        tile->token[r] = call->n - call->m + at;
-        tile->peak[r] = call->sinks ? call->sinks[query] * LOG2E : NOTHING;
-        tile->mass[r] = call->sinks ? 1.0f : 0.0f;
+        tile->token[r] = seen < call->n ? seen : call->n - 1;
+        begin_row(call, tile, r, query, at);
     }
 }
 
@@ -198,7 +207,7 @@ static void end_tile(const Call *call, const Tile *tile, int64_t head, int64_t f
             else
                 _mm256_storeu_si256((void *)((uint16_t *)call->out + place + c), (__m256i)_mm512_cvtneps_pbh(row));
         }
-        if (call->lse) call->lse[query] = tile->peak[r] / LOG2E + logf(tile->mass[r]);
+        if (call->lse) call->lse[query * call->m + at] = tile->peak[r] / LOG2E + logf(tile->mass[r]);
     }
 }
 

@@ -1,14 +1,17 @@
 """Causal attention of many queries whose keys come block by block, from a disk: each block is attended to by all of
 them, and goes.
 
-Memory beside the queries: out `[H, m, d]` in float32 and a log-sum-exp `[H, m]`, and scores of one block where torch
-has no kernel that gives both.
+Memory beside the queries: out `[H, m, d]` in float32 and a log-sum-exp `[H, m]`, and scores of one block where
+neither `causal.c` nor torch has a kernel that gives both.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
+from . import causal_cpu
 from .reference import attention_weights, capped, merge_lse, scaled_scores
 
 _BLOCK = 1024
@@ -16,18 +19,22 @@ _BLOCK = 1024
 
 
 class BlockedAttention:
-    """Queries q `[H, m, d]`. First blocks of keys that all of them see, in any order (`add`), then the m tokens' own
-    (`add_own`)."""
+    """Queries q `[H, m, d]`. First blocks of keys that all of them see, in any order (`add`), then those up to the m
+    tokens' own (`add_own`)."""
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
         self.q = q
         self._grouped, self._scale, self._softcap = q.unflatten(0, (kv_heads, -1)), scale, softcap
+        self._library = causal_cpu.takes(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         self._out = torch.zeros(self._grouped.shape, dtype=wide, device=q.device)
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keys and values `[Hkv, n, d]` that all queries see."""
+        """Keys and values `[Hkv, n, d]`, n >= 1, that all queries see."""
+        if self._library is not None:
+            self._further(self._library, k, v, causal=False)
+            return
         if self._flashes:
             self._flash(k, v, causal=False)
             return
@@ -39,11 +46,18 @@ class BlockedAttention:
             self._join(out.view(self._out.shape), lse.view(self._lse.shape))
 
     def add_own(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keys and values `[Hkv, m, d]` of the queries' own tokens: query i sees the first i + 1 of them."""
+        """Keys and values `[Hkv, n, d]`, n >= m, of the queries' own tokens and those before: query i sees the first
+        n - m + i + 1 of them."""
+        if self._library is not None:
+            self._further(self._library, k, v, causal=True)
+            return
+        m = self.q.shape[1]
+        if k.shape[1] > m:
+            self.add(k[:, :-m], v[:, :-m])
+            k, v = k[:, -m:], v[:, -m:]
         if self._flashes:
             self._flash(k, v, causal=True)
             return
-        m = k.shape[1]
         hidden = torch.ones(m, m, dtype=torch.bool, device=k.device).triu_(1)
         for group in range(self._grouped.shape[1]):
             scores = capped(scaled_scores(self._grouped[:, group], k, self._scale), self._softcap)
@@ -58,6 +72,10 @@ class BlockedAttention:
         if sinks is not None:
             out = out * torch.sigmoid(self._lse.flatten(0, 1) - sinks.to(self._lse.dtype)[:, None]).unsqueeze(-1)
         return out.to(self.q.dtype)
+
+    def _further(self, library: ctypes.CDLL, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
+        out, lse = self._out.flatten(0, 1), self._lse.flatten(0, 1)
+        causal_cpu.attend_further(library, self.q, k, v, out, lse, self._scale, self._softcap, causal=causal)
 
     @property
     def _flashes(self) -> bool:

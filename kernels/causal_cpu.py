@@ -28,7 +28,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse", "ids")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("q", "k", "v", "out") for step in ("head", "token")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "m", "n", "first", "window")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "m", "n", "first", "window", "reach", "begun")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -71,6 +71,25 @@ def attend_rows(
     return out, lse
 
 
+def attend_further(
+    library: ctypes.CDLL,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    *,
+    causal: bool,
+) -> None:
+    """Of queries q `[H, m, d]` over rows k, v `[Hkv, n, d]`, n >= 1, too: out `[H, m, d]` and lse `[H, m]`, both
+    float32, lse contiguous, of what was attended to before (of nothing 0 and -inf) become those of all. `causal`: the
+    last m rows are the queries' own, which see those behind them not; else all are seen."""
+    reach = k.shape[1] - (q.shape[1] if causal else 1)
+    _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, reach=reach, begun=True)
+
+
 def attend_scattered(
     library: ctypes.CDLL, q: torch.Tensor, rows: ScatteredRows, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,18 +115,22 @@ def _attend(
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
+    reach: int | None = None,
+    begun: bool = False,
 ) -> None:
-    """q and out `[H, m, d]`, k and v `[Hkv, n, d]`; out is float32 where there is lse `[H]`, for m = 1. With ids int64
-    `[Hkv, n]`, the rows of k and v `[Hkv, R, d]` that are meant."""
+    """q and out `[H, m, d]`, k and v `[Hkv, n, d]`; out is float32 where there is lse `[H, m]`. With ids int64
+    `[Hkv, n]`, the rows of k and v `[Hkv, R, d]` that are meant. reach: the token up to which the first query sees, the
+    next one up to the next; None is n - m. begun: out and lse have what was attended to before."""
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2] if ids is None else ids.shape
-    first = max(0, n - m - window + 1)
+    reach = n - m if reach is None else reach
+    first = max(0, reach - window + 1)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tiles = -(-heads // kv_heads * m // library.tile_rows())
     packed = torch.empty(kv_heads, -(-(n - first) // KEYS), KEYS * d, dtype=torch.int32) if tiles > 1 else None
     call = _Call(
         *(None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse, ids)),
         *(step for x in (q, k, v, out) for step in x.stride()[:2]),
-        *(kv_heads, heads // kv_heads, m, n, first, window),
+        *(kv_heads, heads // kv_heads, m, n, first, window, reach, begun),
         *(scale, softcap or 0.0),
     )
     threads = torch.get_num_threads() if 2 * heads * m * (n - first) * d > WORTH_THREADS else 1

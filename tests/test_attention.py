@@ -15,6 +15,7 @@ from offload_rt.core import KVPart, ScatteredRows
 from offload_rt.forward.attention import attend, group_weights, scores_lse
 from offload_rt.kernels import causal_cpu
 from offload_rt.kernels.causal import attend_causal
+from offload_rt.kernels.causal_blocks import BlockedAttention
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
@@ -93,6 +94,37 @@ def test_bfloat16_on_a_processor_with_its_products(
         assert out.dtype == torch.bfloat16 and out.shape == q.shape
         error = (out.double() - weights @ v.repeat_interleave(3, 0).double()).abs().max()
         assert error < ERRORS[torch.bfloat16] / 2
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(("d", "m", "edges"), [(64, 70, (0, 100, 101, 333)), (96, 40, (0, 129)), (32, 1, (0, 64, 90))])
+def test_blocks_of_bfloat16_rows(
+    d: int, m: int, edges: tuple[int, ...], cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries over blocks of keys and then their own, behind the last edge, with a few that the block before does not
+    hold: by the C code and by torch, against float64. Scores lie so far apart that the first block has nearly all of
+    some softmax and none of another."""
+    n = edges[-1] + 7 + m
+    q, k, v = random_rows(n, 2, 3, m, n, d, torch.bfloat16)
+    q = q * torch.linspace(0.1, 4, m).to(q.dtype).view(1, m, 1)
+    sinks, scores = torch.linspace(-1, 9, 6), q.double() @ k.repeat_interleave(3, 0).double().mT * 0.3
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(torch.arange(n - m, n)[:, None] < torch.arange(n), -math.inf)
+    weights = torch.cat((sinks.view(6, 1, 1).expand(6, m, 1), scores), -1).softmax(-1)[:, :, 1:]
+    expected, found = weights @ v.repeat_interleave(3, 0).double(), []
+    for library in (True, False):
+        if not library:
+            monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+        elif causal_cpu.takes(q) is None:
+            continue
+        each = BlockedAttention(q, 2, 0.3, cap)
+        for first, stop in itertools.pairwise(edges):
+            each.add(k[:, first:stop], v[:, first:stop])
+        each.add_own(k[:, edges[-1] :], v[:, edges[-1] :])
+        found.append(each.result(sinks))
+    for out in found:
+        assert out.dtype == torch.bfloat16 and out.shape == q.shape
+        assert (out.double() - expected).abs().max() < ERRORS[torch.bfloat16] / 2
 
 
 @settings(deadline=None)

@@ -317,14 +317,14 @@ def test_sessions_come_back_from_their_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
-    """The seven last of 50 tokens: blocks of the past, own tokens; with capped scores and with sinks."""
+    """The seven last of 50 tokens: blocks of the past, own tokens and three before; with capped scores and sinks."""
     torch.manual_seed(0)
     q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float64), torch.randn(2, 2, 50, 16, dtype=torch.float64)
     sinks = torch.randn(6, dtype=torch.float64) if sunk else None
     each = BlockedAttention(q, 2, 0.3, softcap)
-    for first, stop in ((20, 43), (0, 20)):
+    for first, stop in ((20, 40), (0, 20)):
         each.add(k[:, first:stop], v[:, first:stop])
-    each.add_own(k[:, 43:], v[:, 43:])
+    each.add_own(k[:, 40:], v[:, 40:])
     torch.testing.assert_close(each.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
 
 

@@ -173,8 +173,6 @@ class Prefill:
                 state.on_values(layer, v[:, known:], at + known)
             at += k.shape[1]
         for s, each in zip(slices, attending, strict=True):
-            if s.start:
-                each.add(rows.kv.k[:, : s.start], rows.kv.v[:, : s.start])
-            each.add_own(rows.kv.k[:, s], rows.kv.v[:, s])
+            each.add_own(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
             attended = each.result(adapter.sinks(layer)).transpose(0, 1).flatten(1)
             self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
