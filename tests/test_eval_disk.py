@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
 from offload_rt.disk.direct_file import BLOCK
@@ -77,6 +78,18 @@ def test_steps_of_a_recording_and_of_a_drawn_context(
     _, replayed = rows_of(tmp_path / "a" / "disk_steps.json")
     assert replayed["hit_rate"] > 0.8, "the sixteen that come again"
     assert list((tmp_path / "rows").iterdir()) == []
+
+
+def test_a_prompt_from_disk_beside_one_in_memory(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, max_position_embeddings=4096)
+    (tmp_path / "text").write_text("It was a dark night. " * 200, encoding="utf-8")
+    flags = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--disk", str(tmp_path / "rows")]
+    more = ["--context", "700", "--repeats", "1", "--host", "0.6", "--dtype", "float32"]
+    assert main(["eval", "disk-prefill", model, *flags, *more]) == 0
+    memory, disk = rows_of(tmp_path / "out" / "disk_prefill.json")
+    assert memory["where"] == "memory" and memory["cpu_s"] > 0 < disk["cpu_s"]
+    assert disk["least"] == disk["over"] == disk["most"] == disk["cpu_s"] / memory["cpu_s"]
+    assert disk["mb_written"] > 0.2 and disk["same"] == 1
 
 
 def test_a_recording_without_steps_is_refused(tmp_path: Path) -> None:

@@ -208,6 +208,35 @@ def disk(args: argparse.Namespace) -> int:
     return 0
 
 
+def _disk_prefill_flags(parser: argparse.ArgumentParser) -> None:
+    from ..speed.disk_prefill import PrefillConfig
+
+    default = PrefillConfig()
+    parser.add_argument("model", metavar="MODEL", help="a local folder or a hub id of a trained model")
+    parser.add_argument("--text", required=True, metavar="SPEC", help=TEXT_HELP)
+    parser.add_argument("--out", required=True, metavar="DIR", help="disk_prefill.json, .csv and .md")
+    parser.add_argument("--disk", required=True, metavar="DIR", help="folder on the disk that rows go to")
+    parser.add_argument("--context", type=int, default=default.context, metavar="N", help="tokens of a prompt (8000)")
+    parser.add_argument("--host", type=float, default=default.host, metavar="F", help="host memory, of KV (0.25)")
+    parser.add_argument("--repeats", type=int, default=default.repeats, metavar="N", help="prompts (3)")
+    parser.add_argument("--policy", default=default.policy, metavar="NAME", help="(full)")
+    parser.add_argument("--dtype", default=default.dtype, metavar="bfloat16|float32")
+
+
+@measure("disk-prefill", "a trained model's prompt whose rows go to a disk, beside one in memory", _disk_prefill_flags)
+def disk_prefill(args: argparse.Namespace) -> int:
+    """The time of a processor that a prompt takes with its rows in memory, and with a share of them there and all on
+    disk, in turn; the first tokens must be the same."""
+    from ...texts import read_text
+    from ..speed.disk_prefill import PrefillConfig, run_disk_prefill
+
+    config = PrefillConfig(**given(args, ["context", "host", "repeats", "policy", "dtype"]))
+    report = run_disk_prefill(args.model, read_text(args.text), Path(args.disk), config)
+    report.write(Path(args.out))
+    show(report, args.out, say_on_stderr(False))
+    return 0
+
+
 def _compiled_flags(parser: argparse.ArgumentParser) -> None:
     from ..speed.compiled_kernels import CAPABILITIES, CASES
 
