@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,7 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
 
     monkeypatch.setattr(os, "open", refusing)
     monkeypatch.setattr(direct_file, "_set_direct", lambda handle: False)
+    (tmp_path / f"{direct_file.NAMED}left.rows").write_bytes(b"of a process that was killed before it could unlink")
     file = DirectFile(tmp_path)
     assert list(tmp_path.iterdir()) == [] and not file.direct
     data = aligned(BLOCK)
@@ -397,8 +399,32 @@ def test_rows_that_could_not_be_written_are_never_read(tmp_path: Path, monkeypat
     with pytest.raises(DiskError, match="No space left"):
         made.view(0, 0, 64, 64)
     assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "what was written before is there"
+    assert made.lost == {1}
     made.fill(0, 0, 64, *rows[:, :, :64])
-    assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64])
+    assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64]) and not made.lost
+
+
+def test_the_next_holder_of_a_chunk_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever became of what the one before wrote there: also of what fails when nobody wants it any more."""
+    made, held = arena(tmp_path, 2_000_000), threading.Event()
+    rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
+    for late in (False, True):
+        with monkeypatch.context() as patch:
+            held.clear() if late else held.set()
+            patch.setattr(os, "pwrite", lambda *args: held.wait(60) and os.close(1 << 20))
+            made.fill(0, 0, 64, *rows[:, :, :64])
+            if not late:
+                made._writer.drain()
+                assert made.lost == {1}
+            made.discard([1])
+            held.set()
+            made._writer.drain()
+        assert not made.lost
+        for place in range(LAYOUT.layers):
+            made.fill(0, place, 64, *rows[:, :, :1])
+        assert torch.equal(made.view(0, 0, 64, 1).k, rows[0, :, :1])
+        made.check_integrity()
+        made.discard([1])
 
 
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,10 @@ BLOCK = 4096
 """Bytes: what is read and written past the page cache begins and ends on multiples of it, in the file and in memory."""
 
 
+NAMED = ".offload-rt-"
+"""What a file's name begins with while it has one, where the file system knows none without."""
+
+
 class DirectFile:
     """A file in `folder` that no other process can open, and that the kernel removes when this process ends, however it
     ends. `direct`: whether reads and writes pass the page cache by; a file system that cannot do that is told to forget
@@ -91,8 +95,9 @@ def _nameless(folder: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-    handle, name = tempfile.mkstemp(prefix=".offload-rt-", suffix=".rows", dir=folder)
-    os.unlink(name)
+    handle, name = tempfile.mkstemp(prefix=NAMED, suffix=".rows", dir=folder)
+    for path in (Path(name), *folder.glob(f"{NAMED}*.rows")):  # and those of processes that were killed here
+        path.unlink(missing_ok=True)
     return handle
 
 

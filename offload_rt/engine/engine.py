@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..core import Prompt
-from ..errors import PoolFullError, StoreError
+from ..errors import DiskError, PoolFullError, StoreError
 from ..forward.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
@@ -129,7 +129,12 @@ class Engine:
         if self._drafting is not None:
             return [event for draft in self._drafting.round(running) for event in self._accept_draft(draft)]
         widths = [len(request.sequences) for request in running]
-        logits = self.runner.decode([s for request in running for s in request.sequences])
+        try:
+            logits = self.runner.decode([s for request in running for s in request.sequences])
+        except DiskError as error:  # what one of them needs cannot be read, and none has a whole step
+            for request in running:
+                self.scheduler.fail(request, error)
+            return []
         pairs = zip(running, logits.split(widths), strict=True)
         return [event for request, rows in pairs for event in self._accept(request, rows)]
 
@@ -147,6 +152,9 @@ class Engine:
                 self.runner.advance_prefill(prefill)
             except StartAgainError:
                 scheduler.restart(request)
+                break
+            except DiskError as error:
+                scheduler.fail(request, error)
                 break
             self._on_prefill(request, prefill.layer)
             if prefill.done:

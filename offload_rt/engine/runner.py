@@ -234,8 +234,7 @@ class Runner:
         same_trace: bool = False,
     ) -> Sequence:
         """The sequence that owns `blocks`, in which `known` tokens are computed, as a fork of `origin` where there is
-        one. The block table is given back where the device has no room (DeviceFullError) or the pool's memory cannot be
-        made ready (MemoryLimitError)."""
+        one. The block table is given back with an error: where device or pool have no room, or a disk no rows."""
         keys = key_reader(self.pool, self.link.storage, blocks)
         sequence = Sequence(
             id=next(self._ids),
@@ -257,11 +256,12 @@ class Runner:
         try:
             self._check_device()
             self._prepare()
+            shared = None if origin is None else origin.blocks
+            self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, shared)
         except OffloadError:
             del self._open[sequence.id]
             self.pool.release(blocks)
             raise
-        self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, None if origin is None else origin.blocks)
         return sequence
 
     def _new_trace(self, known: int, origin: Sequence | None, same_trace: bool) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class ChunkTable:
@@ -19,9 +19,10 @@ class ChunkTable:
     Whoever calls `decref` answers for it that nobody reads or writes the chunk any more: the next call may hand it out.
     """
 
-    def __init__(self, slab_chunks: int) -> None:
+    def __init__(self, slab_chunks: int, on_free: Callable[[Sequence[int]], None] = lambda chunks: None) -> None:
+        """on_free: is told of chunks that nobody holds any more, before they are handed out again."""
         assert slab_chunks >= 1
-        self.slab_chunks = slab_chunks
+        self.slab_chunks, self._on_free = slab_chunks, on_free
         self.free = 0
         self._refs: list[int] = []
         self._starts: list[int] = []
@@ -101,6 +102,8 @@ class ChunkTable:
             if self._refs[chunk] == 0:
                 freed.append(chunk)
         freed.sort()
+        if freed:
+            self._on_free(freed)
         first = 0
         for i in range(1, len(freed) + 1):
             if i == len(freed) or freed[i] != freed[i - 1] + 1 or freed[i] % self.slab_chunks == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -85,6 +86,19 @@ class FileArena:
                 f"them is kept: free room there, lower disk_limit, or shorten the prompts"
             ) from error
         self.active += 1
+
+    @property
+    def lost(self) -> set[int]:
+        """Chunks of which something could not be written; the next holder of one begins anew."""
+        return self._writer.lost
+
+    def discard(self, chunks: Sequence[int]) -> None:
+        """What these chunks have is nobody's any more: it need not be written, and never was lost."""
+        with self._mutex:
+            for chunk in chunks:
+                self._buffers.pop(chunk, None)
+            self._written[chunks] = False
+            self._writer.forgive(chunks)
 
     # ------------------------------------------------------------------------------------------------------- writing
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and what is said where a pool has no more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import MemoryLimitError
+from ..core import CHUNK
+from ..errors import MemoryLimitError, PoolFullError
 from ..units import format_size
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -32,6 +33,20 @@ def memory_limit(wanted: int | None, at_most: int) -> int:
             f"({available} bytes) of memory available here; lower host_memory"
         )
     return wanted
+
+
+def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limit: int, *, disk: bool) -> PoolFullError:
+    """Of `count` chunks that are needed `missing` are lacking; `usable` could be had, of a pool of `room` chunks of so
+    many bytes each and a `limit` in bytes, in memory or on a disk."""
+    chunks, size = room
+    lack = missing * size
+    needed, lacking, now, enough = map(format_size, (count * size, lack, limit, limit + lack))
+    pool, raised = ("pool on disk", "disk_limit") if disk else ("host pool", "host_memory")
+    return PoolFullError(
+        f"the {pool} is full: {count} chunks of {CHUNK} tokens ({needed}) are needed, and of {chunks} only {usable} "
+        f"are free or can be given up by the prefix tree: {missing} too few ({lacking}); raise {raised} from {now} to "
+        f"{enough} or more, shorten the prompts, or run fewer sequences at once"
+    )
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:

@@ -10,14 +10,13 @@ import torch
 from ..config import KVFormatName
 from ..core import CHUNK, BlockTable, ModelGeometry
 from ..errors import PoolFullError
-from ..units import format_size
 from .arena import Arena
 from .chunks import ChunkTable
 from .disk_tier import DiskTier, open_file_arena
 from .kv_format import kv_format as make_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
-from .machine import memory_limit
+from .machine import memory_limit, pool_full
 from .prefix_tree import PrefixTree
 from .process_lock import ProcessLock
 from .stored_rows import Rows, StoredRows, chunks_for
@@ -56,8 +55,7 @@ class HostPool(StoredRows):
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
     machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
-    for CUDA when they are first needed. With `disk` rows lie in a file there, and the limit is of what is in host
-    memory of them.
+    for CUDA when they are first needed. With `disk` rows lie in a file there, and the limit is of those in memory.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class HostPool(StoredRows):
         self.bytes_peak = 0
         self.pins = pin and disk is None
         """Whether its slabs are page-locked."""
-        self._held = ChunkTable(self.layout.slab_chunks)
+        self._held = ChunkTable(self.layout.slab_chunks, *(() if self.file is None else (self.file.discard,)))
         """Chunks of the arena."""
         self._chunks = self._held if self.groups.full else ChunkTable(NAMES)
         """Chunks of group 0: of the arena, or where every layer slides mere names."""
@@ -130,8 +128,7 @@ class HostPool(StoredRows):
 
     def bytes_of(self, blocks: BlockTable) -> int:
         """Bytes of the chunks that a block table holds."""
-        chunks = self.groups.full * len(blocks.chunks) + self.groups.sliding * len(blocks.windows)
-        return chunks * self.chunk_bytes
+        return (self.groups.full * len(blocks.chunks) + self.groups.sliding * len(blocks.windows)) * self.chunk_bytes
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes of the most chunks that a sequence of `tokens` tokens holds."""
@@ -147,13 +144,13 @@ class HostPool(StoredRows):
     def check_fits(self, tokens: int) -> None:
         """Raises PoolFullError where the whole pool could not hold one sequence of `tokens` tokens."""
         if (count := self.groups.chunks(tokens)) > self.chunk_count:
-            raise PoolFullError(self._full(count, count - self.chunk_count))
+            raise self._full(count, count - self.chunk_count)
 
     def check_spare(self, chunks: int) -> None:
         """Raises PoolFullError where there is no room for `chunks` times 64 more tokens."""
         count = chunks * self.groups.chunks_at_once
         if (missing := count - self.free_chunks - self.idle_chunks) > 0:
-            raise PoolFullError(self._full(count, missing))
+            raise self._full(count, missing)
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
         """A block table of length 0 with slots for `tokens` tokens, in one run if there is one, in layers that see
@@ -167,8 +164,8 @@ class HostPool(StoredRows):
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
         """Slots for `tokens` tokens in total, and nobody else's hold on any chunk from `blocks.length` on: a shared,
         partly filled last chunk is copied, its filled slots only. PoolFullError leaves the block table as it was."""
-        first = blocks.length // CHUNK
-        shared = [i for i in range(first, len(blocks.chunks)) if self._chunks.refs(blocks.chunks[i]) > 1]
+        chunks = range(blocks.length // CHUNK, len(blocks.chunks))
+        shared = [i for i in chunks if self._chunks.refs(blocks.chunks[i]) > 1]
         count = len(shared) + max(0, chunks_for(tokens) - len(blocks.chunks))
         if count == 0:
             return
@@ -268,6 +265,7 @@ class HostPool(StoredRows):
         """A block table on the longest published prefix of `tokens`, in full chunks, never all of them (one token at
         least is left to compute): `length` says how many need not be computed. At each chunk the first of `lineages`
         that is known goes on. Sliding layers must have all that their windows show from `floor` on."""
+        self._unkey_lost()
         chunks = self._tree.match(tokens, *lineages, usable=lambda path: self._windows.usable(path, floor))
         self._chunks.incref(chunks)
         return BlockTable(chunks, len(chunks) * CHUNK, self._windows.take(chunks, floor), floor)
@@ -281,8 +279,9 @@ class HostPool(StoredRows):
         Chunks published before keep their lineage. Where another sequence published the same tokens of the same
         lineage first, the block table exchanges its chunk for that one, so that they are stored once and seen as
         shared; returns the indices of exchanged chunks (row ids of these have changed)."""
-        full = blocks.length // CHUNK
-        full = next((i for i in range(full) if blocks.chunks[i] in self._claimed), full) if self._claimed else full
+        lost, full = self._unkey_lost(), blocks.length // CHUNK
+        if barred := self._claimed | lost if self.groups.full else self._claimed:
+            full = next((i for i in range(full) if blocks.chunks[i] in barred), full)
         assert len(tokens) >= full * CHUNK, "publish needs the tokens of every full chunk"
         fresh, instead = self._tree.insert(tokens, blocks.chunks[:full], lineage, self._alone)
         self._chunks.incref(fresh)
@@ -290,10 +289,9 @@ class HostPool(StoredRows):
         for i, chunk in instead.items():
             self._drop([blocks.chunks[i]])
             blocks.chunks[i] = chunk
-        if self.groups.sliding:
-            # Only what reaches to the newest token without a gap: before one, a place may be filled in part.
+        if self.groups.sliding:  # what reaches to the newest token without a gap: before one, a place may be partial
             for i in range(self.window_start(blocks, blocks.length) // CHUNK, full):
-                if blocks.chunks[i] in self._tree:
+                if blocks.chunks[i] in self._tree and lost.isdisjoint(blocks.windows[i]):
                     self._windows.keep(blocks.chunks[i], blocks.windows[i])
         return list(instead)
 
@@ -354,7 +352,7 @@ class HostPool(StoredRows):
         """Sees to it that `count` chunks of the arena are free, at the expense of idle ones, or raises PoolFullError
         and changes nothing."""
         if (lacking := count - self.free_chunks - self.idle_chunks) > 0:
-            raise PoolFullError(self._full(count, lacking))
+            raise self._full(count, lacking)
         while (missing := count - self.free_chunks) > 0:
             gone = self._tree.evict(missing) if self.groups.full else []
             self._forget(gone)
@@ -365,6 +363,15 @@ class HostPool(StoredRows):
         """These chunks left the tree: its references on them, and on what was kept of their windows, end."""
         self._windows.forget(chunks)
         self._chunks.decref(chunks)
+
+    def _unkey_lost(self) -> set[int]:
+        """Chunks whose rows a disk did not take; of them and all behind them nothing is published any more."""
+        if lost := self.lost:
+            self._windows.forget_lost(lost)
+        for chunk in lost if self.groups.full else ():
+            if chunk in self._tree:
+                self._forget(self._tree.unkey(chunk))
+        return lost
 
     def _activate(self, count: int, run: int) -> None:
         """Makes slabs ready until `count` chunks are free in them, `run` of these side by side, or none is left."""
@@ -388,13 +395,6 @@ class HostPool(StoredRows):
     def _record_peak(self) -> None:
         self.bytes_peak = max(self.bytes_peak, self.bytes_used)
 
-    def _full(self, count: int, missing: int) -> str:
-        lack, limit = missing * self.chunk_bytes, self.limit_bytes
-        needed, lacking, now, enough = map(format_size, (count * self.chunk_bytes, lack, limit, limit + lack))
-        pool, raised = ("host pool", "host_memory") if self.file is None else ("pool on disk", "disk_limit")
-        return (
-            f"the {pool} is full: {count} chunks of {CHUNK} tokens ({needed}) are needed, and of {self.chunk_count} "
-            f"only {self.free_chunks + self.idle_chunks} are free or can be given up by the prefix tree: {missing} too "
-            f"few ({lacking}); raise {raised} from {now} to {enough} or more, shorten the prompts, or run "
-            f"fewer sequences at once"
-        )
+    def _full(self, count: int, missing: int) -> PoolFullError:
+        room, free = (self.chunk_count, self.chunk_bytes), self.free_chunks + self.idle_chunks
+        return pool_full(count, missing, free, room, self.limit_bytes, disk=self.file is not None)

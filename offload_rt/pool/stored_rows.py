@@ -64,6 +64,16 @@ class StoredRows:
         """Where the rows of a pool on disk are."""
         return self._arena if isinstance(self._arena, FileArena) else None
 
+    @property
+    def lost(self) -> set[int]:
+        """Chunks with rows that a disk did not take, as far as is known yet."""
+        return set() if self.file is None else self.file.lost
+
+    def readable(self, blocks: BlockTable) -> bool:
+        """Whether all rows of a block table can be read, as far as is known yet."""
+        lost = self.lost
+        return not lost or lost.isdisjoint([*blocks.chunks, *(one for own in blocks.windows.values() for one in own)])
+
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """K and V of tokens [start, start + n) of one layer, k, v `[Hkv, n, d]` on any device; blocks until copied."""
         self.fill(blocks, layer, start, self.format.encode(k), self.format.encode(v))

@@ -79,6 +79,10 @@ class WindowChunks:
                 self._idle.pop(chunk, None)
                 self._table.decref(window)
 
+    def forget_lost(self, lost: set[int]) -> None:
+        """Gives up what is kept of windows with one of these chunks, whose rows were never written."""
+        self.forget([chunk for chunk, window in self._kept.items() if not lost.isdisjoint(window)])
+
     def evict(self, count: int) -> None:
         """Gives up idle ones, the oldest first, until `count` chunks are free again or none is left."""
         while count > 0 and self._idle:

@@ -27,6 +27,8 @@ class WriteBehind:
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._bytes = 0
         self._lost: dict[tuple[int, int], str] = {}
+        self._unwanted: set[tuple[int, int]] = set()
+        """Places whose writes are on their way, and that nobody reads any more."""
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
         weakref.finalize(self, self._thread.shutdown, wait=False)
@@ -37,9 +39,8 @@ class WriteBehind:
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
             self._waiting.update(places)
+            self._unwanted.difference_update(places)
             self._bytes += size
-            for place in places:
-                self._lost.pop(place, None)
         self._thread.submit(self._write, places, pieces, size)
 
     def wait(self, places: Sequence[tuple[int, int]]) -> None:
@@ -49,6 +50,19 @@ class WriteBehind:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
                 raise DiskError(f"cannot write rows to {str(self._file.folder)!r}: {why}; what was computed is lost")
+
+    @property
+    def lost(self) -> set[int]:
+        """Chunks of which something could not be written."""
+        with self._changed:
+            return {chunk for chunk, _ in self._lost}
+
+    def forgive(self, chunks: Sequence[int]) -> None:
+        """Forgets what of these chunks could not be written: nobody wants it any more."""
+        gone = set(chunks)
+        with self._changed:
+            self._lost = {place: why for place, why in self._lost.items() if place[0] not in gone}
+            self._unwanted.update(place for place in self._waiting if place[0] in gone)
 
     def drain(self) -> None:
         """Returns when everything has been written, or could not be."""
@@ -60,8 +74,11 @@ class WriteBehind:
         with self._changed:
             self._bytes -= size
             self._waiting -= Counter(places)
+            for place in places:
+                self._lost.pop(place, None)
             if why:
-                self._lost.update(dict.fromkeys(places, why))
+                self._lost.update((place, why) for place in places if place not in self._unwanted)
+            self._unwanted &= self._waiting.keys()
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[Piece]) -> str:

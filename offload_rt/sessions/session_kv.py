@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from ..core import CHUNK, BlockTable
-from ..errors import StoreError
+from ..errors import DiskError, StoreError
 from ..forward.sequence import Sequence
 from ..outputs import Stats
 from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
@@ -49,6 +49,8 @@ class SessionKV:
     def ready(self, capacity: int) -> Sequence:
         """Returns the session's sequence with all tokens of its history and room for `capacity`; what is on disk is on
         its way. Raises PoolFullError."""
+        if self.sequence is not None and not self.runner.pool.readable(self.sequence.blocks):
+            self.drop()
         if self.sequence is None:
             self.sequence = self._restore(capacity)
             return self.sequence
@@ -122,6 +124,14 @@ class SessionKV:
                 self.runner.pool.truncate(self.sequence.blocks, min(self._host_tokens, self.sequence.blocks.length))
         self.runner.free(self.sequence)
         self.sequence = None
+
+    def relearn(self) -> None:
+        """`Runner.relearn`; where a disk does not give the rows for it, they are nowhere any more."""
+        assert self.sequence is not None
+        try:
+            self.runner.relearn(self.sequence)
+        except DiskError:
+            self.drop()
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Returns a sequence with what host memory and disk have of the tokens; reading the latter begins."""

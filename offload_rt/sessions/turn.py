@@ -225,9 +225,9 @@ class Turn(SampledRequest):
             history.tokens, history.computed = list(sequence.tokens), sequence.position
             history.decoded = history.decoded_with(len(self.prompt.token_ids), sequence.position)
             if sequence.interrupted:
-                runner.relearn(sequence)
+                kv.relearn()
         else:
-            self._undo(runner)
+            self._undo()
         kv.last_stats = self._final
         try:
             if taken_in or self.new_tokens:
@@ -240,7 +240,7 @@ class Turn(SampledRequest):
         """Writes the history. Raises StoreError where it cannot be; the session is whole then too."""
         self.kv.write_history()
 
-    def _undo(self, runner: Runner) -> None:
+    def _undo(self) -> None:
         """Makes the session what it was before a turn that did not get through its prefill, but for what was already
         answered (before a preemption)."""
         kv = self.kv
@@ -252,7 +252,7 @@ class Turn(SampledRequest):
         elif kv.sequence is not None:
             kv.sequence.tokens = list(kv.history.tokens)
             if interrupted:
-                runner.relearn(kv.sequence)
+                kv.relearn()
 
     def _give_up_prefill(self) -> None:
         if self._saving is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..core import CHUNK, BlockTable
+from ..errors import DiskError
 from ..pool.pool import HostPool
 from ..pool.stored_rows import Span
 from ..transfer.link import KVStorage
@@ -125,6 +126,8 @@ class Saver:
         while (job := self._jobs.get()) is not None:
             try:
                 self._write(*job)
+            except DiskError:  # rows that cannot be read: their chunks are computed again when they are wanted
+                self._give_up(job[0])
             except BaseException as error:  # whoever waits for the worker hears of it, and waits no longer than that
                 self._failure = error
                 self._give_up(job[0])

@@ -93,7 +93,6 @@ class DiskStorage:
             state.open[id(blocks)] = _Open(blocks, state[origin].residency.clone(), none)
             return
         residency = Residency(state.geometry, state.pool.format.dtype, state.device, sinks, recent)
-        state.open[id(blocks)] = _Open(blocks, residency, none)
         for layer in range(state.geometry.layers if blocks.length else 0):
             sinks_here, recent_here = state.geometry.resident(layer, sinks, recent)
             last = range(max(0, blocks.length - recent_here), blocks.length)
@@ -101,11 +100,12 @@ class DiskStorage:
                 if tokens:
                     rows = state.rows(blocks, layer, tokens)
                     residency.store(layer, tokens.start, rows.k, rows.v)
+        state.open[id(blocks)] = _Open(blocks, residency, none)
 
     def close(self, blocks: BlockTable) -> None:
-        """Closes a sequence; after it nothing reads the block table's chunks any more."""
+        """Closes a sequence, or one that could not be opened; after it nothing reads the block table's chunks."""
         self._state.thread.wait()
-        del self._state.open[id(blocks)]
+        self._state.open.pop(id(blocks), None)
 
     def settle(self, blocks: BlockTable) -> None:
         """Returns at once: whoever reads what was appended finds it."""
