@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 from . import causal_cpu
 from .reference import capped, merge_lse
 
-_BLOCK = 1024
+KEYS_AT_ONCE = 1024
 """Keys that are scored together where scores are capped or share their softmax with a sink."""
 
 FEW = 128
@@ -120,7 +120,7 @@ def _by_blocks(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """What torch's own attention has no argument for: block after block of keys, with the running maximum and sum of
-    each query. A sink is where they begin. Memory: scores `[H, m, 1024]`."""
+    each query. A sink is where they begin. Memory: scores `[H, m, KEYS_AT_ONCE]`, twice in the wider dtype."""
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = (q * scale).reshape(kv_heads, -1, d)
@@ -131,8 +131,8 @@ def _by_blocks(
     peak = start.view(kv_heads, -1, 1).expand(-1, -1, m).flatten(1)
     mass = torch.full_like(peak, 0.0 if sinks is None else 1.0)
     out = torch.zeros(*peak.shape, d, dtype=wide, device=q.device)
-    for first in range(max(0, n - m - window + 1), n, _BLOCK):
-        block = slice(first, min(first + _BLOCK, n))
+    for first in range(max(0, n - m - window + 1), n, KEYS_AT_ONCE):
+        block = slice(first, min(first + KEYS_AT_ONCE, n))
         ago = own - torch.arange(block.start, block.stop, device=q.device)
         scores = capped(torch.bmm(grouped, k[:, block].mT).to(wide), softcap)
         scores = scores.masked_fill_((ago < 0) | (ago >= window), -torch.inf)

@@ -45,6 +45,8 @@ class ModelGeometry:
     """The threshold that InfiniGen §5.1 uses for this family: 4 for OPT, 5 for Llama."""
     softcap: float | None = None
     """Scaled scores s enter the softmax as c tanh(s / c), with this c."""
+    sinks: bool = False
+    """Whether layers have attention sinks."""
     experts: bool = False
     """Whether MLPs are mixtures of experts: which of them run is asked of the device in every step."""
 

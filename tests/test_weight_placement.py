@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.allocations import count, device_selection, older_objects_apart
 from support.architectures import VOCAB, architecture
 from support.outputs import completed
 from transformers import PreTrainedModel
@@ -243,3 +244,39 @@ def test_what_cannot_be_placed_is_refused(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pass the model's folder"):
         runtime(architecture("mixtral"), experts_on_device=2)  # type: ignore[arg-type]
     assert runtime(folder("mixtral"), experts_on_device=EXPERTS).runner.weights is None
+
+
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    with older_objects_apart():
+        yield
+
+
+WIDE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize(("name", "more", "slots"), [("qwen3_moe", WIDE, 15), ("gpt_oss", {}, 1)])
+def test_the_allocator_never_holds_more_than_the_limit(
+    name: str, more: dict[str, Any], slots: int, tmp_path: Path, few_objects: None
+) -> None:
+    """Where what a token's eight experts make of it takes the most there, and where scores with a sink do."""
+    architecture(name, **more).save_pretrained(tmp_path)
+    config = EngineConfig("full", device_memory="1GiB", max_context=128, host_memory="8MiB", experts_on_device=slots)
+    plan = plan_for(config, load_shape(tmp_path, device="cpu", dtype="float32"))
+    limit = plan.weights + plan.costs.total([128, 128])
+
+    def on_host(llm: LLM) -> set[int]:
+        weights = llm.runner.weights
+        assert weights is not None
+        blocks = [own for cache in weights.experts for own in cache._host]
+        return {each.untyped_storage().data_ptr() for each in (llm.runner.pool.rows, *blocks)}
+
+    prompts = [[1 + (7 * i + seed) % 90 for i in range(110)] for seed in (1, 2)]
+    with device_selection():
+        _, counted = count(
+            lambda: LLM(tmp_path, config, device="cpu", dtype="float32", device_memory=limit),
+            on_host,
+            lambda llm: completed(llm.generate(prompts, GREEDY)),
+        )
+    assert plan.weights - 64 * 12 * 3 <= counted.before <= plan.weights
+    assert 0.3 * limit <= counted.peak <= limit

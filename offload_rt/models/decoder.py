@@ -69,6 +69,7 @@ class DecoderAdapter(BaseAdapter):
             absolute_positions=False,
             default_alpha=5.0,
             softcap=_declared(config, "attn_logit_softcapping"),
+            sinks=any(sinks is not None for sinks in self._sinks),
             experts=any(layer.of_experts for layer in self._layers),
         )
 

@@ -130,8 +130,8 @@ def held_bytes(weight: torch.Tensor) -> int:
 
 
 def widest_side(layer: nn.Module) -> int:
-    """The longest side of any matrix of a layer, whichever way it is packed; of experts as many together as a token
-    chooses."""
+    """The longest side of any matrix of a layer, whichever way it is packed; of experts both sides
+    together, as many as a token chooses."""
     sides = [0]
     chosen = max((k for module in layer.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=1)
     for module in layer.modules():
@@ -141,7 +141,7 @@ def widest_side(layer: nn.Module) -> int:
         else:
             own = list(module.parameters(recurse=False))
             sides += [size for w in own if w.dim() == 2 for size in w.shape]
-            sides += [chosen * size for w in own if w.dim() == 3 for size in w.shape[1:]]
+            sides += [chosen * sum(w.shape[1:]) for w in own if w.dim() == 3]
     return max(sides)
 
 

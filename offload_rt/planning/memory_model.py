@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..core import CHUNK, bucket, padded_batch
+from ..kernels.causal import KEYS_AT_ONCE
 from ..models.registry import ModelShape
 from ..pool.layer_groups import LayerGroups
 from ..pool.machine import available_memory
@@ -118,6 +119,10 @@ class DeviceCosts:
         # before and over the slice are two results, merged in the wider dtype.
         mlp = 4 * geometry.hidden * compute + 4 * self.shape.sizes.widest * size
         attention = 3 * geometry.hidden * compute + heads * (5 * size + 3 * compute)
+        if geometry.sinks or geometry.softcap is not None:  # no kernel of torch's: scores, weights, and a mask of each
+            at_once = min(context, KEYS_AT_ONCE)
+            attention += at_once * (geometry.heads * (2 * compute + size) + geometry.group * (8 + 3))
+            attention += 2 * heads * compute
         learned = 0
         if self.demand.key_bytes:
             at_once = min(context, LEARNED_AT_ONCE)
