@@ -162,7 +162,7 @@ class TestCapsAndSinks:
     def test_slices_and_parts(
         self, cap: float | None, with_sinks: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(causal, "_BLOCK", 5)
+        monkeypatch.setattr(causal, "KEYS_AT_ONCE", 5)
         generator = torch.Generator().manual_seed(0)
         q, k, v = (
             torch.randn(h, n, 8, generator=generator, dtype=torch.float64) for h, n in ((4, 6), (2, 23), (2, 23))
