@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import ModelError
 from .location import Location
+from .placement import chosen_by_a_token
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _HEADER_LIMIT = 100 << 20
@@ -133,7 +134,7 @@ def widest_side(layer: nn.Module) -> int:
     """The longest side of any matrix of a layer, whichever way it is packed; of experts both sides
     together, as many as a token chooses."""
     sides = [0]
-    chosen = max((k for module in layer.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=1)
+    chosen = chosen_by_a_token(layer)
     for module in layer.modules():
         stated = getattr(module, "in_features", None), getattr(module, "out_features", None)
         if all(isinstance(size, int) for size in stated):

@@ -32,12 +32,18 @@ ON_DEVICE = Placement()
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """`count` experts in each layer that has any. Bytes in every layer, 0 where it has none: `each` of one expert,
-    `whole` of all as they lie in the layer."""
+    """`count` experts in each layer that has any, `chosen` of them by each token. Bytes in every layer, 0 where it has
+    none: `each` of one expert, `whole` of all as they lie in the layer."""
 
     count: int
+    chosen: int
     each: tuple[int, ...]
     whole: tuple[int, ...]
+
+
+def chosen_by_a_token(layer: nn.Module) -> int:
+    """How many experts of a decoder layer each token chooses; 1 where there are none."""
+    return max((k for module in layer.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=1)
 
 
 def experts_of(layer: nn.Module) -> Any:

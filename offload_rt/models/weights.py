@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .packed import aligned, held_bytes, places_of, widest_side
-from .placement import ExpertSizes, Placement, experts_of, lone_embedding
+from .placement import ExpertSizes, Placement, chosen_by_a_token, experts_of, lone_embedding
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
     if len(counts) != 1:
         return None
     each = (0 if e is None else sum(weight[0].nbytes for weight in e.parameters()) for e in found)
-    return ExpertSizes(counts.pop(), tuple(each), tuple(0 if e is None else layer_bytes(e) for e in found))
+    chosen = max(map(chosen_by_a_token, layers))
+    return ExpertSizes(counts.pop(), chosen, tuple(each), tuple(0 if e is None else layer_bytes(e) for e in found))
 
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
