@@ -12,7 +12,7 @@
 #                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections,
 #                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
-#                page (the server's page in a headless Chromium), ray (two replicas, where ray is installed) runs one
+#                page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
@@ -74,7 +74,7 @@ SOAK_requests := tests/test_sharing.py tests/test_async_llm.py
 SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test_server_load.py \
 	tests/test_server_clients.py tests/test_server_suites.py
 SOAK_page := tests/test_page.py
-SOAK_ray := tests/test_ray.py
+SOAK_ray := tests/test_ray.py tests/test_batch_ray.py
 SOAK_architectures := tests/test_architectures.py tests/test_gguf.py tests/test_drop_in.py
 SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py \
 	tests/test_gpu_streams.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,18 @@ def test_a_wrong_line_is_named_before_anything_is_loaded(
     assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_checkpoint(tmp_path / "model", "llama")
     source = written(tmp_path / "in", [{"prompt": each, "max_tokens": 2} for each in PROMPTS[:2]])
     arguments = ["batch", model, str(source), str(tmp_path / "out"), "--policy", "full"]
     assert main(arguments) == 0 and sorted(each["id"] for each in lines(tmp_path / "out")) == ["1", "2"]
     assert main(arguments) == 0 and "0 of 2 requests" in capsys.readouterr().err
+    assert main([*arguments, "--ray", "0"]) == 2 and "at least 1" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert main([*arguments[:3], str(tmp_path / "new"), "--ray", "2"]) == 2
+        assert "pip install 'offload-rt[ray]'" in capsys.readouterr().err
     (tmp_path / "other").write_text("text\n", encoding="utf-8")
     assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "give another file" in capsys.readouterr().err

@@ -19,8 +19,8 @@ def run(args: argparse.Namespace) -> int:
     answered."""
     from .batch_files import Answers, answer_all, read_requests
 
-    if args.at_once < 1:
-        raise ConfigError(f"--at-once {args.at_once} must be at least 1")
+    if args.at_once < 1 or (args.ray is not None and args.ray < 1):
+        raise ConfigError(f"--at-once {args.at_once} and --ray must be at least 1")
     config, sampling, console = engine_config(args), sampling_given(args), stderr_console(args.quiet)
     requests = read_requests(Path(args.input))
     answers = Answers(Path(args.output))
@@ -29,12 +29,18 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{len(left):,} of {len(requests):,} requests to answer", markup=False)
         if not left:
             return 0
-        from ..llm import LLM
         from ..progress import Progress
 
-        bar = Progress(enabled=not args.quiet).counted("requests")
-        with LLM(args.model, config) as llm, bar as show:
-            failed = answer_all(llm, left, sampling, answers, args.at_once, show)
+        with Progress(enabled=not args.quiet).counted("requests") as show:
+            if args.ray is not None:
+                from .batch_ray import answer_on_ray
+
+                failed = answer_on_ray(args.model, config, left, sampling, answers, args.at_once, args.ray, show)
+            else:
+                from ..llm import LLM
+
+                with LLM(args.model, config) as llm:
+                    failed = answer_all(llm, left, sampling, answers, args.at_once, show)
     finally:
         answers.close()
     if failed:
@@ -48,6 +54,9 @@ def add(commands: Any) -> None:
     parser.add_argument("input", metavar="IN.jsonl", help="requests, one a line")
     parser.add_argument("output", metavar="OUT.jsonl", help="answers; those that are there stay")
     parser.add_argument("--at-once", type=int, default=64, metavar="N", help="requests between two writes (64)")
+    parser.add_argument(
+        "--ray", type=int, metavar="N", help="N engines on a Ray cluster (RAY_ADDRESS, else a new one on this machine)"
+    )
     parser.add_argument("--quiet", action="store_true", help="nothing on stderr")
     add_engine_flags(parser)
     add_sampling_flags(parser, several=False)

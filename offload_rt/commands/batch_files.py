@@ -114,17 +114,27 @@ def answer_all(
 ) -> int:
     """Answers `requests`, so many at once, those that begin alike together, and shows how many are done. One that
     cannot be answered gets an answer that says why. Returns how many these were."""
-    left, failed = sorted(requests, key=lambda one: one.beginning), 0
-    for first in range(0, len(left), at_once):
-        group = left[first : first + at_once]
-        try:
-            told = _answered(llm, group, defaults)
-        except OffloadError:
-            told = [_alone(llm, one, defaults) for one in group]
-        failed += sum("error" in each for each in told)
+    done = failed = 0
+    for group in in_groups(requests, at_once):
+        told = answered(llm, group, defaults)
         answers.add(told)
-        show(first + len(group), len(left))
+        done, failed = done + len(group), failed + sum("error" in each for each in told)
+        show(done, len(requests))
     return failed
+
+
+def in_groups(requests: Sequence[BatchRequest], at_once: int) -> list[list[BatchRequest]]:
+    """Requests that begin alike together, at most `at_once` in a group."""
+    left = sorted(requests, key=lambda one: one.beginning)
+    return [left[first : first + at_once] for first in range(0, len(left), at_once)]
+
+
+def answered(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An answer for each request of a group; of one that cannot be answered, why."""
+    try:
+        return _answered(llm, group, defaults)
+    except OffloadError:
+        return [_alone(llm, one, defaults) for one in group]
 
 
 def _alone(llm: Any, request: BatchRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
