@@ -145,3 +145,12 @@ def test_no_measure_and_help_name_them_all(capsys: pytest.CaptureFixture[str]) -
     for name, measure in MEASURES.items():
         assert name in asked and f"  {name} " in listed and measure.help in listed
         assert "\n" not in measure.help
+
+
+def test_every_measure_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A percent sign in a list of names once ended it."""
+    assert main(["eval"]) == 2
+    for name in MEASURES:
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", name, "--help"])
+        assert ended.value.code == 0 and f"eval {name}" in capsys.readouterr().out

@@ -52,7 +52,7 @@ COLUMNS = (
     Column("tokens of a pass", "length", ".2f"),
     Column("link, MiB a token", "mebibytes", ".2f"),
     Column("of full's", "bytes_share", ".1%"),
-    Column("CPU ms a token", "milliseconds", ".1f"),
+    Column("ms a token", "milliseconds", ".1f"),
     Column("full's over it", "ratio", ".2f"),
     Column("tokens before it parts from full's", "same"),
 )
@@ -81,10 +81,11 @@ def run_drafts(model: str, name: str, text: str, config: DraftsConfig, out: Path
     torch.set_num_threads(config.threads)
     full = LLM(model, policy="full", dtype=config.dtype)
     kinds = {FULL: full} | {name: _under(full, KINDS[name]) for name in config.kinds}
-    ids = full.encode(text)
+    ids, device = full.encode(text), full.runner.adapter.device
     about = {
         "model": Path(model).name, "dtype": config.dtype, "threads": config.threads,
-        "clock": "CPU time of the process, tokens behind the first", "tokens decoded": config.tokens,
+        "clock": f"{'CPU time of the process' if device.type == 'cpu' else 'wall time'}, tokens behind the first",
+        "device": str(device), "tokens decoded": config.tokens,
     }  # fmt: skip
     for context in config.contexts:
         start = len(ids) // 3
@@ -111,12 +112,13 @@ def _under(full: LLM, kind: Kind) -> LLM:
 def _measure(llm: LLM, prompt: list[int], params: SamplingParams) -> Row:
     """Of the tokens behind the first, which the prefill gives."""
     tokens: list[int] = []
+    read = _clock(llm)
     for event in llm.stream(prompt, params):
         if not tokens:
             assert llm.last_stats is not None
-            before, began = llm.last_stats.link_bytes_to_device, time.process_time()
+            before, began = llm.last_stats.link_bytes_to_device, read()
         tokens.append(event.token_id)
-    seconds, stats = time.process_time() - began, llm.last_stats
+    seconds, stats = read() - began, llm.last_stats
     assert stats is not None
     count = len(tokens) - 1
     return {
@@ -124,6 +126,11 @@ def _measure(llm: LLM, prompt: list[int], params: SamplingParams) -> Row:
         "mebibytes": (stats.link_bytes_to_device - before) / count / 2**20, "milliseconds": 1e3 * seconds / count,
         "tokens": count, "samples": tokens,
     }  # fmt: skip
+
+
+def _clock(llm: LLM) -> Callable[[], float]:
+    """The process' CPU time; on a device wall time, which a token that is there has waited for."""
+    return time.process_time if llm.runner.adapter.device.type == "cpu" else time.perf_counter
 
 
 def _told(row: Row) -> str:
