@@ -107,7 +107,11 @@ def _drafts_flags(parser: argparse.ArgumentParser) -> None:
         "--temperatures", type=numbers, default=default.temperatures, metavar="0,0.8", help="0 is greedy (0,0.8)"
     )
     parser.add_argument(
-        "--kinds", type=words, default=default.kinds, metavar="A,B", help=f"of {', '.join(KINDS)} (all)".replace("%", "%%")
+        "--kinds",
+        type=words,
+        default=default.kinds,
+        metavar="A,B",
+        help=f"of {', '.join(KINDS)} (all)".replace("%", "%%"),
     )
     parser.add_argument("--dtype", default=default.dtype, metavar="bfloat16|float32")
     parser.add_argument("--threads", type=int, default=default.threads, metavar="N")
