@@ -77,7 +77,7 @@ SOAK_page := tests/test_page.py
 SOAK_ray := tests/test_ray.py tests/test_batch_ray.py
 SOAK_architectures := tests/test_architectures.py tests/test_gguf.py tests/test_drop_in.py
 SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py \
-	tests/test_gpu_streams.py
+	tests/test_gpu_streams.py tests/test_weight_placement.py
 SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \
 	tests/test_attention.py tests/test_counted.py tests/test_links.py
 SOAK_kernels := tests/test_triton_compile.py
