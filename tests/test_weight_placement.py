@@ -134,6 +134,8 @@ def test_a_device_gives_the_tokens_of_a_cpu(folder: Any, name: str, monkeypatch:
         llm = runtime(folder(name), device=device, **settings)
         found = [completion.token_ids for completion in completed(llm.generate(prompts, few))]
         llm.runner.check_integrity()
+        if llm.runner.weights is not None:
+            assert all(own.is_pinned() for cache in llm.runner.weights.experts for own in cache._host)
         return found
 
     assert tokens("cuda", experts_on_device=2, embedding_on_host=True) == tokens("cpu")
