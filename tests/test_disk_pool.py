@@ -22,7 +22,7 @@ from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.tables import stats_table
 from offload_rt.core import CHUNK, KVPart
-from offload_rt.disk import direct_file, speed
+from offload_rt.disk import direct_file, row_copy, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
 from offload_rt.disk.extents import merged
 from offload_rt.disk.requests import Reader, Requests, RingReader, ThreadReader
@@ -99,6 +99,19 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
     beyond = Requests(np.array([63, 70]) * BLOCK, np.full(2, BLOCK, np.int64), at[:2])
     with pytest.raises(OSError, match="ends early"):
         file.read(beyond, buffer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_rows_are_copied_from_anywhere_to_anywhere(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compiled code where there is a compiler, and by torch."""
+    source = torch.arange(50 * 34).to(dtype).view(50, 34)
+    chosen, into = np.array([49, 3, 0, 7]), np.array([2, 0, 5, 4])
+    wanted = torch.zeros(6, 34, dtype=dtype)
+    wanted[into] = source[chosen]
+    for _ in range(2):
+        row_copy.copy_rows(source, chosen * 34 * source.itemsize, out := torch.zeros(6, 34, dtype=dtype), into)
+        assert torch.equal(out, wanted)
+        monkeypatch.setattr(row_copy, "_library", lambda: None)
 
 
 def test_nobody_sees_the_file_and_it_goes_with_its_owner(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,9 +11,10 @@ import numpy as np
 import torch
 
 from ..core import CHUNK, KVPart
-from ..disk.direct_file import BLOCK, DirectFile, aligned
+from ..disk.direct_file import DirectFile, aligned
 from ..disk.extents import merged
 from ..disk.requests import Offsets, Requests
+from ..disk.row_copy import copy_rows
 from ..disk.speed import USUAL, DiskSpeed
 from ..errors import DiskError, PoolFullError
 from ..units import format_size
@@ -224,7 +224,7 @@ class FileArena:
             self._cache.pass_time(1 / self.layout.layers)
             at = self._cache.look_up(ids)
             here = np.flatnonzero(at >= 0)
-            _assign(out, into[here], self._cache.rows[torch.from_numpy(at[here]).long()])
+            copy_rows(self._cache.rows, at[here].astype(np.int64) * self.places.pair_bytes, out, into[here])
             missing = self._from_buffers(place, rows, np.flatnonzero(at < 0), out, into)
             self._writer.wait([(int(chunk), place) for chunk in np.unique(rows.chunks[missing])])
         self.use.wanted += len(ids)
@@ -232,7 +232,7 @@ class FileArena:
         if len(missing):
             self._read_rows(self.places.offsets(place, *(each[missing] for each in rows)), into[missing], out)
             with self._mutex:
-                self._cache.enter(ids[missing], out[torch.from_numpy(into[missing])])
+                self._cache.enter(ids[missing], out, into[missing])
 
     def _from_buffers(self, place: int, rows: RowNames, missing: Offsets, out: torch.Tensor, into: Offsets) -> Offsets:
         """Takes those of the `missing` rows whose chunk is being filled; returns the others."""
@@ -240,7 +240,7 @@ class FileArena:
             own = missing[rows.chunks[missing] == chunk]
             if len(own):
                 found = self._rows(data)[place, torch.from_numpy(rows.heads[own]), torch.from_numpy(rows.slots[own])]
-                _assign(out, into[own], found.flatten(1))
+                out.index_copy_(0, torch.from_numpy(into[own]), found.flatten(1))
                 missing = missing[rows.chunks[missing] != chunk]
         return missing
 
@@ -254,7 +254,7 @@ class FileArena:
             if len(order):
                 requests, at = merged(offsets[now], width, self.gap)
             self._read(requests, self._staging)
-            _assign(out, into[now], _pieces(self._staging, at, width).view(self.dtype))
+            copy_rows(self._staging, at, out, into[now])
 
     def _read(self, requests: Requests, buffer: torch.Tensor) -> None:
         try:
@@ -281,15 +281,3 @@ class FileArena:
                 self._read_rows(self.places.offsets(place, *(each[missing] for each in rows)), missing, stored)
                 same = torch.equal(kept.view(torch.uint8), stored.view(torch.uint8))
                 assert same, f"a row that stays, of the layer at place {place}, is another one on disk"
-
-
-def _assign(out: torch.Tensor, into: Offsets, rows: torch.Tensor) -> None:
-    out.index_copy_(0, torch.from_numpy(into), rows)
-
-
-def _pieces(data: torch.Tensor, at: Offsets, size: int) -> torch.Tensor:
-    """The `size` bytes from each of `at` int64 `[n]` on, multiples of what a block and `size` have in common: uint8
-    `[n, size]`."""
-    unit = math.gcd(BLOCK, size)
-    parts = torch.from_numpy(at // unit).unsqueeze(1) + torch.arange(size // unit)
-    return data.view(-1, unit).index_select(0, parts.flatten()).view(len(at), size)

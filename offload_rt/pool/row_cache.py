@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..disk.row_copy import copy_rows
+
 DECAY = 0.9
 """Of a row's score with each step (`transfer.working_set`, where it was measured)."""
 
@@ -68,12 +70,12 @@ class RowCache:
         self._last[used] = self._now
         return slots
 
-    def enter(self, ids: Ids, rows: torch.Tensor) -> None:
-        """Rows `[n, width]` that were not here: as many of them, from the first on, as slots that were not used just
-        now can take."""
+    def enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
+        """Rows `at` int64 `[n]` of rows `[m, width]`, which were not here: as many of them, from the first on, as slots
+        that were not used just now can take."""
         slots = self._take(len(ids))
         ids = ids[: len(slots)]
-        self.rows.index_copy_(0, torch.from_numpy(slots).long(), rows[: len(slots)])
+        copy_rows(rows, at[: len(slots)] * rows.shape[1] * rows.itemsize, self.rows, slots.astype(np.int64))
         self._index[ids] = slots + 1
         self._owner[slots], self._score[slots], self._last[slots] = ids, 1, self._now
 
