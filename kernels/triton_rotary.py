@@ -1,5 +1,6 @@
-"""Rotary positions in Triton: one launch in place of four. Definition: `rotary.rotate_halves`; products and their sum
-are float32 and rounded once."""
+"""Rotary positions in Triton: one launch in place of four. Definition: `rotary.rotate_halves`, rounding for rounding:
+keys of a hundred (Qwen's, by their biases) that are rounded otherwise make other scores by whole units, in what is then
+no longer transformers' model."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, head_step: tl.tensor, token_step: tl.tensor,
-    tokens: tl.tensor, d: tl.constexpr, D: tl.constexpr,
+    tokens: tl.tensor, d: tl.constexpr, D: tl.constexpr, ROUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (h, t): head h of token t."""
+    """Program (h, t): head h of token t. ROUNDED: the products are rounded as x is, before they are added."""
     h, t, column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, D)
     at, real = x + h * head_step + t * token_step, column < d
     partner = tl.where(column < d // 2, column + d // 2, column - d // 2)
@@ -21,7 +22,10 @@ def _rotate(
     other = tl.load(at + partner, mask=real, other=0.0).to(tl.float32)
     turn = tl.load(cos + t * d + column, mask=real, other=0.0).to(tl.float32)
     swap = tl.load(sin + t * d + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + (h * tokens + t) * d + column, (own * turn + other * swap).to(x.dtype.element_ty), mask=real)
+    first, second = own * turn, other * swap
+    if ROUNDED:
+        first, second = first.to(x.dtype.element_ty).to(tl.float32), second.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + (h * tokens + t) * d + column, (first + second).to(x.dtype.element_ty), mask=real)
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -31,6 +35,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     assert x.stride(2) == 1 and d % 2 == 0
     out = torch.empty(heads, tokens, d, dtype=x.dtype, device=x.device)
     _rotate[(heads, tokens)](
-        x, cos, sin, out, x.stride(0), x.stride(1), tokens, d=d, D=triton.next_power_of_2(d), num_warps=1
-    )
+        x, cos, sin, out, x.stride(0), x.stride(1), tokens, d=d, D=triton.next_power_of_2(d),
+        ROUNDED=cos.dtype == x.dtype != torch.float32, num_warps=1,
+    )  # fmt: skip
     return out
