@@ -4,7 +4,8 @@
 #   make test-training  the tests of scripts/reference that train
 #   make mutants one-line faults all over the package, each of which a test must catch; MUTANT=name runs one
 #   make soak    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written, 100 over
-#                contexts on disk, whose every write fails once), sessions (50 kills while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
+#                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
+#                while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
 #                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
 #                cuda (all that is run on a simulated device, under every schedule), gpu (tests marked gpu, there),
 #                kernels (all of them compiled for four GPUs), api (100,000 values and calls at random),
@@ -67,7 +68,7 @@ mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
 SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server page ray
-SOAK_disk := tests/test_disk.py tests/test_disk_faults.py
+SOAK_disk := tests/test_disk.py tests/test_disk_faults.py tests/test_eval_disk.py
 SOAK_sessions := tests/test_reliability.py
 SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
 SOAK_requests := tests/test_sharing.py tests/test_async_llm.py

@@ -31,10 +31,12 @@ from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.forward.prefill import Prefill
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
+from offload_rt.pool.disk_tier import DiskTier
 from offload_rt.pool.file_arena import FileArena
 from offload_rt.pool.file_layout import RowNames
 from offload_rt.pool.layout import ArenaLayout
 from offload_rt.pool.pool import HostPool
+from offload_rt.transfer.disk import DiskState
 from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
 
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
@@ -247,6 +249,19 @@ def test_a_run_is_read_ahead_and_leaves_again() -> None:
         thread.wait()
         assert read == blocks[: number + 2] and len(run._reading) <= 1
     assert float(run.parts[1].k[0, 0, 0]) == 10, "and again"
+
+
+def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
+    """However slabs cut what there is: putting blocks together filled the allocator with hundreds of MB."""
+    geometry = LLM(MODEL, dtype="float64").geometry
+    pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * CHUNK, disk=DiskTier(tmp_path, 2 << 20))
+    blocks = pool.new_block_table(1000)
+    state = DiskState(pool, geometry, torch.device("cpu"))
+    run = state.run(blocks, 0, range(4, 990))
+    assert [token for block in run._blocks for token in block] == list(range(4, 990))
+    assert all(len(pool.spans(blocks, 0, block)) == 1 for block in run._blocks)
+    assert len(pool.spans(blocks, 0, range(990))) > 4
+    state.thread.wait()
 
 
 # ----------------------------------------------------------------------------------------------------------- runtime

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,18 @@ def test_a_prompt_from_disk_beside_one_in_memory(tmp_path: Path) -> None:
     assert memory["where"] == "memory" and memory["cpu_s"] > 0 < disk["cpu_s"]
     assert disk["least"] == disk["over"] == disk["most"] == disk["cpu_s"] / memory["cpu_s"]
     assert disk["mb_written"] > 0.2 and disk["same"] == 1
+
+
+@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="a GB to write: make soak PART=disk")
+@pytest.mark.parametrize(("context", "layers"), [("1024k", 2), ("256k", 8)])
+def test_resident_memory_stays_within_64_mib_of_the_limit(context: str, layers: int, tmp_path: Path) -> None:
+    """In a process of its own, where no other test has left memory with the allocator."""
+    flags = ["--shape", "qwen-0.5b", "--layers", str(layers), "--contexts", context, "--host", "0.25", "--steps", "8"]
+    folders = ["--disk", str(tmp_path / "rows"), "--out", str(tmp_path), "--full-steps", "2"]
+    subprocess.run([sys.executable, "-m", "offload_rt", "eval", "disk", *flags, *folders], check=True)
+    for row in rows_of(tmp_path / "disk_steps.json"):
+        print(context, row["what"], f"{row['over_limit_mb'] / 1.048576:.0f} MiB over the limit")
+        assert row["over_limit_mb"] < 64 * 1.048576
 
 
 def test_a_recording_without_steps_is_refused(tmp_path: Path) -> None:

@@ -72,10 +72,14 @@ class DiskState:
         return KVPart(decode(part.k.to(self.device)), decode(part.v.to(self.device)))
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
-        """All rows of `tokens`, block by block; the first ones are being read when this returns."""
-        size = self.block_tokens
-        edges = [tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop]
-        runs = [range(a, b) for a, b in pairwise(edges) if a < b]
+        """All rows of `tokens`, block by block; the first ones are being read when this returns. A block lies in one
+        piece in the pool: nothing is put together from several, which would leave memory with the allocator."""
+        size, at = self.block_tokens, tokens.start
+        edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
+        for span in self.pool.spans(blocks, self.pool.groups.group[layer], tokens):
+            edges.add(at)
+            at += span.size
+        runs = [range(a, b) for a, b in pairwise(sorted(edges)) if a < b]
         return BlockRun(self.thread, lambda own: self.rows(blocks, layer, own), runs, ahead=1)
 
 
