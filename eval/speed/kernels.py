@@ -16,6 +16,7 @@ from ...kernels import dispatch, lists, segments
 from ...kernels.pointer_table import PointerTable
 from ...kernels.segments import Run
 from ...kernels.selection import pack
+from ...select.scoring import row_width
 from ..core.report import Row
 
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
@@ -197,7 +198,8 @@ def _quantised(device: torch.device, size: KernelSize) -> Iterator[Case]:
     for bits, d in ((8, COLUMNS), (4, D), (2, D)):
         mean, step = torch.zeros(KV_HEADS, d, device=device), torch.rand(KV_HEADS, d, device=device) + 0.01
         codes = torch.randint(0, 1 << bits, (KV_HEADS, size.tokens, d), dtype=torch.uint8, device=device)
-        packed, q = PointerTable.of([pack(codes, bits)]), torch.randn(KV_HEADS, GROUP, d, device=device)
+        rows = torch.nn.functional.pad(pack(codes, bits), (0, row_width(d) - d))  # as the scoring keys lie
+        packed, q = PointerTable.of([rows]), torch.randn(KV_HEADS, GROUP, d, device=device)
         del codes
 
         def call(

@@ -123,10 +123,11 @@ def _decode(results: Record) -> str:
 def _kernels(results: Record) -> str:
     rows = [
         [r["kernel"], f"{r['bytes'] / 1e6:.1f}", "link" if r["over_link"] else "device", f"{1e3 * r['ms']:.0f}",
-         f"{1e3 * r['floor_ms']:.0f}", f"{r['times_floor']:.1f}", f"{r['error']:.2f}"]
+         "–" if r["replayed_ms"] is None else f"{1e3 * r['replayed_ms']:.0f}", f"{1e3 * r['floor_ms']:.0f}",
+         f"{r['times_floor']:.1f}", f"{r['error']:.2f}"]
         for r in results["rows"]
     ]  # fmt: skip
-    head = ("kernel", "MB", "of", "us", "floor us", "times floor", "error, of its bound")
+    head = ("kernel", "MB", "of", "us, launched", "us, replayed", "floor us", "times floor", "error, of its bound")
     return f"**Kernels**, one layer at {results['size']['tokens']:,} tokens:\n\n{table(head, rows)}"
 
 
