@@ -150,6 +150,41 @@ def test_what_a_graph_cannot_hold_stays_eager() -> None:
         decode(make(), 2)
 
 
+def test_where_a_capture_breaks_off_steps_are_eager(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in the middle of a step; it is said, and not tried again."""
+    tried = []
+
+    class Breaks:
+        def capture(self, body: Any) -> Any:
+            body()
+            tried.append(self)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    eager, runner = make(), make()
+    runner.steps = GraphSteps(runner.strategies, Breaks)  # type: ignore[arg-type]
+    want, got = ([one.decode([sequence]) for _ in range(6)] for one in (eager, runner) for sequence in [begun(one, 61)])
+    torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
+    assert len(tried) == 1
+    assert [record.getMessage().endswith("stream is capturing") for record in caplog.records] == [True]
+    runner.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+def test_a_module_that_asks_the_device_something_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    prompts, tokens = [tiny_prompt(length, seed=length) for length in (30, 61)], []
+    for graphs in (False, None):
+        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+        model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: (out.sum().item(), None)[1])
+        settings: dict[str, Any] = {"prefix_sharing": False, "cuda_graphs": graphs}
+        llm = LLM(model, policy_options=OPTIONS, device="cuda", host_memory="8MiB", **settings)
+        found = completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))
+        tokens.append([c.token_ids for c in found])
+        llm.runner.check_integrity()
+    assert tokens[0] == tokens[1]
+    assert ["cannot be captured" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_graphs_need_a_cuda_device() -> None:
     runner = make()
     with pytest.raises(ConfigError, match="cuda_graphs=True needs a CUDA device"):

@@ -8,11 +8,13 @@ takes 15 ms where the same launches one by one took 67 (`eval/results/gpu`).
 A step stays eager where a launch would depend on more than the inputs: policies whose states select for themselves,
 columns chosen from each prompt, working sets, chunks that sequences share, eviction, weights that stream; and where the
 host has to see into it: a recorder, a step that measures the missed mass. So does the first step of each batch size and
-bucket, which compiles the kernels.
+bucket, which compiles the kernels. Where a capture breaks off, as at a module that asks the device something, all steps
+are eager from then on, and it is said once.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,6 +29,8 @@ from .batched import MOST_CACHED, BatchedStrategy, LayerSelection, StepInputs, S
 from .decode import DecodeStep
 
 Body = Callable[[], tuple[torch.Tensor, ...]]
+
+_log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
@@ -114,24 +118,39 @@ class GraphSteps:
     memory of its step."""
 
     def __init__(self, strategies: StrategyCache, make: Callable[[], Graph], most: int = MOST_CACHED) -> None:
-        self._strategies, self._make, self._most = strategies, make, most
+        self._strategies, self._make, self._most, self._refused = strategies, make, most, False
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured | None] = weakref.WeakKeyDictionary()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Returns float32 logits `[B, V]`: of an eager step the first time, else of a replay."""
         sequences = len(batch.sequences)
-        inputs = self._strategies.load(batch, padded_batch(sequences)) if _capturable(batch) else None
+        capturable = not self._refused and _capturable(batch)
+        inputs = self._strategies.load(batch, padded_batch(sequences)) if capturable else None
         if inputs is None or not inputs.static:
             return DecodeStep(batch, self._strategies.strategy(batch)).run()
         strategy = BatchedStrategy(batch, inputs, dense=True)
         if inputs not in self._captured:
             self._captured[inputs] = None
             return DecodeStep(batch, strategy).run()[:sequences]
-        DecodeStep(batch, strategy).begin()
-        captured = self._captured[inputs] or self._capture(batch, inputs)
-        logits = captured.replay(strategy, inputs)
+        step = DecodeStep(batch, strategy)
+        step.begin()
+        captured = self._captured[inputs] or self._try_capture(batch, inputs)
+        logits = step.compute() if captured is None else captured.replay(strategy, inputs)
         strategy.finish()
         return logits[:sequences]
+
+    def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
+        """As `_capture`; None where it broke off, as it would every time."""
+        try:
+            return self._capture(batch, inputs)
+        except RuntimeError as error:
+            self._refused = True
+            inputs.rows.forget()
+            _log.warning(
+                "decode steps of this model cannot be captured and are launched one by one, which may be several times "
+                "slower (cuda_graphs=False says nothing of it): %s", str(error).splitlines()[0],
+            )  # fmt: skip
+            return None
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
         """A graph of a step of `inputs`, in place of the oldest one where there are enough."""

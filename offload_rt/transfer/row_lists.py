@@ -134,6 +134,16 @@ class RowLists:
         for one in self._open:
             one.written = mark
 
+    def forget(self) -> None:
+        """After a capture that broke off: waits until the device is idle. Marks made meanwhile mean nothing, and what
+        the other streams were to read or write is nobody's."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self._state.staging.clear()
+        self._state.returning.clear()
+        for one in self._open:
+            one.written = None
+
     def resident(self, layer: int) -> PointerTable:
         """The resident rows of a layer, `[2 * Hkv, s + w, d]` of each sequence."""
         return self._resident[layer]
