@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import queue
 import threading
 import time
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -13,6 +16,10 @@ from ..core import CHUNK, BlockTable
 from ..pool.pool import HostPool
 from ..pool.stored_rows import Span
 from .chunk_store import PlacedChunk, StoredChunk
+
+READERS = min(4, os.cpu_count() or 1)
+"""Threads that read, check and copy chunks of a layer: one alone brought 0.86 GB/s of cached files into an H100's host,
+which computing 8,192 tokens again outruns; two take 0.6 of its time on two busy cores."""
 
 
 class DamagedChunkError(Exception):
@@ -40,7 +47,8 @@ class ChunkLoader:
     when it is asked for, and the computation waits for all of it.
 
     The block table must hold the chunks and be nobody else's; it must not be given back before `close`. Rows are
-    written only by this thread and read only after `wait` of their layer: an event orders the two.
+    written only by its readers, each chunk's by one of them, and read only after `wait` of their layer: the thread has
+    waited for all of a layer's chunks by then, and an event orders the two.
     """
 
     def __init__(self, pool: HostPool, blocks: BlockTable, chunks: Seq[PlacedChunk], ahead: int):
@@ -50,7 +58,10 @@ class ChunkLoader:
         tokens = [range(placed.place * CHUNK, placed.place * CHUNK + placed.chunk.count) for placed in chunks]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(chunks, tokens, strict=True)]
         largest = max((placed.chunk.layer_bytes for placed in chunks), default=0)
-        self._block = bytearray(largest)  # one for all: touching fresh memory takes longer than reading a cached file
+        # One for each reader: touching fresh memory takes longer than reading a cached file.
+        self._blocks: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        for _ in range(READERS):
+            self._blocks.put(bytearray(largest))
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
         self._closed = False
@@ -96,21 +107,26 @@ class ChunkLoader:
         self._thread.join()
 
     def _load(self) -> None:
-        groups = self._pool.groups.group
-        for layer in range(self._layers):
-            if not self._may_load(layer):
-                return
-            began = time.perf_counter()
-            pairs = zip(self._chunks, self._spans, strict=True)
-            mine = ((placed.chunk, span) for placed, span in pairs if placed.group == groups[layer])
-            bad = next((chunk.key for chunk, span in mine if not self._fill(chunk, layer, span)), None)
-            with self._changed:
-                self.load_seconds += time.perf_counter() - began
-                self._damaged = bad
-                self._done = layer + 1
-                self._changed.notify_all()
-            if bad is not None:
-                return
+        with ThreadPoolExecutor(READERS, "offload-rt reader") as readers:
+            for layer in range(self._layers):
+                if not self._may_load(layer):
+                    return
+                began = time.perf_counter()
+                bad = self._load_layer(layer, readers)
+                with self._changed:
+                    self.load_seconds += time.perf_counter() - began
+                    self._damaged = bad
+                    self._done = layer + 1
+                    self._changed.notify_all()
+                if bad is not None:
+                    return
+
+    def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
+        """Loads all chunks of a layer; returns the key of the first that is damaged."""
+        group, pairs = self._pool.groups.group[layer], zip(self._chunks, self._spans, strict=True)
+        mine = [(placed.chunk, span) for placed, span in pairs if placed.group == group]
+        whole = list(readers.map(lambda each: self._fill(each[0], layer, each[1]), mine))
+        return next((chunk.key for (chunk, _), right in zip(mine, whole, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
         """Waits until the layer is near enough; False where nothing more is wanted."""
@@ -122,10 +138,13 @@ class ChunkLoader:
         """Loads one layer of one chunk, which is checked before it is copied to its rows."""
         layout, format = self._pool.layout, self._pool.format
         size = 2 * layout.kv_heads * span.size * layout.row_bytes
-        if not chunk.read_layer(self._pool.groups.place[layer], memoryview(self._block)[:size]):
-            return False
-        count = size // format.storage.itemsize
-        rows = torch.frombuffer(self._block, dtype=format.storage, count=count)
-        rows = rows.view(layout.kv_heads, 2, span.size, format.width)
-        self._pool.fill_span(layer, span, rows[:, 0], rows[:, 1])
-        return True
+        block = self._blocks.get()
+        try:
+            if not chunk.read_layer(self._pool.groups.place[layer], memoryview(block)[:size]):
+                return False
+            rows = torch.frombuffer(block, dtype=format.storage, count=size // format.storage.itemsize)
+            rows = rows.view(layout.kv_heads, 2, span.size, format.width)
+            self._pool.fill_span(layer, span, rows[:, 0], rows[:, 1])
+            return True
+        finally:
+            self._blocks.put(block)
