@@ -15,7 +15,8 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
-from offload_rt.commands.tables import plot_run, requirements_table, stats_table
+from offload_rt.commands.run_picture import plot_run
+from offload_rt.commands.tables import requirements_table, stats_table
 from offload_rt.core import CHUNK
 from offload_rt.models.registry import load_shape
 from offload_rt.outputs import Stats

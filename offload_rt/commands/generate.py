@@ -199,7 +199,8 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
 
 def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console) -> None:
     """The table on stderr, and the files that were asked for."""
-    from .tables import plot_run, stats_table
+    from .run_picture import plot_run
+    from .tables import stats_table
 
     stats = llm.last_stats
     console.print()

@@ -78,8 +78,7 @@ class Runner:
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
         self._slice_tokens = best if plan is None else plan.costs.slice
-        in_place = self.adapter.device.type == "cpu" and pool.file is None
-        usual = MISSED_MASS_EVERY if in_place else 0
+        usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" and pool.file is None else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
         self.room = Room(pool, policy, config)
         self._ids = itertools.count()
@@ -370,14 +369,13 @@ class Runner:
         ordered = [batch[i] for i in sharing.order]
         decoding = DecodeBatch(ordered, self.adapter, self.policy, self.link, sharing)
         logits = sharing.restore(self.steps.run(decoding))
+        seconds = time.perf_counter() - began
         for sequence in batch:
             sequence.position += 1
             sequence.interrupted = False
+            sequence.trace.decode_seconds += seconds
             self.pool.commit(sequence.blocks, sequence.slots.context)
         batch[0].trace.step_weights += self.weight_use.since(used)
-        seconds = time.perf_counter() - began
-        for sequence in batch:
-            sequence.trace.decode_seconds += seconds
         return logits
 
     @property
