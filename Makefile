@@ -76,7 +76,7 @@ SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test
 	tests/test_server_clients.py tests/test_server_suites.py
 SOAK_page := tests/test_page.py
 SOAK_ray := tests/test_ray.py tests/test_batch_ray.py
-SOAK_architectures := tests/test_architectures.py tests/test_gguf.py tests/test_drop_in.py
+SOAK_architectures := tests/test_architectures.py tests/test_architecture_sessions.py tests/test_gguf.py tests/test_drop_in.py
 SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py \
 	tests/test_gpu_streams.py tests/test_weight_placement.py
 SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \

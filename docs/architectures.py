@@ -17,15 +17,18 @@ from offload_rt.models.registry import adapter_for  # noqa: E402
 
 def runs() -> str:
     """One row for each tiny model that the tests run, with what its adapter says of it."""
-    rows = ["| transformers' class | what sets it apart | layers | policies | truncated |", "|---|---|---|---|---|"]
+    columns = "what sets it apart | layers | logits, greedy, batch | policies | sessions | evicted | truncated"
+    rows = [f"| transformers' class | {columns} |", "|---|---|---|---|---|---|---|---|"]
     for name, kind in RUNS.items():
         model = architecture(name)
         geometry = adapter_for(model).geometry
         sliding = len(geometry.sliding)
         layers = "full" if not sliding else "sliding" if sliding == geometry.layers else "full and sliding"
-        policies = "all" if geometry.softcap is None else "without a tail"
+        past = "yes" if not sliding else "past the window"
+        evicted = "yes" if sliding < geometry.layers else "its window alone"
         truncated = "no" if geometry.absolute_positions else "yes"
-        rows.append(f"| `{type(model).__name__}` | {kind.traits} | {layers} | {policies} | {truncated} |")
+        cells = f"{kind.traits} | {layers} | {past} | all | yes | {evicted} | {truncated}"
+        rows.append(f"| `{type(model).__name__}` | {cells} |")
     return "\n".join(rows)
 
 

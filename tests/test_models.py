@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -391,7 +392,7 @@ class TestRefusals:
         (folder / "config.json").unlink()
         self.refused(folder, "has no config.json")
         (folder / "adapter_config.json").write_text("{}")
-        self.refused(folder, "PEFT adapter")
+        self.refused(folder, r"is a PEFT adapter.*merge_and_unload\(\)")
 
     @pytest.mark.parametrize("text", ["{", "", "[1]", '{"architectures": ["LlamaForCausalLM"]}', "\0\1\2"])
     def test_damaged_config(self, folder: Path, text: str) -> None:
@@ -458,6 +459,16 @@ class TestRefusals:
 
     def test_cross_attention(self) -> None:
         self.refused(tiny_model("gpt2", add_cross_attention=True), "cross-attention")
+
+    def test_adapters_beside_the_weights(self) -> None:
+        """As transformers' `load_adapter` marks its model, and in a class of peft's."""
+        marked, wrapped = tiny_model("llama"), tiny_model("llama")
+        marked._hf_peft_config_loaded = True
+        wrapped.__class__ = type("PeftModelForCausalLM", (type(wrapped),), {"__module__": "peft.peft_model"})
+        for model, load in itertools.product((marked, wrapped), (load_model, load_shape)):
+            with pytest.raises(ModelError, match=r"has PEFT adapters.*merge_and_unload\(\)") as refused:
+                load(model)
+            assert refused.value.reason == "peft"
 
     def test_scattered_weights(self) -> None:
         model = tiny_model("llama")

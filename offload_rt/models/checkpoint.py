@@ -25,6 +25,15 @@ from .location import Location
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+MERGE = (
+    "merge it into its weights: pass what peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload() returns, "
+    "or save that and name its folder"
+)
+"""What is to be done with an adapter."""
+
+MULTIMODAL = "it takes more than text; its text part runs as a loaded model of its own (documentation: Architectures)"
+"""Why a multimodal model is refused."""
+
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 
 
@@ -41,9 +50,9 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
         return _read_gguf_config(location, supported)
     place, folder = location.place, location.folder
     if folder is not None and not (folder / "config.json").is_file():
-        hint = "a model folder holds config.json and *.safetensors, or one GGUF file"
         if (folder / "adapter_config.json").is_file():
-            hint = "it is a PEFT adapter: merge it into its model (merge_and_unload) and save that"
+            raise ModelError(f"{location} is a PEFT adapter, and no model; {MERGE}", reason="peft")
+        hint = "a model folder holds config.json and *.safetensors, or one GGUF file"
         raise ModelError(f"{location} has no config.json; {hint}")
     options, trusted = location.hub.options, location.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {location}"):
@@ -51,7 +60,9 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     own_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
     if architecture not in supported and architecture not in CLASSES.values() and not own_code:
-        raise ModelError(unsupported(architecture, supported))
+        more = "text_config" in raw
+        why, reason = (MULTIMODAL, "multimodal") if more else ("", "architecture")
+        raise ModelError(unsupported(architecture, supported, why), reason=reason)
     with one_error(f"the configuration of {location} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, **options)
     if not own_code and architecture not in (CLASSES.get(config.model_type), _registered_class(config)):

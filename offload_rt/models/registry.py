@@ -17,6 +17,8 @@ from ..errors import ConfigError, ModelError
 from ..sampling_params import SamplingParams
 from .adapter import ModelAdapter
 from .checkpoint import (
+    MERGE,
+    MULTIMODAL,
     architecture_of,
     build_skeleton,
     one_error,
@@ -110,6 +112,8 @@ def _recognised(model: Any) -> ModelAdapter:
     try:
         return DecoderAdapter(model)
     except ModelError as error:
+        if hasattr(model.config, "text_config"):
+            raise ModelError(unsupported(name, architectures(), MULTIMODAL), reason="multimodal") from error
         raise ModelError(unsupported(name, architectures(), str(error)), reason=error.reason) from error
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise ModelError(unsupported(name, architectures()), reason="modules") from error
@@ -307,8 +311,8 @@ def _check_is_model(model: object) -> None:
 
 def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
     """Raises ModelError where a loaded model cannot run as it is, or is not where it was asked to be."""
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError("the model has PEFT adapters; merge them into the weights and save the model first")
+    if getattr(model, "_hf_peft_config_loaded", False) or type(model).__module__.partition(".")[0] == "peft":
+        raise ModelError(f"the model has PEFT adapters; {MERGE}", reason="peft")
     places = sorted({str(weight.device) for weight in model.parameters()})
     if len(places) > 1 or places == ["meta"]:
         raise ModelError(f"the weights are on {', '.join(places)}; all must be on one device: load without device_map")

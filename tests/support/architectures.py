@@ -165,6 +165,8 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+_TEXT = _COMMON | {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}
+_SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -196,6 +198,11 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         Architecture("Llama4Text", {"head_dim": 8, "num_local_experts": 2}),
         "positions",
         "chunked layers, complex RoPE",
+    ),
+    "gemma3_multimodal": (
+        Architecture("Gemma3", {"text_config": _TEXT, "vision_config": _SIGHT, "image_token_index": 90}),
+        "multimodal",
+        "takes more than text: its text part runs as a loaded model (below)",
     ),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
     "ministral3": (

@@ -24,6 +24,11 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
         ago = at[:, None] - torch.tensor([row[0] for row in kept[layer]])
         seen = (ago >= 0) & (ago < (window or ago.max() + 1))
         scores = q @ keys.transpose(1, 2) * geometry.scales[layer]
-        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        if geometry.softcap is not None:
+            scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
+        scores, sinks = scores.masked_fill(~seen, -torch.inf), adapter.sinks(layer)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, len(at), 1)), -1)
+        weights = torch.softmax(scores, -1)[..., : len(kept[layer])]
         x = adapter.mlp(layer, adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1)))
     return adapter.logits(x)[-1]

@@ -1,0 +1,93 @@
+"""Every architecture in a session that comes back from disk, in a truncated one, and in a pool that evicts: against
+transformers, and against a plain model with lists of rows. `make soak PART=architectures` runs all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import RUNS, VOCAB, architecture
+from support.plain_decode import Kept, plain_step
+from support.tiny_models import assert_greedy
+
+from offload_rt import LLM, ModelError, SamplingParams
+from offload_rt.core import CHUNK
+
+NAMES = list(RUNS) if os.environ.get("OFFLOAD_RT_CELLS") == "1" else ["gemma3", "gpt_oss", "opt"]
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+CUT = range(20, 60)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make(model: Any, **options: Any) -> LLM:
+    return LLM(model, **({"policy": "full", "host_memory": "8MiB", "verify": "off"} | options))
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """But for float32 rounding, in sums of another order."""
+    assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> None:
+    """The second turn is transformers' after the whole text; after a truncation the next logits are those of the rows
+    that are left, of which sliding layers see the last ones without a gap."""
+    model = architecture(name)
+    session = make(model).session("s", tmp_path)
+    list(session.send(prompt_of(100, 1), GREEDY))
+    session.close()
+    session = make(model).session("s", tmp_path)
+    before = [*session.tokens, *prompt_of(20, 2)]
+    answer = [event.token_id for event in session.send(prompt_of(20, 2), GREEDY)]
+    assert_greedy(model, before, answer)
+    assert session.loaded_tokens > 100, "nothing is computed again"
+    runner, tokens, computed = session.kv.runner, list(session.history.tokens), session.history.computed
+    geometry = runner.adapter.geometry
+    if geometry.absolute_positions:
+        with pytest.raises(ModelError, match="absolute positions"):
+            session.truncate(drop=CUT)
+        session.close()
+        return
+    rows: Kept = [[] for _ in range(geometry.layers)]
+    plain_step(runner.adapter, tokens[:computed], 0, rows)
+    assert session.truncate(drop=CUT) == len(CUT)
+    left, floor = [i for i in range(computed) if i not in CUT], session.history.floor
+    for layer, window in zip(rows, geometry.windows, strict=True):
+        layer[:] = [layer[i] for i in (left if window is None else left[floor:])]
+    expected = plain_step(runner.adapter, [tokens[computed]], computed, rows)
+    session.close()
+    session = make(model).session("s", tmp_path)
+    sequence = session.kv.ready(len(session.history.tokens))
+    session.kv.load_all()
+    assert_near(session.kv.runner.decode([sequence])[0], expected)
+    session.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pool_that_is_full_evicts(name: str) -> None:
+    """First in, first out in layers that see everything, as a plain model with lists does it; windows are kept."""
+    model = architecture(name)
+    pool = make(model).runner.pool
+    memory = pool.chunk_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_chunks)
+    runner = make(model, host_memory=memory, eviction={"policy": "fifo", "protect": "none"}).runner
+    geometry, tokens = runner.adapter.geometry, prompt_of(146, 3)
+    kept: Kept = [[] for _ in range(geometry.layers)]
+    plain_step(runner.adapter, tokens[:120], 0, kept)
+    sequence = runner.new_sequence(tokens[:120], 120)
+    sequence.tokens += tokens[120:]
+    runner.prefill(sequence, 120)
+    for position, token in enumerate(tokens[120:145], start=120):
+        for layer, window in zip(kept, geometry.windows, strict=True):
+            if window is None and len(layer) == 2 * CHUNK:
+                layer.pop(0)
+        expected = plain_step(runner.adapter, [token], position, kept)
+        assert_near(runner.decode([sequence])[0], expected)
+    runner.check_integrity()
+    runner.free(sequence)
+    assert runner.pool.bytes_held == 0
