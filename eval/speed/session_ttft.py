@@ -7,6 +7,7 @@ import gc
 import os
 import statistics
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -157,13 +158,14 @@ def timed_fork(
 
 
 def throttle(disk: DiskStore, bandwidth: float) -> None:
-    """Reads of `disk` take as long as at `bandwidth` bytes a second."""
-    real = disk.read_layer
+    """Reads of `disk` take as long as at `bandwidth` bytes a second, however many threads ask at once."""
+    real, alone = disk.read_layer, threading.Lock()
 
     def slow(chunk: DiskChunk, layer: int, into: memoryview) -> bool:
-        until = time.perf_counter() + len(into) / bandwidth
-        whole = real(chunk, layer, into)
-        time.sleep(max(0.0, until - time.perf_counter()))
+        with alone:
+            until = time.perf_counter() + len(into) / bandwidth
+            whole = real(chunk, layer, into)
+            time.sleep(max(0.0, until - time.perf_counter()))
         return whole
 
     disk.read_layer = slow  # type: ignore[method-assign]
