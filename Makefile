@@ -70,7 +70,8 @@ mutants: $(READY)
 SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server page ray
 SOAK_disk := tests/test_disk.py tests/test_disk_faults.py tests/test_eval_disk.py
 SOAK_sessions := tests/test_reliability.py
-SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py tests/test_cuda_graphs.py
+SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py \
+	tests/test_cuda_graphs.py tests/test_eval_paper.py tests/test_eval_session_ttft.py tests/test_eval_real_speed.py
 SOAK_requests := tests/test_sharing.py tests/test_async_llm.py
 SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test_server_load.py \
 	tests/test_server_clients.py tests/test_server_suites.py
