@@ -162,12 +162,7 @@ def load_model(
     used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer, hub)
     strange = one_error(f"the checkpoint {name!r} says what no model can be") if loaded is not model else nullcontext()
     with strange:
-        identity = fingerprint(loaded)
-        if verify == "always" or (verify == "auto" and not _is_of_transformers(loaded)):
-            prove(loaded, adapter_for(loaded))
-        elif verify == "auto":
-            prove_once(loaded, adapter_for(loaded), identity)
-        weight_bytes = _weight_bytes(loaded)
+        identity, weight_bytes = _proved(loaded, verify), _weight_bytes(loaded)
         embedding = None
         if placement:
             place_weights(loaded, chosen, placement)
@@ -183,6 +178,16 @@ def load_model(
             sampling=sampling_defaults(getattr(loaded, "generation_config", None)),
             embedding=embedding,
         )
+
+
+def _proved(model: Any, verify: Verify) -> str:
+    """The fingerprint of a model that has proved itself, as far as `verify` asks for it. Raises ModelError."""
+    identity = fingerprint(model)
+    if verify == "always" or (verify == "auto" and not _is_of_transformers(model)):
+        prove(model, adapter_for(model))
+    elif verify == "auto":
+        prove_once(model, adapter_for(model), identity)
+    return identity
 
 
 def _keep_embedding(model: Any, device: torch.device) -> HostEmbedding:
