@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from support.pools import CHUNK_BYTES, append, geometry, kv, make_pool, read
@@ -44,6 +47,23 @@ def test_rows_and_runs_show_what_was_written() -> None:
         assert torch.equal(got[0], k)
         assert torch.equal(got[1], v)
     pool.check_integrity()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say what a process holds")
+def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
+    """32 planes of 2 MiB: a huge page each where the first slab had them."""
+    pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
+    before, (k, v) = resident(), torch.ones(2, 2, CHUNK, 64, dtype=torch.bfloat16)
+    blocks = pool.new_block_table(CHUNK)
+    for layer in range(8):
+        pool.write(blocks, layer, 0, k, v)
+    assert pool.layout.plane_rows * pool.layout.row_bytes == 2 << 20
+    assert resident() - before < 16 << 20
 
 
 def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:

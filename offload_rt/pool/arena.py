@@ -25,7 +25,9 @@ class Arena:
     gigabyte: call it when a sequence is admitted, not between two tokens.
 
     Huge pages are asked for: fewer faults at first writes, fewer misses in gathers of scattered rows. A started
-    slab may therefore take its whole size from the machine, which the limit covers.
+    slab may therefore take its whole size from the machine, which the limit covers. The first one has them only where it
+    is pinned: each layer's rows of a short prompt would make a huge page of their own (SmolLM2: 360 MB to clear, a
+    second on a virtual machine, before the first token of 30 prompt tokens).
 
     Mutated by `activate`, `copy`, `fill` and by whoever writes through `planes` or `rows`. The ranges are unregistered
     and unmapped when the arena and every view of it are gone.
@@ -36,7 +38,8 @@ class Arena:
         self.layout = layout
         self.pin = pin
         self.active = 0
-        memory = reserve(layout.bytes, "the host pool")
+        start = 0 if pin else layout.slab_rows * layout.head_dim * layout.itemsize
+        memory = reserve(layout.bytes, "the host pool", huge_from=start)
         self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
         """`[R, d]`: every row of the arena by its row id."""
         shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
@@ -71,9 +74,10 @@ class Arena:
         self.planes[b, :, :, :, j * CHUNK : j * CHUNK + tokens].copy_(old)
 
 
-def reserve(size: int, what: str) -> mmap.mmap:
-    """`size` bytes of page-aligned address space for `what`, with no memory behind them yet. MemoryLimitError where
-    this process may not have them."""
+def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
+    """`size` bytes of page-aligned address space for `what`, with no memory behind them yet; from byte `huge_from` on,
+    a multiple of `PAGE`, in huge pages where the system has them. MemoryLimitError where this process may not have
+    them."""
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -81,8 +85,9 @@ def reserve(size: int, what: str) -> mmap.mmap:
             f"cannot reserve {format_size(size)} ({size} bytes) of address space for {what} ({error}): lower "
             f"host_memory, or raise this process's limits (ulimit -v, vm.overcommit_memory)"
         ) from error
-    with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, a system without the call
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if huge_from < size:
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, a system without the call
+            memory.madvise(mmap.MADV_HUGEPAGE, huge_from)
     return memory
 
 
