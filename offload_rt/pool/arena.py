@@ -25,9 +25,9 @@ class Arena:
     gigabyte: call it when a sequence is admitted, not between two tokens.
 
     Huge pages are asked for: fewer faults at first writes, fewer misses in gathers of scattered rows. A started
-    slab may therefore take its whole size from the machine, which the limit covers. The first one has them only where it
-    is pinned: each layer's rows of a short prompt would make a huge page of their own (SmolLM2: 360 MB to clear, a
-    second on a virtual machine, before the first token of 30 prompt tokens).
+    slab may therefore take its whole size from the machine, which the limit covers. The first one has them only where
+    it is pinned: the few rows of a short prompt would each begin a huge page (SmolLM2: 360 MB to clear, a second on a
+    virtual machine, before the first token of 30 prompt tokens).
 
     Mutated by `activate`, `copy`, `fill` and by whoever writes through `planes` or `rows`. The ranges are unregistered
     and unmapped when the arena and every view of it are gone.
