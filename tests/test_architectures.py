@@ -17,7 +17,6 @@ from support.architectures import REFUSED, RUNS, VOCAB, WINDOW, architecture, bu
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 from torch import nn
-from transformers import Gemma3ForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import KVPart
@@ -131,20 +130,6 @@ class TestRefusals:
             with pytest.raises(ModelError, match=r"^BloomForCausalLM is not supported: .*ALiBi") as refused:
                 read(tmp_path)
             assert refused.value.reason == "alibi"
-
-    def test_the_text_part_of_a_multimodal_model_runs(self, tmp_path: Path) -> None:
-        """As the documentation takes it out; the whole is refused by name before weights are read, too."""
-        kind = REFUSED["gemma3_multimodal"][0]
-        whole = build(kind.config, **kind.options)
-        whole.save_pretrained(tmp_path)
-        for read in (load_model, load_shape):
-            with pytest.raises(ModelError, match="more than text") as refused:
-                read(tmp_path)
-            assert refused.value.reason == "multimodal"
-        text = Gemma3ForCausalLM(whole.config.text_config)
-        text.model, text.lm_head = whole.model.language_model, whole.lm_head
-        llm, prompt = LLM(text, policy="full", host_memory="4MiB", verify="always"), prompt_of(3 * WINDOW)
-        assert_greedy(whole, prompt, completed(llm.generate([prompt], SamplingParams(6, temperature=0)))[0].token_ids)
 
     @pytest.mark.parametrize("name", ["Nemotron", "Olmoe", "Helium"])
     def test_what_nobody_declared_may_run(self, name: str, tmp_path: Path) -> None:

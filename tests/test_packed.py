@@ -142,6 +142,14 @@ def test_what_is_packed_in_another_way_does_not_stream() -> None:
         assert moves_packed(SimpleNamespace(quantization_config=packing)) == moves
 
 
+def test_what_is_not_packed_is_in_the_dtype_that_was_asked_for(packed: Path) -> None:
+    """Not in that of the file, as transformers leaves it: a plan counts on it."""
+    shape, model = load_shape(packed, dtype="bfloat16"), load_model(packed, dtype="bfloat16", verify="always")
+    assert model.adapter.dtype == shape.dtype == torch.bfloat16
+    assert shape.weight_bytes == pytest.approx(model.weight_bytes, rel=0.04)
+    assert model.fingerprint == load_model(packed, dtype="float32").fingerprint
+
+
 def test_other_weights_have_another_fingerprint(packed: Path) -> None:
     model = load_model(packed, dtype="float32")
     again = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)

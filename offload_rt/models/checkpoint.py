@@ -21,6 +21,8 @@ from ..config import DType
 from ..config_fields import check_choice
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from .location import Location
+from .packed import cast_numbers
+from .text_part import is_multimodal, is_of, other_parts, text_config, text_only
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -31,8 +33,8 @@ MERGE = (
 )
 """What is to be done with an adapter."""
 
-MULTIMODAL = "it takes more than text; its text part runs as a loaded model of its own (documentation: Architectures)"
-"""Why a multimodal model is refused."""
+MULTIMODAL = "it takes more than text, and this version of transformers has no class of which the text part could run"
+"""Why a multimodal checkpoint is refused before its weights are read."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 
@@ -41,10 +43,9 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
     """The configuration of a checkpoint; of a GGUF file, from its header.
 
     Raises ModelError where it cannot be had, is damaged, or is of an architecture that is neither among `supported` nor
-    one of transformers' causal language models.
+    one of transformers' causal language models, multimodal ones included.
     """
     from transformers import AutoConfig, PreTrainedConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     if location.gguf is not None:
         return _read_gguf_config(location, supported)
@@ -59,13 +60,13 @@ def read_config(location: Location, supported: Collection[str]) -> PreTrainedCon
         raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     own_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
-    if architecture not in supported and architecture not in CLASSES.values() and not own_code:
+    if architecture not in supported and architecture not in _names_of_classes() and not own_code:
         more = "text_config" in raw
         why, reason = (MULTIMODAL, "multimodal") if more else ("", "architecture")
         raise ModelError(unsupported(architecture, supported, why), reason=reason)
     with one_error(f"the configuration of {location} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, **options)
-    if not own_code and architecture not in (CLASSES.get(config.model_type), _registered_class(config)):
+    if not own_code and architecture not in [kind.__name__ for kind in _classes_of(config)]:
         raise ModelError(f"{location} contradicts itself: {architecture}, but model type {config.model_type!r}")
     return config
 
@@ -89,20 +90,33 @@ def _read_gguf_config(location: Location, supported: Collection[str]) -> PreTrai
 
 def architecture_of(config: PreTrainedConfig) -> str:
     """The name of the class that transformers makes of a configuration."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    named = next(iter(config.architectures or ()), None)  # maybe a class of the checkpoint's own code
+    found = [kind.__name__ for kind in _classes_of(config)]
+    return str(named if named in found or not found else found[0])
 
-    named = next(iter(config.architectures or ()), None)  # a class of the checkpoint's own code
-    return _registered_class(config) or str(CLASSES.get(config.model_type, named))
+
+def _classes_of(config: PreTrainedConfig) -> list[type[Any]]:
+    """The classes that transformers, or whoever registered one with `AutoModelForCausalLM`, has for this kind of
+    configuration: of language models, and of those that take more than text."""
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings: tuple[Any, ...] = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
 
 
-def _registered_class(config: PreTrainedConfig) -> str | None:
-    """The name of the class that somebody registered with `AutoModelForCausalLM` for this kind of configuration."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def _names_of_classes() -> set[str]:
+    """Names of all classes of `_classes_of`."""
+    from transformers.models.auto import modeling_auto as auto
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    return {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
+
+
+def _text_part(config: PreTrainedConfig) -> Any:
+    """The class that makes the text part of a model that takes more than text; None for any other."""
+    if not is_multimodal(config):
         return None
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return str(found.__name__)
+    named = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
+    return next((text_only(kind) for kind in named if kind.config_class is type(config)), None)
 
 
 def unsupported(architecture: str, supported: Collection[str], why: str = "") -> str:
@@ -123,7 +137,7 @@ def read_weights(
     if location.gguf is None:
         _check_weight_files(location)
     with one_error(f"cannot load the weights of {location}"), _quiet():
-        loader: Any = AutoModelForCausalLM
+        loader: Any = _text_part(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
             location.place,
             config=config,
@@ -139,11 +153,16 @@ def read_weights(
     for what, keys in (("lacks", absent), ("has another shape for", shapes)):
         if keys:
             raise ModelError(f"the checkpoint {location} {what} {_some(keys)}; it is not a complete model")
-    if report["unexpected_keys"]:
-        warnings.warn(f"{location}: unused weights {_some(sorted(report['unexpected_keys']))}", stacklevel=3)
+    others = other_parts(model)
+    unused = sorted(key for key in report["unexpected_keys"] if not any(is_of(part, key) for part in others))
+    if unused:
+        warnings.warn(f"{location}: unused weights {_some(unused)}", stacklevel=3)
+    if others:
+        warnings.warn(f"{location}: its text part runs; pictures and sound are not read", stacklevel=3)
     if location.gguf is not None and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # of the file: the weights are numbers now
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    cast_numbers(loaded, dtype)
     return loaded
 
 
@@ -164,9 +183,13 @@ def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dt
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    builder: Any = AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
     with one_error(f"the configuration of {location} is not valid"), init_empty_weights(include_buffers=True):
-        skeleton: PreTrainedModel = builder.from_config(
+        kind = _text_part(config)
+        if kind is not None:
+            part: PreTrainedModel = kind._from_config(config, dtype=dtype)
+            return part
+        skeleton: PreTrainedModel = auto.from_config(
             config, dtype=dtype, trust_remote_code=location.hub.trust_remote_code
         )
     return skeleton
@@ -232,7 +255,7 @@ def resolve_dtype(
     if name != "auto":
         named: torch.dtype = getattr(torch, name)
         return named
-    own: Any = config.dtype  # a torch.dtype or None, once loaded
+    own: Any = config.dtype or text_config(config).dtype  # a torch.dtype or None, once loaded
     stated: torch.dtype | None = torch.bfloat16 if location.gguf is not None else own
     if device.type != "cpu":
         return stated

@@ -20,12 +20,13 @@ from .base import BaseAdapter
 from .decoder_layer import DecoderLayer
 from .projections import Projections, first_of, refuse_unused
 from .rotary import Rotary, refuse_length_dependent
+from .text_part import text_config, text_decoder
 from .weights import decoder_layers
 
 _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
-_ROTATED_WHERE_SLIDING = ("Cohere2ForCausalLM", "Exaone4ForCausalLM")
-"""Models whose layers that see everything have no positions."""
+_ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
+"""Decoders whose layers that see everything have no positions."""
 
 
 class DecoderAdapter(BaseAdapter):
@@ -33,7 +34,7 @@ class DecoderAdapter(BaseAdapter):
     is not."""
 
     def __init__(self, model: Any) -> None:
-        decoder, config = model.base_model, model.config
+        decoder, config = text_decoder(model), text_config(model.config)
         layers = decoder_layers(model)
         self._layers = [DecoderLayer(layer) for layer in layers]
         attentions = [layer.attention for layer in self._layers]
@@ -42,12 +43,12 @@ class DecoderAdapter(BaseAdapter):
         self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
         self._norm = first_of(decoder, _FINAL_NORM)
         self._head = model.get_output_embeddings()
-        self._logit_factor = _logit_factor(config)
-        self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logit_factor = _logit_factor(model.config)
+        self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         heads, kv_heads = _heads(config, attentions[0])
         self._projections = [Projections(attention, heads, kv_heads) for attention in attentions]
         self._sinks = [_sinks(attention, self._embedding.weight) for attention in attentions]
-        self._rotary = Rotary(decoder.rotary_emb, _kinds(model, config, decoder, attentions), attentions[0])
+        self._rotary = Rotary(decoder.rotary_emb, _kinds(config, decoder, attentions), attentions[0])
         known = (self._embedding, self._norm, decoder.rotary_emb)
         named = list(decoder.named_children())
         stacks = [name for name, child in named if isinstance(child, nn.ModuleList)][:1]
@@ -190,11 +191,11 @@ def _windows(config: Any, decoder: Any, layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _kinds(model: Any, config: Any, decoder: Any, attentions: list[Any]) -> list[str | None]:
+def _kinds(config: Any, decoder: Any, attentions: list[Any]) -> list[str | None]:
     """Under which name each layer finds its rotation in the rotary module; None for layers without positions."""
     several = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
     types = _declared(config, "layer_types") or [""] * len(attentions)
-    without = type(model).__name__ in _ROTATED_WHERE_SLIDING
+    without = type(decoder).__name__ in _ROTATED_WHERE_SLIDING
     kinds: list[str | None] = []
     for attention, kind in zip(attentions, types, strict=True):
         turns = getattr(attention, "use_rope", True) and not (without and kind == "full_attention")
@@ -203,7 +204,8 @@ def _kinds(model: Any, config: Any, decoder: Any, attentions: list[Any]) -> list
 
 
 def _logit_factor(config: Any) -> float:
-    """What logits are multiplied by: Cohere's `logit_scale`, or one over Granite's `logits_scaling`."""
+    """What logits are multiplied by: Cohere's `logit_scale`, or one over Granite's `logits_scaling`. (A multimodal
+    model does neither, whatever its text part says: its head is its own.)"""
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(scale or 1.0) / float(divisor or 1.0)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .packed import packing, tensors_of
+from .text_part import is_of, other_parts, text_config
 
 _VERSION = 2
 _SAMPLES = 512
@@ -68,7 +69,8 @@ the others stay."""
 
 def fingerprint(model: Any) -> str:
     """sha256, 64 hex digits, of a loaded transformers model: its architecture, the configuration that changes its
-    numbers, and name, shape and a fixed sample of up to 512 elements of every weight, rounded to bfloat16.
+    numbers, and name, shape and a fixed sample of up to 512 elements of every weight, rounded to bfloat16; of a
+    multimodal model, those of its text part.
 
     The same on every device, for every layout of the checkpoint's files, for every version of transformers, and whether
     a model is loaded in float32 or in bfloat16: what is calibrated on a CPU serves the same model on a GPU. What is
@@ -80,7 +82,10 @@ def fingerprint(model: Any) -> str:
     weights = dict(model.named_parameters())
     if packing(model.config) is not None:  # some keep packed numbers in buffers
         weights |= dict(model.named_buffers())
+    others = other_parts(model)
     for name, weight in sorted(weights.items()):
+        if any(is_of(part, name) for part in others):
+            continue
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         samples += [_sample(tensor.detach()).to(torch.bfloat16) for tensor in tensors_of(weight)]
     # One copy to the host, not one per weight.
@@ -90,7 +95,7 @@ def fingerprint(model: Any) -> str:
 
 def _architecture(model: nn.Module) -> str:
     """The model's class and the essentials of its configuration as canonical JSON."""
-    config: Any = model.config
+    config: Any = text_config(model.config)
     essentials = {key: _canonical(getattr(config, key, None)) for key in _ESSENTIALS}
     further = {key: _canonical(getattr(config, key, None)) for key in _OF_SOME}
     essentials |= {key: value for key, value in further.items() if value is not None}

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import ModelError
 from .location import Location
 from .placement import chosen_by_a_token
+from .text_part import is_of, other_parts
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _HEADER_LIMIT = 100 << 20
@@ -66,6 +67,16 @@ def keep_layout(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def cast_numbers(model: Any, dtype: torch.dtype | None) -> None:
+    """Puts what bitsandbytes has left as numbers (embedding, norms, head) into `dtype`: transformers reads it in the
+    dtype of the file, whatever it is asked for."""
+    if dtype is None or packing(model.config) != "bitsandbytes":
+        return
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
 
 
 def refuse_packed(model: Any, why: str) -> None:
@@ -150,11 +161,14 @@ def stored_bytes(location: Location, skeleton: nn.Module, dtype: torch.dtype) ->
     """Bytes of a packed checkpoint's weights beside its layers, and of each layer, in a model of `dtype`: packed ones
     as they are in the file, those that the model has as numbers in its own dtype; each of a layer's aligned. Raises
     ModelError where the files cannot be read."""
-    named = {name: tuple(weight.shape) for name, weight in skeleton.named_parameters()}
+    named = {_short(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
+    others = other_parts(skeleton)
     for name, stored in _headers(location).items():
-        plain = stored.floats and named.get(name) == stored.shape
+        if any(is_of(part, name) for part in others):
+            continue
+        plain = stored.floats and named.get(_short(name)) == stored.shape
         size = int(torch.Size(stored.shape).numel()) * dtype.itemsize if plain else stored.bytes
         found = _LAYER.search(name)
         if found is not None and int(found[1]) < depth:
@@ -162,6 +176,13 @@ def stored_bytes(location: Location, skeleton: nn.Module, dtype: torch.dtype) ->
         else:
             fixed += size
     return fixed, tuple(layers)
+
+
+def _short(name: str) -> str:
+    """The name of a weight without what stands before layers and embedding, which is other in files of multimodal
+    models than in the models."""
+    found = _LAYER.search(name)
+    return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])
 
 
 def _headers(location: Location) -> dict[str, Stored]:

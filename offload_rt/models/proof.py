@@ -27,6 +27,7 @@ from ..errors import ModelError
 from .adapter import ModelAdapter
 from .cache_folder import cache_folder
 from .exact_layer import residual_after_attention
+from .text_part import text_config
 from .weights import decoder_layers
 
 _FORMAT = 1
@@ -125,7 +126,7 @@ class _Proof:
         options: dict[str, Any] = {"position_ids": self._positions[None], "use_cache": False}
         options |= {"logits_to_keep": _DECODED} if "logits_to_keep" in known else {}
         with ExitStack() as stack:
-            stack.enter_context(_noted(self._model.config, seen.arguments))
+            stack.enter_context(_noted(text_config(self._model.config), seen.arguments))
             for number, layer in enumerate(layers):
                 entered = layer.register_forward_pre_hook(
                     lambda _, args, named, first=number == 0: (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
+from .text_part import text_config, text_decoder
 
 FOLLOWS = ("dynamic", "longrope")
 """RoPE types whose frequencies follow the length."""
@@ -23,7 +24,7 @@ def hold_frequencies(model: Any, reach: int | None) -> None:
 
     Raises ModelError where no one set of frequencies is right up to `reach`.
     """
-    rotary, config = getattr(model.base_model, "rotary_emb", None), model.config
+    rotary, config = getattr(text_decoder(model), "rotary_emb", None), text_config(model.config)
     kind = getattr(rotary, "rope_type", None)
     if rotary is None or kind not in FOLLOWS:
         return

@@ -18,7 +18,6 @@ from ..sampling_params import SamplingParams
 from .adapter import ModelAdapter
 from .checkpoint import (
     MERGE,
-    MULTIMODAL,
     architecture_of,
     build_skeleton,
     one_error,
@@ -38,6 +37,7 @@ from .proof import prove, prove_once
 from .reach import hold_frequencies
 from .row_linear import suit_cpu
 from .sampling_defaults import sampling_defaults
+from .text_part import is_multimodal, text_config
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
 
 if TYPE_CHECKING:
@@ -50,8 +50,12 @@ _DECODERS = (
 )  # fmt: skip
 """Those of transformers' `...ForCausalLM` that the decoders' adapter is tested with."""
 
+_MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL")
+"""Those of transformers' `...ForConditionalGeneration` whose text part it is tested with."""
+
 _adapters = {
     **{f"{name}ForCausalLM": "offload_rt.models.decoder:DecoderAdapter" for name in _DECODERS},
+    **{f"{name}ForConditionalGeneration": "offload_rt.models.decoder:DecoderAdapter" for name in _MULTIMODAL},
     "OPTForCausalLM": "offload_rt.models.opt:OPTAdapter",
     "GPT2LMHeadModel": "offload_rt.models.gpt2:GPT2Adapter",
 }
@@ -112,8 +116,6 @@ def _recognised(model: Any) -> ModelAdapter:
     try:
         return DecoderAdapter(model)
     except ModelError as error:
-        if hasattr(model.config, "text_config"):
-            raise ModelError(unsupported(name, architectures(), MULTIMODAL), reason="multimodal") from error
         raise ModelError(unsupported(name, architectures(), str(error)), reason=error.reason) from error
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise ModelError(unsupported(name, architectures()), reason="modules") from error
@@ -228,10 +230,11 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _refuse_early(location: Location, config: PreTrainedConfig, verify: Verify, reach: int | None) -> None:
-    """Raises ModelError where a checkpoint of a class that nobody declared cannot run, before its weights are read."""
+    """Raises ModelError where a checkpoint of a class that nobody declared, or whose text part may be of any, cannot
+    run, before its weights are read."""
     name = architecture_of(config)
-    if name not in _adapters:
-        _refuse_unproved(name, verify)
+    _refuse_unproved(name, verify)
+    if name not in _adapters or is_multimodal(config):
         skeleton = build_skeleton(location, config, torch.float32)
         hold_frequencies(skeleton, reach)
         adapter_for(skeleton)
@@ -331,7 +334,8 @@ def _check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """What ends a text: the generation configuration says, else the model's, else the tokenizer."""
-    sources: tuple[Any, ...] = (getattr(model, "generation_config", None), model.config, tokenizer)
+    generation = getattr(model, "generation_config", None)
+    sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from .packed import aligned, held_bytes, places_of, widest_side
 from .placement import ExpertSizes, Placement, chosen_by_a_token, experts_of, lone_embedding
+from .text_part import text_decoder
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class WeightSizes:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a transformers model of a supported architecture, in order: its outermost list."""
-    stack = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    """The decoder layers of a transformers model of a supported architecture, in order: its decoder's outermost
+    list."""
+    stack = next(module for module in text_decoder(model).modules() if isinstance(module, nn.ModuleList))
     return list(stack)
 
 

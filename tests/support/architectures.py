@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.models.auto import AutoModelForCausalLM
+from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from support.tiny_models import fill
 
@@ -55,6 +55,16 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 _OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+_SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PICTURE = {"image_size": 14, "patch_size": 7}
+_IMAGE_TOKEN = {"image_token_index": 90}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
+
+def _multimodal(text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Options of a configuration with one of a text decoder in it."""
+    return {"text_config": _COMMON | text, "vision_config": vision, **options}
+
 
 RUNS: dict[str, Architecture] = {
     "llama3": Architecture("Llama", {"rope_parameters": _LLAMA3}, "RoPE of Llama 3.x"),
@@ -147,6 +157,42 @@ RUNS: dict[str, Architecture] = {
         },
         "attention sinks, mixture of experts, full and sliding layers",
     ),
+    "gemma3_multimodal": Architecture(
+        "Gemma3",
+        _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
+        "text part: Gemma 3's, tied head",
+    ),
+    "llava": Architecture(
+        "Llava",
+        _multimodal(
+            {"model_type": "llama", "rope_parameters": _LLAMA3},
+            {"model_type": "clip_vision_model", **_SIGHT, **_PICTURE},
+            **_IMAGE_TOKEN,
+        ),
+        "text part: Llama's",
+    ),
+    "mistral3": Architecture(
+        "Mistral3",
+        _multimodal(
+            {"model_type": "mistral", "sliding_window": WINDOW},
+            {"model_type": "pixtral", **_SIGHT, **_PICTURE},
+            **_IMAGE_TOKEN,
+        ),
+        "text part: Mistral's",
+    ),
+    "qwen2_vl": Architecture(
+        "Qwen2VL",
+        _multimodal({"rope_parameters": _MROPE}, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}),
+        "text part: RoPE in three sections, which one position turns alike",
+    ),
+    "qwen2_5_vl": Architecture(
+        "Qwen2_5_VL",
+        _multimodal(
+            {"rope_parameters": _MROPE},
+            {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16},
+        ),
+        "text part: as Qwen2-VL's",
+    ),
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
 }
@@ -165,8 +211,6 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
-_TEXT = _COMMON | {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}
-_SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -199,11 +243,6 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         "positions",
         "chunked layers, complex RoPE",
     ),
-    "gemma3_multimodal": (
-        Architecture("Gemma3", {"text_config": _TEXT, "vision_config": _SIGHT, "image_token_index": 90}),
-        "multimodal",
-        "takes more than text: its text part runs as a loaded model (below)",
-    ),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
     "ministral3": (
         Architecture("Ministral3", {"head_dim": 8}),
@@ -222,9 +261,11 @@ def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: 
 
 def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """A tiny random model of the configuration class `config_name`."""
-    config = getattr(transformers, f"{config_name}Config")(**(_COMMON | options))
+    common = {} if "text_config" in options else _COMMON
+    config = getattr(transformers, f"{config_name}Config")(**(common | options))
+    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]), no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     model.tie_weights()
     fill(model, 0)
     return model.requires_grad_(False).eval()
