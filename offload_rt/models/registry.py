@@ -184,11 +184,12 @@ def load_model(
 
 def _proved(model: Any, verify: Verify) -> str:
     """The fingerprint of a model that has proved itself, as far as `verify` asks for it. Raises ModelError."""
+    adapter = adapter_for(model)  # refuses strange models before anything else looks at them
     identity = fingerprint(model)
     if verify == "always" or (verify == "auto" and not _is_of_transformers(model)):
-        prove(model, adapter_for(model))
+        prove(model, adapter)
     elif verify == "auto":
-        prove_once(model, adapter_for(model), identity)
+        prove_once(model, adapter, identity)
     return identity
 
 
