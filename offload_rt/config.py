@@ -49,8 +49,9 @@ class DraftOptions:
     """How tokens are drafted that full attention then verifies.
 
     method: "sparse" decodes them under the policy; "lookup" takes what followed the last words where the text has them
-        before, which costs nothing; "both" takes what is found, and decodes where nothing is; "model" decodes them with
-        a small model, "lookup+model" where nothing is found.
+        before, which costs nothing; "both" takes what is found or decodes, whichever gives more tokens a second, and
+        where `adaptive` is False what is found first; "model" decodes them with a small model, "lookup+model" is to
+        that what "both" is to "sparse".
     tokens: the most of one draft.
     adaptive: as many are drafted as pays, by what was accepted so far and what drafts and verifications took; False
         drafts `tokens` always.
@@ -60,7 +61,7 @@ class DraftOptions:
         "model".
     """
 
-    method: DraftName = option("sparse", help="how tokens are drafted", flag="--draft")
+    method: DraftName = option("both", help="how tokens are drafted", flag="--draft")
     tokens: int = option(8, help="tokens of a draft at most", metavar="N", flag="--draft-tokens")
     adaptive: bool = option(True, help="draft as many as pays, by what they took so far", flag="--draft-adaptive")
     ngram: int = option(4, help="tokens that are looked up at most", metavar="N", flag="--draft-ngram")
@@ -309,7 +310,7 @@ def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, p
         return None
     full = isinstance(policy, str) and policy == "full"
     named = isinstance(exact, Mapping) and exact.get("model") is not None
-    own = "model" if named else "lookup" if full else "sparse"
+    own = "model" if named else "lookup" if full else "both"
     if isinstance(exact, DraftOptions):
         found = exact
     elif isinstance(exact, str):

@@ -44,13 +44,13 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 @pytest.mark.parametrize(
     ("name", "policy", "exact"),
     [
-        ("llama", "infinigen", {"adaptive": False}),
+        ("llama", "infinigen", {"method": "sparse", "adaptive": False}),
         ("llama", "infinigen", {"method": "both", "tokens": 3}),
         ("llama", "oracle", True),
         ("llama", "full", {"adaptive": False}),
-        ("mistral", "infinigen", {"adaptive": False}),
+        ("mistral", "infinigen", {"method": "sparse", "adaptive": False}),
         ("mistral", "full", {"adaptive": False}),
-        ("opt", "infinigen", {"adaptive": False}),
+        ("opt", "infinigen", {"method": "sparse", "adaptive": False}),
     ],
 )
 def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) -> None:
@@ -63,6 +63,16 @@ def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) 
     sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (24, 13, 1)]
     for params in (GREEDY, sampled):
         assert texts(llm, PROMPTS, params) == texts(plain, PROMPTS, params)
+
+
+@pytest.mark.parametrize("dear", ["found", "decoded"])
+def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of two words, whose last ones were there before at every step."""
+    monkeypatch.setattr(Costs, "of", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (dear == "decoded")))
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
+    [done] = completed(runtime(_LLAMA, exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
+    steps = len(done.stats.attended_by_step) - done.stats.verifications
+    assert done.stats.drafted_tokens and (steps == 0) == (dear == "decoded")
 
 
 def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +103,7 @@ def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_samples_have_the_distribution_of_the_model() -> None:
     """Second and third tokens, which are drafted, of 96 completions over four tokens, against the model's own
     probabilities: chi-square over 16 cells stays below its 0.999 quantile at 15 degrees of freedom."""
-    vocabulary, llm = [3, 50, 101, 150], runtime(_LLAMA, exact={"tokens": 3, "adaptive": False})
+    vocabulary, llm = [3, 50, 101, 150], runtime(_LLAMA, exact={"method": "sparse", "tokens": 3, "adaptive": False})
     asked = SamplingParams(n=96, seed=5, temperature=1.0, max_tokens=3, allowed_token_ids=vocabulary, ignore_eos=True)
     done = completed(llm.generate([PROMPTS[1]], asked))
     assert sum(one.stats.drafted_tokens for one in done) >= 96
@@ -114,7 +124,9 @@ def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
     model = tiny_model("llama")
     prompt = tiny_prompt(200)
     poor, rich = (
-        runtime(model, policy_options=SMALL | {"budget": budget}, exact={"tokens": 4, "adaptive": False})
+        runtime(
+            model, policy_options=SMALL | {"budget": budget}, exact={"method": "sparse", "tokens": 4, "adaptive": False}
+        )
         for budget in (0.02, 1.0)
     )
     few, all_right = (completed(llm.generate([prompt], GREEDY))[0].stats for llm in (poor, rich))
@@ -147,7 +159,7 @@ def test_rows_are_those_of_a_run_that_never_drafted() -> None:
     model = tiny_model("qwen2", dtype=torch.float64)
     prompt = tiny_prompt(110)
     rows = []
-    for llm in (runtime(model, exact={"adaptive": False}), runtime(model, "full")):
+    for llm in (runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")):
         runner = llm.runner
         [done] = completed(llm.generate([prompt], GREEDY))
         blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
@@ -163,7 +175,7 @@ def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
     model = tiny_model("llama")
     said = []
     for name, llm in (
-        ("exact", runtime(model, exact={"tokens": 3, "adaptive": False})),
+        ("exact", runtime(model, exact={"method": "sparse", "tokens": 3, "adaptive": False})),
         ("full", runtime(model, "full")),
     ):
         answers = []
@@ -187,7 +199,7 @@ def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
 @pytest.mark.parametrize("where", ["decode", "verify"])
 def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while drafts are decoded or verified: the session has what was answered, and goes on as full attention."""
-    llm = runtime(_LLAMA, exact={"tokens": 4, "adaptive": False})
+    llm = runtime(_LLAMA, exact={"method": "sparse", "tokens": 4, "adaptive": False})
     session = llm.session("talk", tmp_path)
     events, calls, target = session.send(tiny_prompt(40), GREEDY), 0, llm.runner if where == "decode" else drafting
     real = getattr(target, where)
@@ -213,7 +225,7 @@ def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatc
 
 def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
     model = tiny_model("llama")
-    llm, plain = runtime(model, exact={"adaptive": False}), runtime(model, "full")
+    llm, plain = runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")
     several = SamplingParams(max_tokens=10, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
     for params in (several, beams):
@@ -228,7 +240,13 @@ def test_a_preempted_request_goes_on_exactly() -> None:
     """A pool for two of three: the youngest starts again, its tokens prefilled, since they are exact."""
     model = tiny_model("llama")
     params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
-    small = LLM(model, policy_options=SMALL, host_memory="600KiB", exact={"adaptive": False}, prefix_sharing=False)
+    small = LLM(
+        model,
+        policy_options=SMALL,
+        host_memory="600KiB",
+        exact={"method": "sparse", "adaptive": False},
+        prefix_sharing=False,
+    )
     found = texts(small, PROMPTS, params)
     assert found == texts(runtime(model, "full"), PROMPTS, params)
 
@@ -304,12 +322,13 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
     for _ in range(40):
         right.saw(8, 8)
         wrong.saw(8, 0)
-    assert right.best_length(8, costs, decoded=False) == 8
-    assert right.best_length(8, costs, decoded=True) >= 1
-    assert wrong.best_length(8, costs, decoded=True) == 0
+    assert right.best_length(8, costs, decoded=False).drafts == 8
+    assert right.best_length(8, costs, decoded=True).drafts >= 1
+    assert right.best_length(4, costs, decoded=True).rate < right.best_length(4, costs, decoded=False).rate
+    assert wrong.best_length(8, costs, decoded=True).drafts == 0
     for _ in range(400):
         wrong.rested()
-    assert wrong.best_length(8, costs, decoded=False) > 0, "it is tried again"
+    assert wrong.best_length(8, costs, decoded=False).drafts > 0, "it is tried again"
 
 
 @pytest.mark.parametrize(
@@ -332,6 +351,6 @@ def test_what_cannot_be_exact_says_so(fields: dict[str, Any], said: str) -> None
 
 def test_defaults_draft_by_the_policy_and_by_lookup_for_full() -> None:
     llm = runtime(_LLAMA, exact=True)
-    assert llm.config.exact == DraftOptions("sparse", 8)
+    assert llm.config.exact == DraftOptions("both", 8)
     assert runtime(_LLAMA, "full", exact=True).config.exact == DraftOptions("lookup")
     assert LLM(_LLAMA, host_memory="8MiB", exact=False).config.exact is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -88,6 +89,14 @@ class Costs:
         return self._verification.of(drafts + 1) + (drafts * self._step.of(1) if decoded else 0.0)
 
 
+@dataclass(frozen=True)
+class Round:
+    """A number of drafts, and the tokens a second that are expected of it; infinite before anything was seen."""
+
+    drafts: int
+    rate: float
+
+
 class Acceptance:
     """How often the drafts of one kind for one request are what full attention chooses: a decaying average."""
 
@@ -100,18 +109,19 @@ class Acceptance:
             self._rate = MEMORY * self._rate + (1 - MEMORY) * right
 
     def rested(self) -> None:
-        """A round drafted nothing: what was known is forgotten little by little, so that it is tried again."""
+        """A round drafted nothing of this kind: what was known is forgotten little by little, so that it is tried
+        again."""
         self._rate += (1 - MEMORY) / 10 * (HOPE - self._rate)
 
-    def best_length(self, most: int, costs: Costs, *, decoded: bool) -> int:
+    def best_length(self, most: int, costs: Costs, *, decoded: bool) -> Round:
         """The number of drafts, up to `most`, with the most tokens a second: n drafts give 1 + r + ... + r^n tokens,
         where each is right with probability r if the ones before it are."""
-        best, length, tokens, chance = 0.0, 0, 0.0, 1.0
+        best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):
             tokens, chance = tokens + chance, chance * self._rate
             seconds = costs.of(drafts, decoded=decoded)
             if not seconds:
-                return most
-            if tokens / seconds > best:
-                best, length = tokens / seconds, drafts
-        return length
+                return Round(most, math.inf)
+            if tokens / seconds > best.rate:
+                best = Round(drafts, tokens / seconds)
+        return best

@@ -105,21 +105,26 @@ class Drafting:
         most = min(self._most, request.draft_room)
         if most <= 0:
             return Draft(request, start)
-        known = self._known.setdefault(request, _Known(Lookup(self._options.ngram)))
         draft = Draft(request, start)
-        if self._options.looks_up:
-            draft.tokens = known.lookup.propose(draft.sequence.tokens, self._length(known.found, most, decoded=False))
-        if self._options.decodes and not draft.tokens:
-            draft.decoded = self._length(known.decoded, most, decoded=True)
+        self._choose(draft, self._known.setdefault(request, _Known(Lookup(self._options.ngram))), most)
         if not self._reserve(draft.sequence, start + 1 + (draft.decoded or len(draft.tokens))):
             draft.tokens, draft.decoded = [], 0
         if draft.decoded and self._model is not None and not self._model.prepare(draft.sequence, draft.decoded):
             draft.decoded = 0
         return draft
 
-    def _length(self, acceptance: Acceptance, most: int, *, decoded: bool) -> int:
-        """How many tokens to draft, of a kind that has been accepted so often."""
-        return acceptance.best_length(most, self._costs, decoded=decoded) if self._options.adaptive else most
+    def _choose(self, draft: Draft, known: _Known, most: int) -> None:
+        """Up to `most` drafts: those found in the text, or so many to decode; where their number adapts, what gives
+        more tokens a second."""
+        options = self._options
+        tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
+        decodable = most if options.decodes else 0
+        if options.adaptive:
+            found = known.found.best_length(len(tokens), self._costs, decoded=False)
+            decoded = known.decoded.best_length(decodable, self._costs, decoded=True)
+            looked_up = tokens and found.rate >= decoded.rate
+            tokens, decodable = (tokens[: found.drafts], 0) if looked_up else ([], decoded.drafts)
+        draft.tokens, draft.decoded = tokens, 0 if tokens else decodable
 
     def _reserve(self, sequence: Sequence, slots: int) -> bool:
         try:
@@ -188,8 +193,10 @@ class Drafting:
 
     def _learn(self, draft: Draft, right: int) -> None:
         known = self._known.get(draft.request)
-        if known is not None and draft.tokens:
-            (known.decoded if draft.decoded else known.found).saw(len(draft.tokens), right)
-        elif known is not None:
-            known.found.rested()
-            known.decoded.rested()
+        if known is None:
+            return
+        for acceptance, used in ((known.found, not draft.decoded), (known.decoded, draft.decoded > 0)):
+            if draft.tokens and used:
+                acceptance.saw(len(draft.tokens), right)
+            else:
+                acceptance.rested()
