@@ -35,10 +35,11 @@ class BlockedAttention:
         if self._library is not None:
             self._further(self._library, k, v, causal=False)
             return
-        if self._flashes:
-            self._flash(k, v, causal=False)
-            return
         q = self._grouped.flatten(1, 2)
+        if self._flashes:
+            out, lse = _flash(q[None], k[None], v[None], causal=False, scale=self._scale)
+            self._join(out[0].view(self._out.shape), lse[0].view(self._lse.shape))
+            return
         for first in range(0, k.shape[1], _BLOCK):
             own = slice(first, first + _BLOCK)
             weights, lse = attention_weights(q, k[:, own], self._scale, self._softcap)
@@ -56,7 +57,9 @@ class BlockedAttention:
             self.add(k[:, :-m], v[:, :-m])
             k, v = k[:, -m:], v[:, -m:]
         if self._flashes:
-            self._flash(k, v, causal=True)
+            for group in range(self._grouped.shape[1]):
+                out, lse = _flash(self._grouped[None, :, group], k[None], v[None], causal=True, scale=self._scale)
+                self._join(out[0].unsqueeze(1), lse[0].unsqueeze(1), slice(group, group + 1))
             return
         hidden = torch.ones(m, m, dtype=torch.bool, device=k.device).triu_(1)
         for group in range(self._grouped.shape[1]):
@@ -82,14 +85,15 @@ class BlockedAttention:
         """Whether torch's kernel, which gives the log-sum-exp too, does it."""
         return self.q.device.type == "cpu" and self._softcap is None
 
-    def _flash(self, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        for group in range(self._grouped.shape[1]):
-            out, lse = flash(self._grouped[None, :, group], k[None], v[None], 0.0, causal, scale=self._scale)
-            self._join(out[0].unsqueeze(1), lse[0].unsqueeze(1), slice(group, group + 1))
-
     def _join(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:
         held, sums = self._out[:, groups], self._lse[:, groups]
         merged, total = merge_lse([held, out.to(held.dtype)], [sums, lse.to(sums.dtype)])
         held.copy_(merged)
         sums.copy_(total)
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from offload_rt.config import DraftOptions
 from offload_rt.engine import drafting
 from offload_rt.engine.draft_source import Acceptance, Costs, Lookup
 from offload_rt.engine.verification import accept, rewind, verify
+from offload_rt.forward import whole_pass
 from offload_rt.forward.sequence import Sequence
 
 SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
@@ -73,6 +75,23 @@ def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pyte
     [done] = completed(runtime(_LLAMA, exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
     steps = len(done.stats.attended_by_step) - done.stats.verifications
     assert done.stats.drafted_tokens and (steps == 0) == (dear == "decoded")
+
+
+@pytest.mark.parametrize("policy", ["infinigen", "h2o"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_rows_that_lie_apart_are_attended_to_where_they_are(
+    policy: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts that begin alike the second one's rows are two runs of memory; on a disk they come in blocks. `h2o`,
+    which learns from queries and rows together, gets them in one piece."""
+    blocked, real = [], whole_pass.BlockedAttention.add
+    monkeypatch.setattr(whole_pass.BlockedAttention, "add", lambda self, k, v: (blocked.append(1), real(self, k, v))[1])
+    alike = [tiny_prompt(128) + tiny_prompt(40, seed=seed) for seed in range(2)]
+    options, exact = (SMALL, {"method": "both", "tokens": 3}) if policy == "infinigen" else ({"budget": 0.1}, "lookup")
+    fields = {"disk": tmp_path, "host_memory": "1MiB"} if on_disk else {"host_memory": "16MiB"}
+    llm = LLM(_LLAMA, policy=policy, policy_options=options, exact=exact, **fields)
+    assert texts(llm, alike, GREEDY) == texts(runtime(_LLAMA, "full"), alike, GREEDY)
+    assert bool(blocked) == (policy == "infinigen")
 
 
 def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ KINDS: dict[str, Kind] = {
     "lookup": Kind("full", {}, {"method": "lookup", "adaptive": False}),
     "lookup-adaptive": Kind("full", {}, {"method": "lookup"}),
     "both": Kind("infinigen", {}, {"method": "both", "adaptive": False}),
-    "both-adaptive": Kind("infinigen", {}, {"method": "both"}),
+    "default": Kind("infinigen", {}, {}),
 }
 """By name. 8 drafts each time but where the name says 4, or adaptive; 2 % of the rows exact beside a tail, or 5 %."""
 

@@ -107,6 +107,10 @@ class IdealStorage:
         k, v = self._rows.layer(blocks, layer)[:, :, :stop]
         return PrefilledLayer(KVPart(k, v), 0, 0, 0)
 
+    def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
+        """As `prefill_layer`."""
+        return self.prefill_layer(blocks, layer, start, [new])
+
 
 class IdealRows:
     """`RowFetch` of rows that are on the device already."""

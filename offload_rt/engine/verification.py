@@ -24,7 +24,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
             share = sequence.position / (sequence.position + count)
             sequence.trace.enter_whole_pass(runner.adapter.geometry.windows, share)
         sequences, counts = zip(*batch, strict=True)
-        logits = WholePass(sequences, counts, runner.adapter, storage).run()
+        logits = WholePass(sequences, counts, runner.adapter, runner.policy, storage).run()
         for sequence in sequences:
             storage.settle(sequence.blocks)
             sequence.interrupted = False

@@ -14,6 +14,7 @@ from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
 from ..models.exact_layer import keys_and_values, residual_after_attention, slices_of
+from ..select.base import PolicyState
 from ..transfer.link import KVStorage, PrefilledLayer
 from .sequence import Sequence
 
@@ -145,9 +146,7 @@ class Prefill:
             residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, seen)
             self._hidden[s] = adapter.mlp(layer, residual)
         if not slides:
-            learned = max(0, self._learn_from - rows.first)
-            state.on_keys(layer, kv.k[:, learned:], rows.first + learned)
-            state.on_values(layer, kv.v[:, learned:], rows.first + learned)
+            learn(state, layer, kv, rows.first, self._learn_from)
 
     def _read_slices(self) -> list[slice]:
         """Those of the segment's slices whose outputs of the last layer are read."""
@@ -168,11 +167,16 @@ class Prefill:
             k, v = part.k, part.v
             for each in attending:
                 each.add(k, v)
-            if (known := max(0, self._learn_from - at)) < k.shape[1]:
-                state.on_keys(layer, k[:, known:], at + known)
-                state.on_values(layer, v[:, known:], at + known)
+            learn(state, layer, part, at, self._learn_from)
             at += k.shape[1]
         for s, each in zip(slices, attending, strict=True):
             each.add_own(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
             attended = each.result(adapter.sinks(layer)).transpose(0, 1).flatten(1)
             self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
+
+
+def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
+    """The policy's state hears of a layer's rows, of the tokens from `at` on, those from token `start` on."""
+    if (known := max(0, start - at)) < rows.k.shape[1]:
+        state.on_keys(layer, rows.k[:, known:], at + known)
+        state.on_values(layer, rows.v[:, known:], at + known)

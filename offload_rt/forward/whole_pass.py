@@ -9,8 +9,11 @@ import torch
 
 from ..core import KVPart
 from ..kernels.causal import attend_causal
+from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
-from ..transfer.link import KVStorage
+from ..select.base import Policy
+from ..transfer.link import KVStorage, PrefilledLayer
+from .prefill import learn
 from .sequence import Sequence
 
 
@@ -18,9 +21,11 @@ class WholePass:
     """The next `counts[b]` tokens of sequence b, which has slots for them, each attending to all rows before it of its
     own sequence. Rows, scoring keys and windows are written; nothing is committed."""
 
-    def __init__(self, sequences: Seq[Sequence], counts: Seq[int], adapter: ModelAdapter, storage: KVStorage) -> None:
+    def __init__(
+        self, sequences: Seq[Sequence], counts: Seq[int], adapter: ModelAdapter, policy: Policy, storage: KVStorage
+    ) -> None:
         self._sequences, self._counts = list(sequences), list(counts)
-        self._adapter, self._storage = adapter, storage
+        self._adapter, self._policy, self._storage = adapter, policy, storage
 
     def run(self) -> list[torch.Tensor]:
         """float32 logits `[counts[b], V]` of what follows each of the tokens."""
@@ -41,16 +46,30 @@ class WholePass:
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
         """Attention `[m, H * d]` of one sequence's m tokens, with queries q `[H, m, d]` and rows `new` `[Hkv, m, d]`,
         which are stored. The policy hears nothing of sliding layers, which select nothing."""
-        geometry, state, start = self._adapter.geometry, sequence.state, sequence.position
-        stored = self._storage.prefill_layer(sequence.blocks, layer, start, [new])
-        sequence.trace.bytes_requested += stored.bytes_to_device
-        sequence.trace.bytes_to_host += stored.bytes_to_host
-        k, v, window = stored.kv.k, stored.kv.v, geometry.windows[layer]
+        start, window = sequence.position, self._adapter.geometry.windows[layer]
+        rows = self._storage.extend_layer(sequence.blocks, layer, start, new)
+        sequence.trace.bytes_requested += rows.bytes_to_device
+        sequence.trace.bytes_to_host += rows.bytes_to_host
+        if window is None and self._policy.wants_queries:
+            rows = rows.joined()
+            sequence.state.on_queries(layer, q, rows.kv.k, start)
+        attended = self._attend_all(layer, sequence, q, rows) if rows.past else self._attend_run(layer, q, rows.kv)
         if window is None:
-            learned = sequence.learned if sequence.unlearned else start
-            state.on_queries(layer, q, k, start)
-            state.on_keys(layer, k[:, learned:], learned)
-            state.on_values(layer, v[:, learned:], learned)
-        sinks = self._adapter.sinks(layer)
-        attended = attend_causal(q, k, v, geometry.scales[layer], window, geometry.softcap, sinks)
+            learn(sequence.state, layer, rows.kv, rows.first, sequence.learned if sequence.unlearned else start)
         return attended.transpose(0, 1).flatten(1)
+
+    def _attend_run(self, layer: int, q: torch.Tensor, rows: KVPart) -> torch.Tensor:
+        geometry = self._adapter.geometry
+        window, sinks = geometry.windows[layer], self._adapter.sinks(layer)
+        return attend_causal(q, rows.k, rows.v, geometry.scales[layer], window, geometry.softcap, sinks)
+
+    def _attend_all(self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer) -> torch.Tensor:
+        """Attention over a past in parts, each of which is read once and learned where the policy does not know it."""
+        geometry, at = self._adapter.geometry, 0
+        attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
+        for part in rows.past:
+            attending.add(part.k, part.v)
+            learn(sequence.state, layer, part, at, sequence.learned if sequence.unlearned else sequence.position)
+            at += part.k.shape[1]
+        attending.add_own(rows.kv.k, rows.kv.v)
+        return attending.result(self._adapter.sinks(layer))

@@ -8,6 +8,7 @@ Counted is what would cross a link: the candidates fetched, and every new row wr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, ModelGeometry, ScatteredRows, Selection, Visible
 from ..pool.pool import HostPool
-from .link import PrefilledLayer, Savings, Ticket
+from .link import PrefilledLayer, Savings, Ticket, join
 from .plan import attended_tokens, first_askers, key_rows
 
 
@@ -195,25 +196,29 @@ class CpuStorage:
         for part in slices:
             self._pool.write(blocks, layer, stop, part.k, part.v)
             stop += part.k.shape[1]
-        whole = _joined(self._pool.runs(blocks, layer, range(stop)))
+        whole = join(self._pool.runs(blocks, layer, range(stop)))
         return PrefilledLayer(whole, 0, start * self._token_bytes, (stop - start) * self._token_bytes)
+
+    def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
+        """Writes the rows; all are views of the pool, those before the new tokens' chunks as `past`."""
+        if self._pool.groups.group[layer]:
+            return self._prefill_sliding(blocks, layer, start, [new])
+        self._pool.write(blocks, layer, start, new.k, new.v)
+        count = new.k.shape[1]
+        runs = self._pool.runs(blocks, layer, range(start + count))
+        own = next(n for n in itertools.count(1) if sum(run.k.shape[1] for run in runs[-n:]) >= count)
+        kv, first = join(runs[-own:]), sum(run.k.shape[1] for run in runs[:-own])
+        return PrefilledLayer(kv, first, start * self._token_bytes, count * self._token_bytes, runs[:-own])
 
     def _prefill_sliding(self, blocks: BlockTable, layer: int, start: int, slices: list[KVPart]) -> PrefilledLayer:
         first = self._pool.groups.first_seen(start, blocks.floor)
-        new = _joined(slices)
+        new = join(slices)
         tokens = range(start, start + new.k.shape[1])
         kept = self._pool.kept(blocks, layer, tokens)
         self._pool.write(blocks, layer, kept.start, new.k[:, kept.start - start :], new.v[:, kept.start - start :])
         before = self._pool.runs(blocks, layer, range(first, start))
         bytes_each = (start - first) * self._token_bytes, len(kept) * self._token_bytes
-        return PrefilledLayer(_joined([*before, new]), first, *bytes_each)
-
-
-def _joined(parts: Sequence[KVPart]) -> KVPart:
-    """The rows of all parts in order, of one part the part itself."""
-    if len(parts) == 1:
-        return parts[0]
-    return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
+        return PrefilledLayer(join([*before, new]), first, *bytes_each)
 
 
 class CpuRows:

@@ -135,6 +135,10 @@ class CudaStorage:
         k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
         return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
 
+    def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
+        """As `prefill_layer`."""
+        return self.prefill_layer(blocks, layer, start, [new])
+
 
 class CudaLink:
     """`Link` for a device with memory of its own, and for any KV format: rows cross as they are stored and are decoded

@@ -150,6 +150,10 @@ class DiskStorage:
         loaded = start - (first if slides else 0)
         return PrefilledLayer(KVPart(k, v), first, loaded * state.token_bytes, written, past)
 
+    def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
+        """As `prefill_layer`."""
+        return self.prefill_layer(blocks, layer, start, [new])
+
 
 @dataclass(frozen=True)
 class _RunTicket:

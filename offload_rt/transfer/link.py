@@ -10,7 +10,7 @@ place, the same numbers appear as on CUDA.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,14 +23,25 @@ from .row_lists import RowLists
 class PrefilledLayer:
     """K and V of tokens [first, stop) of one layer, contiguous, valid until the next layer is taken: all, or of a
     sliding layer those that the new tokens' windows show; and what crossed the link for them: rows before `start` that
-    had to be loaded, new rows written back. past: where rows lie on disk, the tokens before `first` that the layer sees
-    besides, as parts in token order, to be gone through once."""
+    had to be loaded, new rows written back. past: the tokens before `first` that the layer sees besides, as parts in
+    token order, to be gone through once; where rows lie on disk, or are read in place and are several runs."""
 
     kv: KVPart
     first: int
     bytes_to_device: int
     bytes_to_host: int
     past: Sequence[KVPart] = ()
+
+    def joined(self) -> PrefilledLayer:
+        """The same with `past` in front of the other rows, in one piece."""
+        return replace(self, kv=join([*self.past, self.kv]), first=0, past=()) if self.past else self
+
+
+def join(parts: Sequence[KVPart]) -> KVPart:
+    """The rows of all parts in order, of one part the part itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,11 @@ class KVStorage(Protocol):
         """Takes K and V of tokens [start, ...) slice by slice, in token order, writes each back as it comes (of a
         sliding layer what there are slots for), keeps those that will be resident, and returns the rows of the layer,
         on the device."""
+        ...
+
+    def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
+        """As `prefill_layer` for a few tokens: where rows before them are read in place, those that are not one run
+        with them are the `past`."""
         ...
 
 
