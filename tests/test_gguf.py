@@ -16,6 +16,7 @@ from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError, ModelError
 from offload_rt.models import checkpoint, registry
 from offload_rt.models.fingerprint import fingerprint
@@ -50,6 +51,26 @@ def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], load
         completed(llm.generate([[5, 9, 11]], greedy))[0].token_ids
         == completed(own.generate([[5, 9, 11]], greedy))[0].token_ids
     )
+
+
+def test_blocks_that_transformers_was_to_keep(written: tuple[Path, Any], loaded: Any) -> None:
+    """It unpacks this architecture without a word. Here a warning says so and what to do, and the model counts as one
+    of numbers: its fingerprint, and whether its layers stream, are those of the file's."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    path = written[0]
+    asked = transformers.GgufConfig(dequantize=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=asked, dtype=torch.float32
+    )
+    with pytest.warns(UserWarning, match=r"its weights are numbers; for weights that stay in 4 bits name a checkpoint"):
+        given = load_model(model)
+    assert given.fingerprint == loaded.fingerprint
+    assert load_shape(model).packing is None
+
+
+def test_info_says_that_blocks_become_numbers(written: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(written[0]), "--context", "100"]) == 0
+    assert "Of a GGUF file: transformers keeps no GGUF blocks of this architecture" in capsys.readouterr().out
 
 
 def test_tokenizer_and_chat_template_come_from_the_file(loaded: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import edit_config, tiny_checkpoint, tiny_prompt
+from support.tiny_models import assert_greedy, edit_config, tiny_checkpoint, tiny_prompt
 from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, EngineConfig, MemoryLimitError, ModelError, SamplingParams
@@ -184,6 +184,36 @@ def test_a_format_that_becomes_numbers_is_no_packing(tmp_path: Path) -> None:
     plain = load_shape(folder, device="cpu")
     edit_config(folder, quantization_config={"quant_method": "mxfp4"})
     assert load_shape(folder, device="cpu") == plain
+
+
+def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
+    """Packed when they are loaded, in the layout that torchao has for CPUs, which no file holds yet."""
+    inference_workflow = pytest.importorskip("torchao.prototype.quantization.int4.inference_workflow")
+    from transformers import TorchAoConfig
+
+    plain = tiny_checkpoint(tmp_path, "llama", intermediate_size=128)
+    four = TorchAoConfig(inference_workflow.PrototypeInt4WeightOnlyConfig(group_size=32))
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, quantization_config=four, dtype=torch.float32)
+    numbers = sum(m.in_features * m.out_features for m in model.model.layers.modules() if is_linear(m))
+    assert sum(held_bytes(w) for w in model.model.layers.parameters()) < 0.8 * numbers
+    for policy, options in (("full", {}), ("infinigen", {"budget": 1.0, "tail": "off", **WINDOW})):
+        llm = LLM(model, policy=policy, policy_options=options, host_memory="16MiB", verify="always")
+        assert_greedy(model, PROMPT, [event.token_id for event in llm.stream(PROMPT, GREEDY)])
+
+
+def test_what_cannot_be_unpacked_here_says_who_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers keeps the cause of a failed conversion to a report of its own."""
+    folder = Path(tiny_checkpoint(tmp_path, "llama"))
+    edit_config(folder, quantization_config={"quant_method": "torchao"})
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise RuntimeError("look at the `CONVERSION` entries of the above report!")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(
+        ModelError, match=r"\(torchao has packed them; from_pretrained itself says which kernel or package"
+    ):
+        load_model(folder, verify="off")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])

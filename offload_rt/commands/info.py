@@ -19,7 +19,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..forward.cuda_graphs import most_graphs
-    from ..models.location import hub_of
+    from ..models.location import hub_of, locate
+    from ..models.packed import UNPACKED
     from ..models.registry import load_shape
     from ..planning.device_plan import costs_for, plan_for
     from ..planning.disk_plan import disk_plan
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
+    if locate(args.model).gguf is not None:
+        notes.append(f"Of a GGUF file: {UNPACKED}.")
     if args.context > geometry.max_positions:
         made_for = f"The model was made for {geometry.max_positions:,} positions"
         if geometry.absolute_positions:

@@ -21,7 +21,7 @@ from ..config import DType
 from ..config_fields import check_choice
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from .location import Location
-from .packed import cast_numbers
+from .packed import cast_numbers, packing
 from .text_part import is_multimodal, is_of, other_parts, text_config, text_only
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def read_weights(
 
     if location.gguf is None:
         _check_weight_files(location)
-    with one_error(f"cannot load the weights of {location}"), _quiet():
+    method = packing(config)
+    needs = f" ({method} has packed them; from_pretrained itself says which kernel or package is missing)"
+    with one_error(f"cannot load the weights of {location}{needs if method else ''}"), _quiet():
         loader: Any = _text_part(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
             location.place,

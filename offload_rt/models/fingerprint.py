@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .packed import packing, tensors_of
+from .packed import packing_of, tensors_of
 from .text_part import is_of, other_parts, text_config
 
 _VERSION = 2
@@ -80,7 +80,7 @@ def fingerprint(model: Any) -> str:
     digest = hashlib.sha256(f"offload-rt model {_VERSION}\n{_architecture(model)}\n".encode())
     samples = []
     weights = dict(model.named_parameters())
-    if packing(model.config) is not None:  # some keep packed numbers in buffers
+    if packing_of(model) is not None:  # some keep packed numbers in buffers
         weights |= dict(model.named_buffers())
     others = other_parts(model)
     for name, weight in sorted(weights.items()):

@@ -36,6 +36,13 @@ class Stored:
     bytes: int
 
 
+UNPACKED = (
+    "transformers keeps no GGUF blocks of this architecture, its weights are numbers; for weights that stay in 4 bits "
+    "name a checkpoint that bitsandbytes has packed (documentation: Architectures)"
+)
+"""What to know of a GGUF file."""
+
+
 def packing(config: Any) -> str | None:
     """What packs the weights of a model of this configuration, such as "bitsandbytes"; None where nothing does."""
     given = getattr(config, "quantization_config", None)
@@ -43,6 +50,13 @@ def packing(config: Any) -> str | None:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", given)
     return str(getattr(method, "value", method))
+
+
+def packing_of(model: Any) -> str | None:
+    """`packing` of a loaded model. A configuration may still name GGUF where transformers has made numbers of all
+    blocks, as it does for most architectures even if it is asked not to."""
+    method = packing(model.config)
+    return None if method == "gguf" and all(weight.is_floating_point() for weight in model.parameters()) else method
 
 
 def stays_packed(config: Any, device: torch.device) -> bool:
@@ -81,7 +95,7 @@ def cast_numbers(model: Any, dtype: torch.dtype | None) -> None:
 
 def refuse_packed(model: Any, why: str) -> None:
     """Raises ModelError where weights are packed that must be numbers."""
-    method = packing(model.config)
+    method = packing_of(model)
     if method is not None:
         raise ModelError(
             f"the weights are packed ({method}), and {why}: use the checkpoint they were made from", reason="packed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from .checkpoint import (
 from .fingerprint import fingerprint
 from .host_embedding import HostEmbedding
 from .location import OPEN, Hub, Location, locate
-from .packed import held_bytes, keep_layout, moves_packed, packing, stays_packed, stored_bytes
+from .packed import UNPACKED, held_bytes, keep_layout, moves_packed, packing, packing_of, stays_packed, stored_bytes
 from .placement import ON_DEVICE, Placement, lone_embedding
 from .proof import prove, prove_once
 from .reach import hold_frequencies
@@ -212,6 +213,8 @@ def _as_given(model: PreTrainedModel, device: str, dtype: str, placement: Placem
     _check_is_model(model)
     _check_loaded(model, device, dtype)
     _refuse_unproved(type(model).__name__, verify)
+    if packing(model.config) == "gguf" and packing_of(model) is None:
+        warnings.warn(UNPACKED, stacklevel=3)
     model.train(False)
     return model
 
@@ -305,7 +308,7 @@ def load_shape(
         _check_is_model(model)
         skeleton, where, chosen = model, model.device, model.dtype
         _check_loaded(skeleton, str(device), str(dtype).removeprefix("torch."))
-        geometry, sizes, packed = adapter_for(skeleton).geometry, weight_sizes(skeleton), packing(skeleton.config)
+        geometry, sizes, packed = adapter_for(skeleton).geometry, weight_sizes(skeleton), packing_of(skeleton)
     return ModelShape(geometry, _weight_bytes(skeleton), sizes, chosen, where, packed, streams=packed is None)
 
 
