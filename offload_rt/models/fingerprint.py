@@ -62,6 +62,7 @@ _OF_SOME = (
     "num_experts_per_tok",
     "norm_topk_prob",
     "routed_scaling_factor",
+    "attention_value_scale",
 )
 """The same, of architectures that came later: named only where a configuration has them, so that the fingerprints of
 the others stay."""

@@ -9,7 +9,9 @@ whether it shows in the numbers or not.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -31,6 +33,8 @@ from .text_part import text_config
 from .weights import decoder_layers
 
 _FORMAT = 1
+_OF_FILES = ("_name_or_path", "transformers_version", "architectures", "dtype")
+"""Entries of a configuration that change no numbers."""
 _DECODED = 8
 """Tokens that run one by one, at the end."""
 _LONGEST = 512
@@ -54,15 +58,23 @@ _log = logging.getLogger(__name__)
 
 def prove_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     """`prove`, if the cache folder does not say that this model has been proved with this adapter, by these versions
-    of this package and of transformers. Raises ModelError as `prove`."""
+    of this package and of transformers, with this configuration: all of it, for whatever a fingerprint does not know
+    may be what a proof finds. Raises ModelError as `prove`."""
     kind = type(adapter)
     versions = f"{version('offload-rt')}-{version('transformers')}-v{_FORMAT}"
     dtype = str(adapter.dtype).removeprefix("torch.")
-    mark = cache_folder() / "proofs" / f"{fingerprint}-{dtype}-{kind.__module__}.{kind.__qualname__}-{versions}"
+    what = f"{dtype}-{kind.__module__}.{kind.__qualname__}-{_digest(model.config)}"
+    mark = cache_folder() / "proofs" / f"{fingerprint}-{what}-{versions}"
     if mark.exists():
         return
     prove(model, adapter)
     _keep(mark)
+
+
+def _digest(config: Any) -> str:
+    """16 hex digits of what a configuration says of a model, but for where it was and by whom it was saved."""
+    said = {key: value for key, value in config.to_dict().items() if key not in _OF_FILES}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _keep(mark: Path) -> None:

@@ -22,7 +22,9 @@ def text_config(config: Any) -> Any:
 
 def text_decoder(model: Any) -> Any:
     """The module with embedding, layers and last norm."""
-    return model.get_decoder() if is_multimodal(model.config) else model.base_model
+    if is_multimodal(model.config):
+        return model.get_decoder()
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
 def other_parts(model: Any) -> tuple[str, ...]:

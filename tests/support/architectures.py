@@ -55,6 +55,7 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 _OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+_MIMO = _EXPERTS | {"head_dim": 12, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 _SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PICTURE = {"image_size": 14, "patch_size": 7}
 _IMAGE_TOKEN = {"image_token_index": 90}
@@ -157,6 +158,19 @@ RUNS: dict[str, Architecture] = {
         },
         "attention sinks, mixture of experts, full and sliding layers",
     ),
+    "ministral3": Architecture(
+        "Ministral3",
+        {
+            "head_dim": 8,
+            "rope_parameters": _YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+        },
+        "YaRN; queries grow with their position",
+    ),
+    "mimo_v2_flash": Architecture(
+        "MiMoV2Flash",
+        _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": None},
+        "keys wider than values (full layers alone run), mixture of experts",
+    ),
     "gemma3_multimodal": Architecture(
         "Gemma3",
         _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
@@ -240,14 +254,19 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     ),
     "llama4": (
         Architecture("Llama4Text", {"head_dim": 8, "num_local_experts": 2}),
-        "positions",
-        "chunked layers, complex RoPE",
+        "layer_type",
+        "chunked layers: a token sees those of its own chunk alone",
+    ),
+    "mimo_v2_flash_sliding": (
+        Architecture("MiMoV2Flash", _MIMO | {"sliding_window": WINDOW, "layer_types": _KINDS}),
+        "heads",
+        "sliding layers have twice the KV heads of full ones",
     ),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
-    "ministral3": (
-        Architecture("Ministral3", {"head_dim": 8}),
+    "mimo_v2_flash_scaled": (
+        Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),
         "proof",
-        "scales queries by their position: nothing declares it, the proof finds it",
+        "scales values: nothing here knows of it, the proof finds it",
     ),
 }
 """Short name -> what is refused, its `ModelError.reason`, and why."""
