@@ -36,13 +36,15 @@ KINDS: dict[str, Kind] = {
     "sparse": Kind("infinigen", {}, _SPARSE | {"adaptive": False}),
     "sparse-5%": Kind("infinigen", _WIDER, _SPARSE | {"adaptive": False}),
     "sparse-4": Kind("infinigen", {}, _SPARSE | {"adaptive": False, "tokens": 4}),
+    "sparse-16": Kind("infinigen", {}, _SPARSE | {"adaptive": False, "tokens": 16}),
     "sparse-adaptive": Kind("infinigen", {}, _SPARSE),
     "lookup": Kind("full", {}, {"method": "lookup", "adaptive": False}),
     "lookup-adaptive": Kind("full", {}, {"method": "lookup"}),
     "both": Kind("infinigen", {}, {"method": "both", "adaptive": False}),
     "default": Kind("infinigen", {}, {}),
 }
-"""By name. 8 drafts each time but where the name says 4, or adaptive; 2 % of the rows exact beside a tail, or 5 %."""
+"""By name. 8 drafts each time but where the name says 4, 16, or adaptive; 2 % of the rows exact beside a tail, or 5 %.
+"default" is `exact=True`."""
 
 COLUMNS = (
     Column("text", "text"),
