@@ -153,6 +153,8 @@ class Stats:
         that a token took, drafts and verification.
     drafted_tokens, accepted_tokens: with `exact`, tokens that were drafted, and those that full attention chose too.
     verifications: passes over all rows, each of which gave one token besides those accepted.
+    draft_speedup: seconds that the decoded tokens would have taken one by one over those they took, by the shortest of
+        the request's passes without drafts; None where it had none (`adaptive=False`), and without `exact`.
     sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
     missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
         `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured. With a tail it
@@ -203,6 +205,7 @@ class Stats:
     drafted_tokens: int
     accepted_tokens: int
     verifications: int
+    draft_speedup: float | None
     attended_by_step: list[list[float]]
     missed_by_step: list[tuple[int, list[float]]]
     kv_bytes_disk: int = 0

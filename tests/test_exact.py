@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,8 +158,19 @@ def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
         total = sum(map(sum, stats.attended_by_step)) / stats.layers
         assert stats.attended_fraction == pytest.approx(total / 23)
         assert steps == stats.drafted_tokens
+    assert few.draft_speedup is None, "no pass was without drafts"
     assert few.mean_accepted_length is not None and all_right.mean_accepted_length is not None
     assert few.mean_accepted_length < all_right.mean_accepted_length
+
+
+def test_speed_is_told_beside_passes_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass takes a second, whatever it computes, and drafts no time."""
+    clock = itertools.count()
+    monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
+    [done] = completed(runtime(_LLAMA, "full", exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
+    assert done.stats.accepted_tokens
+    assert done.stats.draft_speedup == pytest.approx(23 / done.stats.verifications)
 
 
 def test_what_was_written_before_is_found_for_nothing() -> None:

@@ -90,8 +90,9 @@ def _drafts(stats: Stats) -> Rows:
     if stats.mean_accepted_length is None:
         return []
     rate = "no drafts" if stats.acceptance_rate is None else f"{stats.acceptance_rate:.1%} of them accepted"
+    faster = "" if stats.draft_speedup is None else f", {stats.draft_speedup:.2f} times as fast as one by one"
     return [
-        ("drafted", f"{stats.drafted_tokens:,} tokens, {rate}"),
+        ("drafted", f"{stats.drafted_tokens:,} tokens, {rate}{faster}"),
         ("verified", f"{stats.verifications:,} passes, {stats.mean_accepted_length:.2f} tokens each"),
     ]
 

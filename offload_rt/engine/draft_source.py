@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -91,7 +90,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Round:
-    """A number of drafts, and the tokens a second that are expected of it; infinite before anything was seen."""
+    """A number of drafts, and the tokens a second that are expected of it."""
 
     drafts: int
     rate: float
@@ -120,8 +119,8 @@ class Acceptance:
         for drafts in range(most + 1):
             tokens, chance = tokens + chance, chance * self._rate
             seconds = costs.of(drafts, decoded=decoded)
-            if not seconds:
-                return Round(most, math.inf)
+            if not seconds:  # nothing was seen: a pass without drafts is what all others are measured by
+                return best
             if tokens / seconds > best.rate:
                 best = Round(drafts, tokens / seconds)
         return best

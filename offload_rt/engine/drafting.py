@@ -9,6 +9,7 @@ no random number is spent on drafts, and nothing has to be resampled.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -30,11 +31,13 @@ from .verification import accept, rewind, verify
 
 @dataclass(eq=False)
 class _Known:
-    """What is remembered of a request from round to round."""
+    """What is remembered of a request from round to round. alone: seconds of its share of a pass that had no drafts,
+    the shortest so far."""
 
     lookup: Lookup
     found: Acceptance = field(default_factory=Acceptance)
     decoded: Acceptance = field(default_factory=Acceptance)
+    alone: float = math.inf
 
 
 @dataclass(eq=False)
@@ -42,13 +45,14 @@ class Draft:
     """tokens: those drafted behind the newest one of a request's sequence, token `start`; decoded: so many are to be
     decoded under the policy or by the draft model, 0 where they were found. logits `[n + 1, V]`: what full attention
     says behind the newest token and each draft; of a request that drafts nothing `[S, V]`, of each of its
-    sequences."""
+    sequences. alone: seconds that a token of it would have taken without drafts, infinite where nothing says."""
 
     request: Request
     start: int
     tokens: list[int] = field(default_factory=list)
     decoded: int = 0
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    alone: float = math.inf
 
     @property
     def sequence(self) -> Sequence:
@@ -74,12 +78,7 @@ class Drafting:
         """Drafts for all of `running`, and verifies: logits for each, nothing of it accepted."""
         drafts = [self._begin(request) for request in running]
         self._decode([draft for draft in drafts if draft.decoded])
-        began = time.perf_counter()
         self._verify(drafts)
-        seconds = time.perf_counter() - began
-        for draft in drafts:
-            for sequence in draft.request.sequences:
-                sequence.trace.decode_seconds += seconds
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
@@ -90,6 +89,7 @@ class Drafting:
             for sequence in request.sequences:
                 accept(runner, sequence)
                 sequence.trace.accepted += row > 0
+                sequence.trace.alone_seconds += draft.alone
             yield draft.logits[row : row + 1] if draft.tokens else draft.logits
             if row == len(draft.tokens) or request.finish_reason is not None:
                 break
@@ -186,10 +186,22 @@ class Drafting:
         finally:
             for sequence, draft in batch:
                 del sequence.tokens[len(sequence.tokens) - len(draft.tokens) :]
-        self._costs.saw_verification(sum(map(len, rows)), len(batch), time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._costs.saw_verification(sum(map(len, rows)), len(batch), seconds)
+        for sequence, draft in batch:
+            sequence.trace.decode_seconds += seconds
+            draft.alone = self._alone(draft, seconds / len(batch)) * len(batch)
         of_requests = iter(rows)
         for draft in drafts:
             draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
+
+    def _alone(self, draft: Draft, seconds: float) -> float:
+        """Of a request's share of passes, `seconds` in this one, the shortest without drafts."""
+        if (known := self._known.get(draft.request)) is None:
+            return math.inf
+        if not draft.tokens:
+            known.alone = min(known.alone, seconds)
+        return known.alone
 
     def _learn(self, draft: Draft, right: int) -> None:
         known = self._known.get(draft.request)

@@ -145,6 +145,7 @@ class Accounting:
             drafted_tokens=trace.drafted,
             accepted_tokens=trace.accepted,
             verifications=0 if self._config.exact is None else len(trace.attended) - trace.draft_steps,
+            draft_speedup=trace.draft_speedup,
             attended_by_step=trace.attended,
             missed_by_step=trace.missed,
             kv_bytes_disk=0 if file is None else held,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -57,7 +58,8 @@ class Trace:
 
     attended, fetched: `[steps][layers]` fractions of each decode step, and of each pass that verified drafts.
     drafted, accepted: tokens that were drafted, and of these the ones that verification left; draft_steps: decode steps
-        that drafted, which gave no token by themselves.
+        that drafted, which gave no token by themselves; alone_seconds: what its tokens would have taken one by one, by
+        the shortest pass of the request without drafts, infinite where there was none.
     diverged_at: the first token of the prompt of which no KV was known; None where nobody looked for it.
     missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
     savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that did not cross the link, token rows
@@ -89,7 +91,15 @@ class Trace:
     drafted: int = 0
     accepted: int = 0
     draft_steps: int = 0
+    alone_seconds: float = 0.0
     recorder: Recorder | None = None
+
+    @property
+    def draft_speedup(self) -> float | None:
+        """Seconds that the decoded tokens would have taken one by one over those they took; None where no pass without
+        drafts says."""
+        known = self.decode_seconds and 0 < self.alone_seconds < math.inf
+        return self.alone_seconds / self.decode_seconds if known else None
 
     @property
     def decoded_tokens(self) -> int:
