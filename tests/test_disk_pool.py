@@ -22,20 +22,21 @@ from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.tables import stats_table
 from offload_rt.core import CHUNK, KVPart
-from offload_rt.disk import direct_file, row_copy, speed
+from offload_rt.disk import direct_file, extents, row_copy, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
-from offload_rt.disk.extents import merged
+from offload_rt.disk.extents import Reads, merged
 from offload_rt.disk.requests import Reader, Requests, RingReader, ThreadReader
 from offload_rt.engine import build, segments
 from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.forward.prefill import Prefill
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
+from offload_rt.pool import row_cache
 from offload_rt.pool.disk_tier import DiskTier
 from offload_rt.pool.file_arena import FileArena
-from offload_rt.pool.file_layout import RowNames
 from offload_rt.pool.layout import ArenaLayout
 from offload_rt.pool.pool import HostPool
+from offload_rt.pool.row_cache import RowCache
 from offload_rt.transfer.disk import DiskState
 from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
 
@@ -63,22 +64,37 @@ def make(folder: Path | None, **named: Any) -> LLM:
     places=st.lists(st.integers(0, 4000), unique=True, max_size=60),
     size=st.sampled_from([68, 256, 1024]),
     gap=st.sampled_from([0, 4096, 40_960]),
+    most=st.sampled_from([2 * BLOCK, 10 * BLOCK, 1 << 30]),
 )
 @settings(max_examples=60, deadline=None)
 def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_request(
-    places: list[int], size: int, gap: int
+    places: list[int], size: int, gap: int, most: int
 ) -> None:
     offsets = np.array(places, np.int64) * size
-    requests, at = merged(offsets, size, gap)
+    reads = merged(offsets, size, gap, most)
+    requests, (own, first) = reads.requests, (np.repeat(np.arange(len(reads.requests.size)), np.diff(reads.first)), 0)
+    assert sorted(reads.pieces.tolist()) == list(range(len(places)))
     assert not (requests.offset % BLOCK).any() and not (requests.size % BLOCK).any()
-    ends = requests.offset + requests.size
-    for offset, place in zip(offsets, at, strict=True):
-        [own] = np.flatnonzero((requests.offset <= offset) & (offset + size <= ends))
-        assert place - requests.at[own] == offset - requests.offset[own]
-    assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size)
-    assert (requests.offset[1:] - ends[:-1] > gap).all()
+    ends, ordered = requests.offset + requests.size, offsets[reads.pieces]
+    assert (requests.offset[own] <= ordered).all() and (ordered + size <= ends[own]).all()
+    assert np.array_equal(reads.places - requests.at[own], ordered - requests.offset[own])
+    assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size) and (requests.size <= most).all()
+    apart, joined = requests.offset[1:] - ends[:-1], ends[1:] - requests.offset[:-1]
+    assert ((apart > gap) | (joined > most)).all()
     blocks = {block for offset in offsets.tolist() for block in range(offset // BLOCK, -(-(offset + size) // BLOCK))}
-    assert requests.size.sum() <= len(blocks) * BLOCK + gap * max(0, len(places) - 1)
+    if most == 1 << 30:
+        assert requests.size.sum() <= len(blocks) * BLOCK + gap * max(0, len(places) - 1)
+    for plain, compiled in zip(_flat(extents._merged(offsets, size, gap, most)), _flat(reads), strict=True):
+        assert np.array_equal(plain, compiled)
+    for part in reads.batches(most):
+        assert int(part.requests.size.sum()) <= most and int(part.requests.at[0]) == 0 == part.first[0]
+        assert np.array_equal(part.pieces, reads.pieces[first : first + len(part.pieces)])
+        first += len(part.pieces)
+    assert first == len(places)
+
+
+def _flat(reads: Reads) -> list[np.ndarray[Any, Any]]:
+    return [*reads.requests, *reads[1:]]
 
 
 READERS: dict[str, Callable[[], Reader | None]] = {"ring": RingReader.open, "threads": lambda: ThreadReader(3)}
@@ -98,6 +114,10 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
     at = np.arange(64, dtype=np.int64) * BLOCK
     file.read(Requests(blocks * BLOCK, np.full(64, BLOCK, np.int64), at), buffer)
     assert torch.equal(buffer.view(64, BLOCK), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, BLOCK))
+    rows, row = aligned(64 * 96).view(64, 96), np.arange(64)
+    copies = row_copy.RowCopies(np.arange(65), at + row, row[::-1].copy(), rows)
+    file.read_rows(Requests(blocks * BLOCK, np.full(64, BLOCK, np.int64), at), buffer, copies)
+    assert torch.equal(rows.flip(0), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, 96))
     beyond = Requests(np.array([63, 70]) * BLOCK, np.full(2, BLOCK, np.int64), at[:2])
     with pytest.raises(OSError, match="ends early"):
         file.read(beyond, buffer)
@@ -168,6 +188,34 @@ LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=
 WIDTH = 2 * LAYOUT.head_dim
 
 
+@given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 30), st.booleans()), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_rows_stay_by_the_same_rule_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
+    """The same rows, in the same slots, with the same scores; those that are here are those that were entered."""
+    plain, compiled = RowCache(20, 60, 5, torch.float32), RowCache(20, 60, 5, torch.float32)
+    rows = torch.randn(60, 5)
+    for seed, count, forget in steps:
+        ids, given = np.random.default_rng(seed).permutation(60)[:count], torch.zeros(2, 30, 5)
+        into, found = np.arange(count)[::-1].copy(), []
+        for cache, out in zip((plain, compiled), given, strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                if cache is plain:
+                    patch.setattr(row_cache, "_library", lambda: None)
+                    patch.setattr(row_copy, "_library", lambda: None)
+                if forget:
+                    cache.forget(range(count, count + 7))
+                cache.pass_time(60.0)
+                found.append(missing := cache.take(ids, out, into))
+                cache.enter(ids[missing], rows, ids[missing])
+                cache.check_integrity()
+        here = np.setdiff1d(np.arange(count), found[0])
+        assert np.array_equal(*found) and torch.equal(given[0], given[1])
+        assert torch.equal(given[0, into[here]], rows[ids[here]])
+        assert torch.equal(plain.rows[plain.held], rows[plain.owners(plain.held)])
+        for name in ("_index", "_owner", "_score", "_last", "_free"):
+            assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
+
+
 def arena(folder: Path, limit: int = 107_500, reader: Reader | None = None) -> FileArena:
     made = FileArena(LAYOUT, torch.float32, DirectFile(folder, reader), limit)
     while made.active < LAYOUT.slabs:
@@ -203,7 +251,7 @@ def test_rows_are_those_that_were_written(tmp_path_factory: pytest.TempPathFacto
             chunks, rest = np.divmod(chosen, 2 * CHUNK)
             heads, slots = np.divmod(rest, CHUNK)
             out = torch.full((d + 3, WIDTH), -1.0)
-            made.gather(a, RowNames(chunks, slots, heads), out, np.arange(d)[::-1].copy() + 2)
+            made.gather(a, made.places.ids(a, chunks, slots, heads), out, np.arange(d)[::-1].copy() + 2)
             assert torch.equal(out[2 : d + 2].flip(0), model[a, chunks, heads, slots]) and bool((out[:2] == -1).all())
         elif kind == "view":
             count = min(d, 192 - c)
@@ -217,7 +265,7 @@ def test_rows_are_those_that_were_written(tmp_path_factory: pytest.TempPathFacto
 def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
     made = arena(tmp_path)
     made.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
-    rows = RowNames(np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
+    rows = made.places.ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
     for _ in range(3):
         made.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
     assert (made.use.wanted, made.use.cached) == (9, 6)
@@ -225,7 +273,8 @@ def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
 
 def test_a_row_that_is_written_again_is_not_the_one_that_stayed(tmp_path: Path) -> None:
     """By a whole chunk, and by a single slot; the row that was read before has another value."""
-    made, rows = arena(tmp_path), RowNames(np.array([1]), np.array([9]), np.array([1]))
+    made = arena(tmp_path)
+    rows = made.places.ids(0, np.array([1]), np.array([9]), np.array([1]))
     for value, first, count in ((1.0, 0, 192), (2.0, 64, 64), (3.0, 73, 1)):
         made.fill(0, 0, first, *torch.full((2, LAYOUT.kv_heads, count, LAYOUT.head_dim), value))
         for _ in range(2):
@@ -421,7 +470,7 @@ def test_rows_that_could_not_be_written_are_never_read(tmp_path: Path, monkeypat
         patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
         made.fill(0, 0, 64, *rows[:, :, :64])
         made._writer.drain()
-    names = RowNames(np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
+    names = made.places.ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
     with pytest.raises(DiskError, match="No space left"):
         made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
     with pytest.raises(DiskError, match="No space left"):

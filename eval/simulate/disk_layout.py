@@ -36,7 +36,7 @@ class _Tally:
         """Rows of `row` bytes at `tokens` of a run."""
         if len(tokens):
             first, last = tokens * row // BLOCK, (tokens * row + row - 1) // BLOCK
-            found, _ = merged(tokens * row, row, gap)
+            found = merged(tokens * row, row, gap, most=1 << 62).requests
             self.blocks += len(np.union1d(first, last))
             self.requests += len(found.size)
             self.bytes += int(found.size.sum())

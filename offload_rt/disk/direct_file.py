@@ -17,6 +17,7 @@ import torch
 
 from ..errors import ConfigError
 from .requests import Reader, Requests, reader, write
+from .row_copy import RowCopies
 
 BLOCK = 4096
 """Bytes: what is read and written past the page cache begins and ends on multiples of it, in the file and in memory."""
@@ -65,6 +66,16 @@ class DirectFile:
         """Reads whole blocks into `buffer` (uint8, from `aligned`). Raises OSError."""
         with self._reading:
             self._reader.read(self._file, requests, buffer.numpy().data)
+        self._forget(requests)
+
+    def read_rows(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies) -> None:
+        """`read`, and `copies` of what came, some of them while others are read."""
+        with self._reading:
+            self._reader.read_rows(self._file, requests, buffer.numpy().data, copies)
+        self._forget(requests)
+
+    def _forget(self, requests: Requests) -> None:
+        """Counts what was read, and lets the page cache forget it."""
         self.bytes_read += int(requests.size.sum())
         if not self.direct:
             for offset, size in zip(requests.offset.tolist(), requests.size.tolist(), strict=True):

@@ -54,10 +54,12 @@ struct ring *ring_open(unsigned depth) {
 }
 
 /* Reads request i, size[i] bytes from offset[i] of `file`, to buffer + at[i]; a request that comes back short goes on
-   where it stopped. Returns 0, or the first error as -errno (-ENODATA where the file ends early). What is in flight has
-   come back when it returns, whatever happened: nothing writes to the buffer any more. */
-int64_t ring_read(struct ring *r, int file, int64_t n, const int64_t *offset, const int64_t *size, const int64_t *at,
-                  char *buffer) {
+   where it stopped. As soon as it has come its rows j, first[i] <= j < first[i + 1], are copied: `row` bytes at buffer +
+   row_at[j] become row into[j] of `out`. Returns 0, or the first error as -errno (-ENODATA where the file ends early).
+   What is in flight has come back when it returns, whatever happened: nothing writes to the buffer any more. */
+int64_t ring_read(struct ring *r, int file, int64_t n, char *buffer, const int64_t *offset, const int64_t *size,
+                  const int64_t *at, const int64_t *first, const int64_t *row_at, const int64_t *into, int64_t row,
+                  char *out) {
     int64_t next = 0, failed = 0, again = 0;
     unsigned flying = 0, unsent = 0;
     int64_t *done = calloc((size_t)(n ? n : 1), sizeof *done), *retry = malloc(sizeof *retry * r->depth);
@@ -80,7 +82,7 @@ int64_t ring_read(struct ring *r, int file, int64_t n, const int64_t *offset, co
         }
         __atomic_store_n(r->sq_tail, tail, __ATOMIC_RELEASE);
         while (flying) {
-            long sent = syscall(__NR_io_uring_enter, r->fd, unsent, 1, IORING_ENTER_GETEVENTS, NULL, 0);
+            long sent = syscall(__NR_io_uring_enter, r->fd, unsent, (flying + 3) / 4, IORING_ENTER_GETEVENTS, NULL, 0);
             if (sent >= 0) { unsent -= (unsigned)sent; if (!unsent) break; continue; }
             if (errno != EINTR && errno != EAGAIN && errno != EBUSY) { free(done); free(retry); return -errno; }
             if (errno != EINTR) break;
@@ -94,6 +96,9 @@ int64_t ring_read(struct ring *r, int file, int64_t n, const int64_t *offset, co
             else if (c->res < 0) failed = failed ? failed : c->res;
             else if (c->res == 0) failed = failed ? failed : -ENODATA;
             else if ((done[i] += c->res) < size[i]) retry[again++] = i;
+            else
+                for (int64_t j = first[i]; j < first[i + 1]; j++)
+                    memcpy(out + into[j] * row, buffer + row_at[j], (size_t)row);
         }
         __atomic_store_n(r->cq_head, head, __ATOMIC_RELEASE);
     }

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..native_code import load_library
+from .row_copy import RowCopies, below
 
 SOURCE = Path(__file__).with_name("requests.c")
 DEPTH = 64
@@ -43,6 +44,10 @@ class Reader(Protocol):
         file ends early; then nobody writes to the buffer any more."""
         ...
 
+    def read_rows(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies) -> None:
+        """`read`, and `copies` of what came."""
+        ...
+
 
 class RingReader:
     """Through io_uring: one call of the kernel for many requests. One thread at a time."""
@@ -61,11 +66,27 @@ class RingReader:
 
     def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
         """`Reader.read`."""
-        offset, size, at = (np.ascontiguousarray(each) for each in requests)
-        assert not len(at) or int((at + size).max()) <= len(buffer)
-        whole = np.frombuffer(buffer, np.uint8)
-        pointers = (each.ctypes.data_as(ctypes.c_void_p) for each in (offset, size, at, whole))
-        result = self._library.ring_read(ctypes.c_void_p(self._ring), file, ctypes.c_int64(len(at)), *pointers)
+        none = np.zeros(len(requests.size) + 1, np.int64)
+        self._read(file, requests, buffer, (none, none, none), 0, None)
+
+    def read_rows(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies) -> None:
+        """`Reader.read_rows`: rows are copied while others are read."""
+        first, at, into, out = copies
+        lists = [np.ascontiguousarray(each, np.int64) for each in (first, at, into)]
+        assert out.is_contiguous() and len(first) == len(requests.size) + 1 and int(first[-1]) == len(at) == len(into)
+        assert not len(at) or (below(lists[1], len(buffer) - copies.row_bytes + 1) and below(lists[2], len(out)))
+        self._read(file, requests, buffer, lists, copies.row_bytes, out.data_ptr())
+
+    def _read(
+        self, file: int, requests: Requests, buffer: memoryview, rows: Sequence[Offsets], size: int, out: int | None
+    ) -> None:
+        """rows: first, at and into of `RowCopies`, of `size` bytes each, which go to the address `out`."""
+        lists = [np.ascontiguousarray(each, np.int64) for each in requests]
+        count = len(requests.size)
+        assert not count or int((requests.at + requests.size).max()) <= len(buffer)
+        pointers = [ctypes.c_void_p(each.ctypes.data) for each in (np.frombuffer(buffer, np.uint8), *lists, *rows)]
+        given = (ctypes.c_void_p(self._ring), file, ctypes.c_int64(count), *pointers)
+        result = self._library.ring_read(*given, ctypes.c_int64(size), ctypes.c_void_p(out))
         if result:
             raise _error(-result)
 
@@ -85,6 +106,11 @@ class ThreadReader:
         for failure in failures:
             if failure is not None:
                 raise failure
+
+    def read_rows(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies) -> None:
+        """`Reader.read_rows`: when everything has come."""
+        self.read(file, requests, buffer)
+        copies.make(buffer)
 
 
 def reader(depth: int = DEPTH) -> Reader:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -14,11 +15,11 @@ from ..core import CHUNK, KVPart
 from ..disk.direct_file import DirectFile, aligned
 from ..disk.extents import merged
 from ..disk.requests import Offsets, Requests
-from ..disk.row_copy import copy_rows
+from ..disk.row_copy import RowCopies
 from ..disk.speed import USUAL, DiskSpeed
 from ..errors import DiskError, PoolFullError
 from ..units import format_size
-from .file_layout import FileLayout, RowNames
+from .file_layout import FileLayout
 from .host_shares import HostShares
 from .layout import ArenaLayout
 from .row_cache import RowCache
@@ -217,48 +218,48 @@ class FileArena:
         flat = rows.flatten(1, 2)[:, offset - first * CHUNK :][:, :size]
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
-    def gather(self, place: int, rows: RowNames, out: torch.Tensor, into: Offsets) -> None:
-        """Rows of one layer, no two of them the same, to the rows `into` int64 `[n]` of out `[m, 2 * width]`."""
-        ids = self.places.ids(place, *rows)
+    def gather(self, place: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
+        """Rows `ids` int64 `[n]` (`FileLayout.ids`) of one layer, no two of them the same, to the rows `into` int64
+        `[n]` of out `[m, 2 * width]`, in one piece."""
         with self._mutex:
             self._cache.pass_time(1 / self.layout.layers)
-            at = self._cache.look_up(ids)
-            here = np.flatnonzero(at >= 0)
-            copy_rows(self._cache.rows, at[here].astype(np.int64) * self.places.pair_bytes, out, into[here])
-            missing = self._from_buffers(place, rows, np.flatnonzero(at < 0), out, into)
-            self._writer.wait([(int(chunk), place) for chunk in np.unique(rows.chunks[missing])])
+            missing = self._from_buffers(place, ids, self._cache.take(ids, out, into), out, into)
+            self._writer.wait_for(place, ids[missing] // self.places.chunk_pairs)
         self.use.wanted += len(ids)
         self.use.cached += len(ids) - len(missing)
         if len(missing):
-            self._read_rows(self.places.offsets(place, *(each[missing] for each in rows)), into[missing], out)
+            self._read_rows(self.places.offsets(ids[missing]), into[missing], out)
             with self._mutex:
                 self._cache.enter(ids[missing], out, into[missing])
 
-    def _from_buffers(self, place: int, rows: RowNames, missing: Offsets, out: torch.Tensor, into: Offsets) -> Offsets:
+    def _from_buffers(self, place: int, ids: Offsets, missing: Offsets, out: torch.Tensor, into: Offsets) -> Offsets:
         """Takes those of the `missing` rows whose chunk is being filled; returns the others."""
         for chunk, data in self._buffers.items():
-            own = missing[rows.chunks[missing] == chunk]
-            if len(own):
-                found = self._rows(data)[place, torch.from_numpy(rows.heads[own]), torch.from_numpy(rows.slots[own])]
-                out.index_copy_(0, torch.from_numpy(into[own]), found.flatten(1))
-                missing = missing[rows.chunks[missing] != chunk]
+            own = self.places.ids_of(chunk, place)
+            here = (ids[missing] >= own.start) & (ids[missing] < own.stop)
+            if here.any():
+                found = self._rows(data)[place].flatten(0, 1)[torch.from_numpy(ids[missing[here]] - own.start)]
+                out.index_copy_(0, torch.from_numpy(into[missing[here]]), found.flatten(1))
+                missing = missing[~here]
         return missing
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
         """Rows at `offsets` of the file to the rows `into` of out, as much at a time as the staging buffer takes."""
-        width, order = self.places.pair_bytes, np.argsort(offsets)
-        while len(order):
-            requests, at = merged(offsets[order], width, self.gap)
-            fits = int(np.searchsorted(at, len(self._staging) - width, side="right"))
-            now, order = order[:fits], order[fits:]
-            if len(order):
-                requests, at = merged(offsets[now], width, self.gap)
-            self._read(requests, self._staging)
-            copy_rows(self._staging, at, out, into[now])
+        room = len(self._staging)
+        for own in merged(offsets, self.places.pair_bytes, self.gap, room).batches(room):
+            copies = RowCopies(own.first, own.places, into[own.pieces], out)
+            with self._counted(own.requests):
+                self.file.read_rows(own.requests, self._staging, copies)
 
     def _read(self, requests: Requests, buffer: torch.Tensor) -> None:
-        try:
+        with self._counted(requests):
             self.file.read(requests, buffer)
+
+    @contextlib.contextmanager
+    def _counted(self, requests: Requests) -> Iterator[None]:
+        """Counts what is read within, and says what fails."""
+        try:
+            yield
         except OSError as error:
             raise DiskError(
                 f"cannot read rows from {str(self.file.folder)!r}: {error.strerror or error}; the request that needs "
@@ -274,10 +275,10 @@ class FileArena:
             self._cache.check_integrity()
             assert len(self._buffers) <= self.shares.chunk_buffers
             slots = self._cache.held
-            for place, rows, which in self.places.named(self._cache.owners(slots)):
+            for place, which in self.places.layers(owners := self._cache.owners(slots)):
+                ids, every = owners[which], np.arange(len(which))
                 kept = self._cache.rows[torch.from_numpy(slots[which])]
-                stored, every = torch.empty_like(kept), np.arange(len(which))
-                missing = self._from_buffers(place, rows, every, stored, every)
-                self._read_rows(self.places.offsets(place, *(each[missing] for each in rows)), missing, stored)
+                missing = self._from_buffers(place, ids, every, stored := torch.empty_like(kept), every)
+                self._read_rows(self.places.offsets(ids[missing]), missing, stored)
                 same = torch.equal(kept.view(torch.uint8), stored.view(torch.uint8))
                 assert same, f"a row that stays, of the layer at place {place}, is another one on disk"

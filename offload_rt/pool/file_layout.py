@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,14 +20,6 @@ from ..core import CHUNK
 from ..disk.direct_file import BLOCK
 from ..disk.requests import Offsets
 from .layout import ArenaLayout
-
-
-class RowNames(NamedTuple):
-    """Rows of one layer, int64 `[n]` each: the chunk that a row is of, its slot there, its head."""
-
-    chunks: Offsets
-    slots: Offsets
-    heads: Offsets
 
 
 @dataclass(frozen=True)
@@ -77,18 +68,16 @@ class FileLayout:
         return slab * self.slab + (place * self.arena.kv_heads + head) * self.plane + slot * self.piece
 
     def ids(self, place: int, chunks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
-        """A number for each row, from its chunk, its slot there and its head: those of a layer of a chunk follow each
-        other."""
-        return ((chunks * self.arena.layers + place) * self.arena.kv_heads + heads) * CHUNK + slots
+        """A number for each row of the layer at `place`, from its chunk, its slot there and its head, int64 that
+        broadcast: those of a layer of a chunk follow each other."""
+        first: Offsets = (chunks * self.arena.layers + place) * (self.arena.kv_heads * CHUNK) + slots
+        return first + heads * CHUNK
 
-    def named(self, ids: Offsets) -> Iterator[tuple[int, RowNames, Offsets]]:
-        """Rows by their numbers, layer by layer: the layer's place, its rows, and which of `ids` these are."""
-        rest, slots = np.divmod(ids, CHUNK)
-        rest, heads = np.divmod(rest, self.arena.kv_heads)
-        chunks, places = np.divmod(rest, self.arena.layers)
+    def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
+        """The places of the layers of rows, and which of `ids` are of each."""
+        places = ids // (self.arena.kv_heads * CHUNK) % self.arena.layers
         for place in np.unique(places).tolist():
-            own = np.flatnonzero(places == place)
-            yield place, RowNames(chunks[own], slots[own], heads[own]), own
+            yield place, np.flatnonzero(places == place)
 
     def ids_of(self, chunk: int, place: int) -> range:
         """The numbers of all rows of one layer of a chunk."""
@@ -96,11 +85,12 @@ class FileLayout:
         first = (chunk * self.arena.layers + place) * count
         return range(first, first + count)
 
-    def offsets(self, place: int, chunks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
+    def offsets(self, ids: Offsets) -> Offsets:
         """Where rows begin in the file."""
+        chunks, rest = np.divmod(ids, self.chunk_pairs)
         slabs, chunk_slots = np.divmod(chunks, self.arena.slab_chunks)
-        planes = (place * self.arena.kv_heads + heads) * self.plane
-        found: Offsets = slabs * self.slab + planes + chunk_slots * self.piece + slots * self.pair_bytes
+        planes, slots = np.divmod(rest, CHUNK)
+        found: Offsets = slabs * self.slab + planes * self.plane + chunk_slots * self.piece + slots * self.pair_bytes
         return found
 
 

@@ -1,19 +1,26 @@
 """Rows of a file that were used lately and often, in memory: fixed slots for any rows of any sequence.
 
 What leaves first is what scores least: a use adds 1, and a step multiplies by `DECAY` (LRFU of Lee et al. 2001, the
-rule of the working set on a device). Scores are brought up to date when they are used or compared, so that a look-up
-costs what it looks up and not what there is; when no slot is free, a sixteenth of them is given up at once.
+rule of the working set on a device). Instead of all scores falling with a step, what a use adds rises, which orders
+them alike: a look-up costs what it looks up and not what there is. When no slot is free, a sixteenth of them is given
+up at once.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..disk.row_copy import copy_rows
+from ..disk.row_copy import below, copy_rows
+from ..native_code import load_library
+
+SOURCE = Path(__file__).with_name("row_cache.c")
 
 DECAY = 0.9
 """Of a row's score with each step (`transfer.working_set`, where it was measured)."""
@@ -21,15 +28,28 @@ DECAY = 0.9
 INDEX_BYTES = 4
 """For every row that there may be on disk: the slot it is in."""
 
-SLOT_BYTES = 16
-"""For every slot, besides its row: whose it is, its score and when that was."""
+SLOT_BYTES = 20
+"""For every slot, besides its row: whose it is, its score and when that was, and its place among free ones."""
+
+MOST_WEIGHT = 1e18
+"""Of a use, before all scores are brought down: sums of it are far below what float32 holds, and what is brought down
+to nothing was used last 400 steps ago."""
 
 Ids = NDArray[np.int64]
 
 
+class _Arrays(ctypes.Structure):
+    """`struct cache` of row_cache.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("index", "owner", "score", "last", "rows")),
+        ("size", ctypes.c_int64),
+    ]
+
+
 class RowCache:
-    """`slots` slots for rows of `width` elements, of the rows 0 .. `rows` - 1. Every call looks up, enters or forgets
-    many rows at once, none of them twice; one thread at a time."""
+    """`slots` slots for rows of `width` elements, of the rows 0 .. `rows` - 1. Every call takes, enters or forgets many
+    rows at once, none of them twice; one thread at a time."""
 
     def __init__(self, slots: int, rows: int, width: int, storage: torch.dtype) -> None:
         assert slots >= 1 <= rows < 1 << 62
@@ -39,10 +59,12 @@ class RowCache:
         """`[slots, width]`; memory is taken as slots are first used."""
         self._index = np.frombuffer(mmap.mmap(-1, rows * INDEX_BYTES), np.int32)
         self._owner = np.full(slots, -1, np.int64)
-        self._score, self._last = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
+        self._score, self._last = np.zeros(slots, np.float32), np.zeros(slots, np.uint32)
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int32)
         self._free_count = slots
-        self._now = 0.0
+        self._now, self._weight = 0, 1.0
+        arrays = (self._index, self._owner, self._score, self._last)
+        self._arrays = _Arrays(*(each.ctypes.data for each in arrays), self.rows.data_ptr(), width * storage.itemsize)
 
     @property
     def used(self) -> int:
@@ -60,24 +82,47 @@ class RowCache:
 
     def pass_time(self, steps: float) -> None:
         """So many steps have gone by."""
-        self._now += steps
+        self._now = (self._now + 1) & 0xFFFFFFFF
+        self._weight *= DECAY**-steps
+        if self._weight > MOST_WEIGHT:
+            self._score /= np.float32(self._weight)
+            self._weight = 1.0
 
-    def look_up(self, ids: Ids) -> NDArray[np.int32]:
-        """The slots of rows int64 `[n]`, negative where a row is not here; those that are here have been used."""
-        slots: NDArray[np.int32] = self._index[ids] - 1
-        used = slots[slots >= 0]
-        self._score[used] = self._faded(used) + 1
-        self._last[used] = self._now
-        return slots
+    def take(self, ids: Ids, out: torch.Tensor, into: Ids) -> Ids:
+        """Those of the rows `ids` int64 `[n]` that are here have been used, and go to the rows `into` int64 `[n]` of
+        out `[m, width]`, in one piece. Returns which of `ids` are not here, rising."""
+        if (library := _library()) is None:
+            slots = self._index[ids] - 1
+            here = np.flatnonzero(slots >= 0)
+            used = slots[here].astype(np.int64)
+            self._score[used] += np.float32(self._weight)
+            self._last[used] = self._now
+            copy_rows(self.rows, used * self._arrays.size, out, into[here])
+            return np.flatnonzero(slots < 0)
+        assert out.is_contiguous() and out.shape[1:] == self.rows.shape[1:] and len(ids) == len(into)
+        ids, into = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(into, np.int64)
+        assert below(ids, len(self._index)) and below(into, len(out))
+        missing = np.empty(len(ids), np.int64)
+        counts = (ctypes.byref(self._arrays), ctypes.c_int64(len(ids)), _pointer(ids), *self._use())
+        return missing[: library.take(*counts, ctypes.c_void_p(out.data_ptr()), _pointer(into), _pointer(missing))]
 
     def enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
-        """Rows `at` int64 `[n]` of rows `[m, width]`, which were not here: as many of them, from the first on, as slots
-        that were not used just now can take."""
-        slots = self._take(len(ids))
-        ids = ids[: len(slots)]
-        copy_rows(rows, at[: len(slots)] * rows.shape[1] * rows.itemsize, self.rows, slots.astype(np.int64))
-        self._index[ids] = slots + 1
-        self._owner[slots], self._score[slots], self._last[slots] = ids, 1, self._now
+        """Rows `at` int64 `[n]` of rows `[m, width]`, in one piece, which were not here: as many of them, from the
+        first on, as slots that were not used just now can take."""
+        slots = self._claim(len(ids))
+        ids, at = np.ascontiguousarray(ids[: len(slots)], np.int64), np.ascontiguousarray(at[: len(slots)], np.int64)
+        if (library := _library()) is None:
+            copy_rows(rows, at * self._arrays.size, self.rows, slots.astype(np.int64))
+            self._index[ids] = slots + 1
+            self._owner[slots], self._score[slots], self._last[slots] = ids, self._weight, self._now
+            return
+        assert rows.is_contiguous() and rows.shape[1:] == self.rows.shape[1:]
+        assert below(ids, len(self._index)) and below(at, len(rows))
+        counts = (ctypes.byref(self._arrays), ctypes.c_int64(len(slots)), _pointer(ids), *self._use())
+        library.enter(*counts, ctypes.c_void_p(rows.data_ptr()), _pointer(at), _pointer(slots))
+
+    def _use(self) -> tuple[ctypes.c_float, ctypes.c_uint32]:
+        return ctypes.c_float(self._weight), ctypes.c_uint32(self._now)
 
     def forget(self, ids: range) -> None:
         """The rows `ids` are others from now on."""
@@ -86,11 +131,7 @@ class RowCache:
         if len(slots):
             self._give_up(slots)
 
-    def _faded(self, slots: NDArray[np.int32]) -> NDArray[np.float32]:
-        faded: NDArray[np.float32] = self._score[slots] * DECAY ** (self._now - self._last[slots])
-        return faded
-
-    def _take(self, count: int) -> NDArray[np.int32]:
+    def _claim(self, count: int) -> NDArray[np.int32]:
         if self._free_count < count:
             self._evict(max(count - self._free_count, self.slots // 16))
         taken = self._free[max(0, self._free_count - count) : self._free_count][::-1].copy()
@@ -99,9 +140,9 @@ class RowCache:
 
     def _evict(self, count: int) -> None:
         """Gives up those `count` slots that score least, but none that was used just now."""
-        held = np.flatnonzero((self._owner >= 0) & (self._last < self._now)).astype(np.int32)
+        held = np.flatnonzero((self._owner >= 0) & (self._last != self._now)).astype(np.int32)
         if count < len(held):
-            held = held[np.argpartition(self._faded(held), count)[:count]]
+            held = held[np.argpartition(self._score[held], count)[:count]]
         self._give_up(held)
 
     def _give_up(self, slots: NDArray[np.int32]) -> None:
@@ -116,3 +157,15 @@ class RowCache:
         assert np.array_equal(self._index[self._owner[held]] - 1, held)
         free = np.sort(self._free[: self._free_count])
         assert np.array_equal(np.union1d(free, held), np.arange(self.slots)) and len(free) + len(held) == self.slots
+
+
+def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library(SOURCE, ("-O2", "-std=gnu11"), "rows that stay are looked up by numpy")
+    if library is not None:
+        library.take.restype = ctypes.c_int64
+    return library

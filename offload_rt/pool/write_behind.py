@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..disk.direct_file import DirectFile
 from ..errors import DiskError
@@ -50,6 +52,13 @@ class WriteBehind:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
                 raise DiskError(f"cannot write rows to {str(self._file.folder)!r}: {why}; what was computed is lost")
+
+    def wait_for(self, place: int, chunks: NDArray[np.int64]) -> None:
+        """`wait` of one layer's place in `chunks`, any of them more than once."""
+        with self._changed:
+            quiet = not self._waiting and not self._lost
+        if not quiet:
+            self.wait([(chunk, place) for chunk in np.unique(chunks).tolist()])
 
     @property
     def lost(self) -> set[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, Visible
 from ..pool.file_arena import FileArena
-from ..pool.file_layout import RowNames
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Savings, Ticket
 from .read_ahead import BlockRun, ReadingThread
@@ -31,13 +30,15 @@ class _Open:
 
     blocks: BlockTable
     residency: Residency
-    chunks: np.ndarray[tuple[int], np.dtype[np.int64]]
+    _listed: list[int] = field(default_factory=list)
+    _chunks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Its chunks, as they are now."""
-        if len(self.chunks) != len(self.blocks.chunks) or self.chunks.tolist() != self.blocks.chunks:
-            self.chunks = np.array(self.blocks.chunks, np.int64)
-        return self.chunks
+        if self._listed != self.blocks.chunks:
+            self._listed = list(self.blocks.chunks)
+            self._chunks = np.array(self._listed, np.int64)
+        return self._chunks
 
 
 class DiskState:
@@ -92,9 +93,9 @@ class DiskStorage:
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Opens a sequence; the resident rows of one that has tokens already are copied or read."""
-        state, none = self._state, np.empty(0, np.int64)
+        state = self._state
         if origin is not None:
-            state.open[id(blocks)] = _Open(blocks, state[origin].residency.clone(), none)
+            state.open[id(blocks)] = _Open(blocks, state[origin].residency.clone())
             return
         residency = Residency(state.geometry, state.pool.format.dtype, state.device, sinks, recent)
         for layer in range(state.geometry.layers if blocks.length else 0):
@@ -104,7 +105,7 @@ class DiskStorage:
                 if tokens:
                     rows = state.rows(blocks, layer, tokens)
                     residency.store(layer, tokens.start, rows.k, rows.v)
-        state.open[id(blocks)] = _Open(blocks, residency, none)
+        state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
         """Closes a sequence, or one that could not be opened; after it nothing reads the block table's chunks."""
@@ -263,10 +264,10 @@ def _gather(
     kv_heads, count = tokens.shape
     if not count:
         return
-    index, slots = np.divmod(tokens.numpy().reshape(-1), CHUNK)
-    heads = np.repeat(np.arange(kv_heads), count)
-    into = np.tile(np.arange(count), kv_heads) + heads * (room + count) + room
-    file.gather(place, RowNames(chunks[index], slots, heads), staged.view(kv_heads * (room + count), -1), into)
+    wanted, heads = tokens.numpy(), np.arange(kv_heads)[:, None]
+    ids = file.places.ids(place, chunks[wanted // CHUNK], wanted % CHUNK, heads)
+    into = heads * (room + count) + np.arange(room, room + count)
+    file.gather(place, ids.reshape(-1), staged.view(kv_heads * (room + count), -1), into.reshape(-1))
 
 
 class DiskLink:
