@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,8 @@ class DirectFile:
     Any thread may read and write. Raises ConfigError where the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, through: Reader | None = None) -> None:
+    def __init__(self, folder: Path, readers: Callable[[], Reader] | None = None) -> None:
+        """readers: gives a reader for each thread that reads at the same time; None: the fastest there is."""
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +47,8 @@ class DirectFile:
                 f"cannot keep rows in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with room "
                 "where you may write"
             ) from error
-        self._reader, self._reading = through or reader(), threading.Lock()
+        self._readers, self._changing = readers or reader, threading.Lock()
+        self._idle = [self._readers()]
         self.direct = _set_direct(self._file)
         self.bytes_read = self.bytes_written = 0
         self._end = weakref.finalize(self, os.close, self._file)
@@ -62,21 +65,17 @@ class DirectFile:
                 raise
             os.ftruncate(self._file, offset + size)
 
-    def read(self, requests: Requests, buffer: torch.Tensor) -> None:
-        """Reads whole blocks into `buffer` (uint8, from `aligned`). Raises OSError."""
-        with self._reading:
-            self._reader.read(self._file, requests, buffer.numpy().data)
-        self._forget(requests)
-
-    def read_rows(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies) -> None:
-        """`read`, and `copies` of what came, some of them while others are read."""
-        with self._reading:
-            self._reader.read_rows(self._file, requests, buffer.numpy().data, copies)
-        self._forget(requests)
-
-    def _forget(self, requests: Requests) -> None:
-        """Counts what was read, and lets the page cache forget it."""
-        self.bytes_read += int(requests.size.sum())
+    def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
+        """Reads whole blocks into `buffer` (uint8, from `aligned`), and makes `copies` of what came, some of them while
+        others are read. Raises OSError."""
+        with self._changing:
+            own = self._idle.pop() if self._idle else self._readers()
+        try:
+            own.read(self._file, requests, buffer.numpy().data, copies)
+        finally:
+            with self._changing:
+                self._idle.append(own)
+                self.bytes_read += int(requests.size.sum())
         if not self.direct:
             for offset, size in zip(requests.offset.tolist(), requests.size.tolist(), strict=True):
                 os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)

@@ -11,11 +11,13 @@ static int by_offset(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The n pieces in the order of the file: which they are (order), where they begin in the buffer (places). Of request r
-   offset[r], size[r], at[r], and its first piece, first[r]; first has one more, n. Returns how many requests there are;
-   -1 without memory. */
+/* Six lists of n + 1 each, one behind the other in `lists`. Of the n pieces, in the order of the file: which they are,
+   and where they begin in the buffer. Of each request its first piece, and n behind them; where it begins in the file,
+   its size, and where it begins in the buffer. Returns how many requests there are; -1 without memory. */
 int64_t merge(int64_t n, int64_t piece, int64_t block, int64_t gap, int64_t most, const int64_t *offsets,
-              int64_t *order, int64_t *places, int64_t *first, int64_t *offset, int64_t *size, int64_t *at) {
+              int64_t *lists) {
+    int64_t *order = lists, *places = order + n + 1, *first = places + n + 1, *offset = first + n + 1;
+    int64_t *size = offset + n + 1, *at = size + n + 1;
     struct piece *own = malloc(sizeof *own * (size_t)(n ? n : 1));
     if (!own) return -1;
     int rises = 1;

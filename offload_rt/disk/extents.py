@@ -13,6 +13,7 @@ import numpy as np
 from ..native_code import load_library
 from .direct_file import BLOCK
 from .requests import Offsets, Requests
+from .row_copy import address
 
 SOURCE = Path(__file__).with_name("extents.c")
 
@@ -30,6 +31,9 @@ class Reads(NamedTuple):
     def batches(self, room: int) -> Iterator[Reads]:
         """The same in parts that each fill a buffer of `room` bytes at most; no request is larger."""
         (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
+        if count and at[-1] + size[-1] <= room:
+            yield self
+            return
         while done < count:
             stop = int(np.searchsorted(at + size, at[done] + room, side="right"))
             own, pieces = slice(done, stop), slice(self.first[done], self.first[stop])
@@ -45,10 +49,8 @@ def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     if (library := _library()) is None:
         return _merged(offsets, size, gap, most)
     n, offsets = len(offsets), np.ascontiguousarray(offsets, np.int64)
-    order, places, first, offset, length, at = np.empty((6, n + 1), np.int64)
-    pointers = [ctypes.c_void_p(each.ctypes.data) for each in (offsets, order, places, first, offset, length, at)]
-    count = library.merge(*map(ctypes.c_int64, (n, size, BLOCK, gap, most)), *pointers)
-    if count < 0:
+    count, (order, places, first, offset, length, at) = 0, np.zeros((6, n + 1), np.int64)
+    if n and (count := library.merge(n, size, BLOCK, gap, most, address(offsets), address(order))) < 0:
         raise MemoryError
     return Reads(Requests(offset[:count], length[:count], at[:count]), order[:n], places[:n], first[: count + 1])
 
@@ -78,4 +80,5 @@ def _library() -> ctypes.CDLL | None:
     library = load_library(SOURCE, ("-O2", "-std=gnu11"), "requests are merged by numpy")
     if library is not None:
         library.merge.restype = ctypes.c_int64
+        library.merge.argtypes = [ctypes.c_int64] * 5 + [ctypes.c_void_p] * 2
     return library

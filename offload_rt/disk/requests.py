@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..native_code import load_library
-from .row_copy import RowCopies, below
+from .row_copy import RowCopies, address, copy_rows
 
 SOURCE = Path(__file__).with_name("requests.c")
 DEPTH = 64
@@ -39,13 +40,9 @@ class Requests(NamedTuple):
 class Reader(Protocol):
     """Reads many pieces of a file."""
 
-    def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
-        """All of `requests`, of the open `file`, to `buffer`. Raises OSError for the first that fails, also where the
-        file ends early; then nobody writes to the buffer any more."""
-        ...
-
-    def read_rows(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies) -> None:
-        """`read`, and `copies` of what came."""
+    def read(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
+        """All of `requests`, of the open `file`, to `buffer`, and `copies` of what came. Raises OSError for the first
+        that fails, also where the file ends early; then nobody writes to the buffer any more."""
         ...
 
 
@@ -54,7 +51,7 @@ class RingReader:
 
     def __init__(self, library: ctypes.CDLL, ring: int) -> None:
         self._library, self._ring = library, ring
-        weakref.finalize(self, library.ring_close, ctypes.c_void_p(ring))
+        weakref.finalize(self, library.ring_close, ring)
 
     @classmethod
     def open(cls, depth: int = DEPTH) -> RingReader | None:
@@ -64,30 +61,16 @@ class RingReader:
             return None
         return cls(library, ring)
 
-    def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
-        """`Reader.read`."""
-        none = np.zeros(len(requests.size) + 1, np.int64)
-        self._read(file, requests, buffer, (none, none, none), 0, None)
-
-    def read_rows(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies) -> None:
-        """`Reader.read_rows`: rows are copied while others are read."""
-        first, at, into, out = copies
-        lists = [np.ascontiguousarray(each, np.int64) for each in (first, at, into)]
-        assert out.is_contiguous() and len(first) == len(requests.size) + 1 and int(first[-1]) == len(at) == len(into)
-        assert not len(at) or (below(lists[1], len(buffer) - copies.row_bytes + 1) and below(lists[2], len(out)))
-        self._read(file, requests, buffer, lists, copies.row_bytes, out.data_ptr())
-
-    def _read(
-        self, file: int, requests: Requests, buffer: memoryview, rows: Sequence[Offsets], size: int, out: int | None
-    ) -> None:
-        """rows: first, at and into of `RowCopies`, of `size` bytes each, which go to the address `out`."""
-        lists = [np.ascontiguousarray(each, np.int64) for each in requests]
-        count = len(requests.size)
-        assert not count or int((requests.at + requests.size).max()) <= len(buffer)
-        pointers = [ctypes.c_void_p(each.ctypes.data) for each in (np.frombuffer(buffer, np.uint8), *lists, *rows)]
-        given = (ctypes.c_void_p(self._ring), file, ctypes.c_int64(count), *pointers)
-        result = self._library.ring_read(*given, ctypes.c_int64(size), ctypes.c_void_p(out))
-        if result:
+    def read(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
+        """`Reader.read`: rows are copied while others are read."""
+        if not (count := len(requests.size)):
+            return
+        first, at, into, out = copies or (none := np.zeros(count + 1, np.int64), none, none, torch.empty(0, 0))
+        assert out.is_contiguous() and len(first) == count + 1 and len(at) == len(into)
+        lists = [np.ascontiguousarray(each, np.int64) for each in (*requests, first, at, into)]
+        given = (count, len(at), len(buffer), address(np.frombuffer(buffer, np.uint8)), *map(address, lists))
+        row_bytes = out.shape[1] * out.itemsize
+        if result := self._library.ring_read(self._ring, file, *given, row_bytes, out.data_ptr(), out.shape[0]):
             raise _error(-result)
 
 
@@ -98,19 +81,16 @@ class ThreadReader:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
-    def read(self, file: int, requests: Requests, buffer: memoryview) -> None:
-        """`Reader.read`."""
+    def read(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
+        """`Reader.read`: rows are copied when everything has come."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
         jobs = [self._threads.submit(_read, file, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]
         for failure in failures:
             if failure is not None:
                 raise failure
-
-    def read_rows(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies) -> None:
-        """`Reader.read_rows`: when everything has come."""
-        self.read(file, requests, buffer)
-        copies.make(buffer)
+        if copies is not None:
+            copy_rows(torch.frombuffer(buffer, dtype=torch.uint8), copies.at, copies.out, copies.into)
 
 
 def reader(depth: int = DEPTH) -> Reader:
@@ -143,5 +123,10 @@ def _library() -> ctypes.CDLL | None:
     library = load_library(SOURCE, ("-O2", "-std=gnu11"), "disk reads are made by threads")
     if library is not None:
         library.ring_open.restype = ctypes.c_void_p
+        library.ring_close.argtypes = [ctypes.c_void_p]
+        numbers, pointers = [ctypes.c_int64] * 3, [ctypes.c_void_p] * 7
         library.ring_read.restype = ctypes.c_int64
+        library.ring_read.argtypes = [
+            ctypes.c_void_p, ctypes.c_int, *numbers, *pointers, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+        ]  # fmt: skip
     return library

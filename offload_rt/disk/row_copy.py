@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,19 +26,10 @@ class RowCopies(NamedTuple):
     into: NDArray[np.int64]
     out: torch.Tensor
 
-    @property
-    def row_bytes(self) -> int:
-        """Of a row."""
-        return self.out.shape[1] * self.out.itemsize
 
-    def make(self, buffer: memoryview) -> None:
-        """All of them; everything has been read."""
-        copy_rows(torch.frombuffer(buffer, dtype=torch.uint8), self.at, self.out, self.into)
-
-
-def below(numbers: NDArray[np.int64], stop: int) -> bool:
-    """Whether all `numbers`, in one piece, are of [0, stop); there may be none."""
-    return int(numbers.view(np.uint64).max(initial=0)) < max(1, stop)
+def address(array: NDArray[Any]) -> int:
+    """Where it begins, of one that is not empty and may be written to: a quarter of what `array.ctypes` takes."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, into: NDArray[np.int64]) -> None:
@@ -49,10 +40,9 @@ def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, in
     if not len(at):
         return
     at, into = np.ascontiguousarray(at, np.int64), np.ascontiguousarray(into, np.int64)
-    assert below(at, source.nbytes - size + 1) and below(into, len(out))
+    assert at.min() >= 0 and at.max() + size <= source.nbytes and into.min() >= 0 and into.max() < out.shape[0]
     if (library := _library()) is not None:
-        pointers = (source.data_ptr(), at.ctypes.data, out.data_ptr(), into.ctypes.data)
-        library.copy_rows(ctypes.c_int64(len(at)), ctypes.c_int64(size), *map(ctypes.c_void_p, pointers))
+        library.copy_rows(len(at), size, source.data_ptr(), address(at), out.data_ptr(), address(into))
         return
     unit = int(np.gcd.reduce(at, initial=size))  # blocks and rows have a few bytes in common
     parts = torch.from_numpy(at // unit).unsqueeze(1) + torch.arange(size // unit)
@@ -62,4 +52,7 @@ def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, in
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    return load_library(SOURCE, ("-O2", "-std=gnu11"), "rows are copied by torch")
+    library = load_library(SOURCE, ("-O2", "-std=gnu11"), "rows are copied by torch")
+    if library is not None:
+        library.copy_rows.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_void_p] * 4
+    return library

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .direct_file import BLOCK, DirectFile, aligned
-from .requests import Reader, Requests
+from .requests import Requests
 
 SEQUENTIAL = 1 << 20
 """Bytes of a request of a sequential read."""
@@ -82,9 +82,9 @@ def speed(file: DirectFile, held: int) -> DiskSpeed:
     return DiskSpeed(max(0.0, 1 / small.requests_per_second - BLOCK * byte), byte)
 
 
-def measured_speed(folder: Path, size: int = 256 << 20, reader: Reader | None = None) -> DiskSpeed:
+def measured_speed(folder: Path, size: int = 256 << 20) -> DiskSpeed:
     """Of the disk that `folder` lies on, from a file of `size` bytes that is gone when this returns."""
-    file = DirectFile(folder, reader)
+    file = DirectFile(folder)
     try:
         fill(file, size)
         return speed(file, size)

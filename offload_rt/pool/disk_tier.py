@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ..core import ModelGeometry
 from ..disk.direct_file import DirectFile
-from ..disk.requests import Reader
 from ..disk.speed import USUAL, DiskSpeed
 from ..errors import MemoryLimitError
 from ..units import format_size
@@ -25,12 +24,11 @@ TIMES_HOST = 16
 @dataclass(frozen=True)
 class DiskTier:
     """folder: on the disk. limit: most bytes of rows there; None is `TIMES_HOST` times host memory, or half of what is
-    free where that is less. speed: of the disk. reader: None is the fastest there is."""
+    free where that is less. speed: of the disk."""
 
     folder: Path
     limit: int | None = None
     speed: DiskSpeed = USUAL
-    reader: Reader | None = None
 
 
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
@@ -64,4 +62,4 @@ def open_file_arena(
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
     layout = file_layout(limit, geometry, format, slab_tokens)
     HostShares.of(host_bytes, layout)  # before there is a file
-    return FileArena(layout.arena, format.storage, DirectFile(disk.folder, disk.reader), host_bytes, disk.speed)
+    return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes, disk.speed)

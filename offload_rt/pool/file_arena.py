@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from queue import SimpleQueue
 
 import numpy as np
 import torch
 
 from ..core import CHUNK, KVPart
-from ..disk.direct_file import DirectFile, aligned
+from ..disk.direct_file import BLOCK, DirectFile, aligned
 from ..disk.extents import merged
 from ..disk.requests import Offsets, Requests
 from ..disk.row_copy import RowCopies
@@ -24,6 +24,9 @@ from .host_shares import HostShares
 from .layout import ArenaLayout
 from .row_cache import RowCache
 from .write_behind import WriteBehind
+
+AT_ONCE = 2
+"""Layers whose rows are read at the same time: a disk is not idle while the rows of one are looked up."""
 
 
 @dataclass
@@ -46,8 +49,8 @@ class FileArena:
     """Places of rows, as `Arena`, in a file. Chunks that are being filled are in memory until others need their buffer;
     whole chunks are written behind. Rows that were gathered stay in memory as long as they are used (`RowCache`).
 
-    `view` and `gather` belong to one thread at a time, `fill` and `copy` to another, and no row is read while it is
-    written: who calls orders that. Raises DiskError where the disk fails.
+    `view` belongs to one thread at a time, `gather` to one for each layer, `fill` and `copy` to another, and no row is
+    read while it is written: who calls orders that. Raises DiskError where the disk fails.
     """
 
     def __init__(
@@ -67,7 +70,10 @@ class FileArena:
         self._written = np.zeros(layout.chunks, bool)
         """Chunks of which the file has something."""
         self._mutex = threading.RLock()
-        self._staging = aligned(self.shares.staged)
+        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
+        """Of those that gather at the same time, one buffer each; others wait."""
+        for _ in range(AT_ONCE):
+            self._staging.put(aligned(self.shares.staged // AT_ONCE // BLOCK * BLOCK))
 
     @property
     def host_bytes(self) -> int:
@@ -223,50 +229,48 @@ class FileArena:
         `[n]` of out `[m, 2 * width]`, in one piece."""
         with self._mutex:
             self._cache.pass_time(1 / self.layout.layers)
-            missing = self._from_buffers(place, ids, self._cache.take(ids, out, into), out, into)
-            self._writer.wait_for(place, ids[missing] // self.places.chunk_pairs)
-        self.use.wanted += len(ids)
-        self.use.cached += len(ids) - len(missing)
-        if len(missing):
-            self._read_rows(self.places.offsets(ids[missing]), into[missing], out)
+            self.use.wanted += (wanted := len(ids))
+            ids, into = self._from_buffers(place, *self._cache.take(ids, out, into), out)
+            self._writer.wait_for(place, ids // self.places.chunk_pairs)
+            self.use.cached += wanted - len(ids)
+        if len(ids):
+            self._read_rows(self.places.offsets(ids), into, out)
             with self._mutex:
-                self._cache.enter(ids[missing], out, into[missing])
+                self._cache.enter(ids, out, into)
 
-    def _from_buffers(self, place: int, ids: Offsets, missing: Offsets, out: torch.Tensor, into: Offsets) -> Offsets:
-        """Takes those of the `missing` rows whose chunk is being filled; returns the others."""
+    def _from_buffers(self, place: int, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
+        """Takes those of the rows whose chunk is being filled; returns the others, and where they are to go."""
         for chunk, data in self._buffers.items():
             own = self.places.ids_of(chunk, place)
-            here = (ids[missing] >= own.start) & (ids[missing] < own.stop)
+            here = (ids >= own.start) & (ids < own.stop)
             if here.any():
-                found = self._rows(data)[place].flatten(0, 1)[torch.from_numpy(ids[missing[here]] - own.start)]
-                out.index_copy_(0, torch.from_numpy(into[missing[here]]), found.flatten(1))
-                missing = missing[~here]
-        return missing
+                found = self._rows(data)[place].flatten(0, 1)[torch.from_numpy(ids[here] - own.start)]
+                out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
+                ids, into = ids[~here], into[~here]
+        return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
         """Rows at `offsets` of the file to the rows `into` of out, as much at a time as the staging buffer takes."""
-        room = len(self._staging)
-        for own in merged(offsets, self.places.pair_bytes, self.gap, room).batches(room):
-            copies = RowCopies(own.first, own.places, into[own.pieces], out)
-            with self._counted(own.requests):
-                self.file.read_rows(own.requests, self._staging, copies)
-
-    def _read(self, requests: Requests, buffer: torch.Tensor) -> None:
-        with self._counted(requests):
-            self.file.read(requests, buffer)
-
-    @contextlib.contextmanager
-    def _counted(self, requests: Requests) -> Iterator[None]:
-        """Counts what is read within, and says what fails."""
+        staging = self._staging.get()
         try:
-            yield
+            room = len(staging)
+            for own in merged(offsets, self.places.pair_bytes, self.gap, room).batches(room):
+                copies = RowCopies(own.first, own.places, into[own.pieces], out)
+                self._read(own.requests, staging, copies)
+        finally:
+            self._staging.put(staging)
+
+    def _read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
+        try:
+            self.file.read(requests, buffer, copies)
         except OSError as error:
             raise DiskError(
                 f"cannot read rows from {str(self.file.folder)!r}: {error.strerror or error}; the request that needs "
                 "them cannot go on"
             ) from error
-        self.use.requests += len(requests.size)
-        self.use.bytes_read += int(requests.size.sum())
+        with self._mutex:
+            self.use.requests += len(requests.size)
+            self.use.bytes_read += int(requests.size.sum())
 
     def check_integrity(self) -> None:
         """Asserts that rows that stay are those on disk, or of a chunk's buffer. Waits for what is being written."""
@@ -276,9 +280,9 @@ class FileArena:
             assert len(self._buffers) <= self.shares.chunk_buffers
             slots = self._cache.held
             for place, which in self.places.layers(owners := self._cache.owners(slots)):
-                ids, every = owners[which], np.arange(len(which))
                 kept = self._cache.rows[torch.from_numpy(slots[which])]
-                missing = self._from_buffers(place, ids, every, stored := torch.empty_like(kept), every)
-                self._read_rows(self.places.offsets(ids[missing]), missing, stored)
+                stored = torch.empty_like(kept)
+                ids, into = self._from_buffers(place, owners[which], np.arange(len(which)), stored)
+                self._read_rows(self.places.offsets(ids), into, stored)
                 same = torch.equal(kept.view(torch.uint8), stored.view(torch.uint8))
                 assert same, f"a row that stays, of the layer at place {place}, is another one on disk"

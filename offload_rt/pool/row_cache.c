@@ -1,4 +1,4 @@
-/* What row_cache.py does for every row that is asked for, as it defines it. */
+/* What row_cache.py does for every row that is asked for, as it defines it. A number out of range is told by -1. */
 #include <stdint.h>
 #include <string.h>
 
@@ -11,13 +11,20 @@ struct cache {
     float *score;
     uint32_t *last;
     char *rows;      /* `size` bytes each */
-    int64_t size;
+    int64_t size, entries;
 };
 
-/* Those of the n rows `ids` that are here have been used, and go to the rows `into` of `out`. The numbers of the others
-   are the first of `missing`; returns how many. */
-int64_t take(const struct cache *c, int64_t n, const int64_t *ids, float weight, uint32_t now, char *out,
-             const int64_t *into, int64_t *missing) {
+static int within(int64_t n, const int64_t *numbers, int64_t stop) {
+    for (int64_t i = 0; i < n; i++)
+        if (numbers[i] < 0 || numbers[i] >= stop) return 0;
+    return 1;
+}
+
+/* Those of the n rows `ids` that are here have been used, and go to the rows `into` of `out`, which has `m`. The others,
+   and where they go, are the first of missing and of missing + n; returns how many. */
+int64_t take(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *into,
+             int64_t *missing, char *out, int64_t m) {
+    if (!within(n, ids, c->entries) || !within(n, into, m)) return -1;
     int64_t gone = 0;
     for (int64_t i = 0; i < n; i++) {
         if (i + FAR < n) __builtin_prefetch(c->index + ids[i + FAR]);
@@ -31,7 +38,8 @@ int64_t take(const struct cache *c, int64_t n, const int64_t *ids, float weight,
         }
         int64_t slot = c->index[ids[i]] - 1;
         if (slot < 0) {
-            missing[gone++] = i;
+            missing[gone] = ids[i];
+            missing[n + gone++] = into[i];
             continue;
         }
         c->score[slot] += weight;
@@ -41,9 +49,10 @@ int64_t take(const struct cache *c, int64_t n, const int64_t *ids, float weight,
     return gone;
 }
 
-/* Row ids[i], which is row at[i] of `rows`, takes slots[i]. */
-void enter(const struct cache *c, int64_t n, const int64_t *ids, float weight, uint32_t now, const char *rows,
-           const int64_t *at, const int32_t *slots) {
+/* Row ids[i], which is row at[i] of the m `rows`, takes slots[i]. */
+int64_t enter(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *at,
+              const int32_t *slots, const char *rows, int64_t m) {
+    if (!within(n, ids, c->entries) || !within(n, at, m)) return -1;
     for (int64_t i = 0; i < n; i++) {
         int64_t slot = slots[i];
         memcpy(c->rows + slot * c->size, rows + at[i] * c->size, (size_t)c->size);
@@ -52,4 +61,5 @@ void enter(const struct cache *c, int64_t n, const int64_t *ids, float weight, u
         c->score[slot] = weight;
         c->last[slot] = now;
     }
+    return 0;
 }

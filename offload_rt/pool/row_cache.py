@@ -12,12 +12,13 @@ import ctypes
 import functools
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..disk.row_copy import below, copy_rows
+from ..disk.row_copy import address, copy_rows
 from ..native_code import load_library
 
 SOURCE = Path(__file__).with_name("row_cache.c")
@@ -43,7 +44,7 @@ class _Arrays(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("index", "owner", "score", "last", "rows")),
-        ("size", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("size", "entries")),
     ]
 
 
@@ -64,7 +65,8 @@ class RowCache:
         self._free_count = slots
         self._now, self._weight = 0, 1.0
         arrays = (self._index, self._owner, self._score, self._last)
-        self._arrays = _Arrays(*(each.ctypes.data for each in arrays), self.rows.data_ptr(), width * storage.itemsize)
+        pointers = [*(address(each) for each in arrays), self.rows.data_ptr()]
+        self._arrays = _Arrays(*pointers, width * storage.itemsize, rows)
 
     @property
     def used(self) -> int:
@@ -88,41 +90,42 @@ class RowCache:
             self._score /= np.float32(self._weight)
             self._weight = 1.0
 
-    def take(self, ids: Ids, out: torch.Tensor, into: Ids) -> Ids:
+    def take(self, ids: Ids, out: torch.Tensor, into: Ids) -> tuple[Ids, Ids]:
         """Those of the rows `ids` int64 `[n]` that are here have been used, and go to the rows `into` int64 `[n]` of
-        out `[m, width]`, in one piece. Returns which of `ids` are not here, rising."""
+        out `[m, width]`, in one piece. Returns the others, and where they are to go."""
+        assert out.is_contiguous() and out.shape[1] == self.rows.shape[1] and len(ids) == len(into)
+        if not len(ids):
+            return ids, into
         if (library := _library()) is None:
             slots = self._index[ids] - 1
-            here = np.flatnonzero(slots >= 0)
-            used = slots[here].astype(np.int64)
+            used = slots[slots >= 0].astype(np.int64)
             self._score[used] += np.float32(self._weight)
             self._last[used] = self._now
-            copy_rows(self.rows, used * self._arrays.size, out, into[here])
-            return np.flatnonzero(slots < 0)
-        assert out.is_contiguous() and out.shape[1:] == self.rows.shape[1:] and len(ids) == len(into)
+            copy_rows(self.rows, used * self._arrays.size, out, into[slots >= 0])
+            return ids[slots < 0], into[slots < 0]
         ids, into = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(into, np.int64)
-        assert below(ids, len(self._index)) and below(into, len(out))
-        missing = np.empty(len(ids), np.int64)
-        counts = (ctypes.byref(self._arrays), ctypes.c_int64(len(ids)), _pointer(ids), *self._use())
-        return missing[: library.take(*counts, ctypes.c_void_p(out.data_ptr()), _pointer(into), _pointer(missing))]
+        missing = np.empty((2, len(ids)), np.int64)
+        lists = (len(ids), address(ids), address(into), address(missing))
+        count = library.take(self._arrays, self._weight, self._now, *lists, out.data_ptr(), out.shape[0])
+        assert count >= 0, "no such row"
+        return missing[0, :count], missing[1, :count]
 
     def enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
         """Rows `at` int64 `[n]` of rows `[m, width]`, in one piece, which were not here: as many of them, from the
         first on, as slots that were not used just now can take."""
+        assert rows.is_contiguous() and rows.shape[1] == self.rows.shape[1]
         slots = self._claim(len(ids))
+        if not len(slots):
+            return
         ids, at = np.ascontiguousarray(ids[: len(slots)], np.int64), np.ascontiguousarray(at[: len(slots)], np.int64)
         if (library := _library()) is None:
             copy_rows(rows, at * self._arrays.size, self.rows, slots.astype(np.int64))
             self._index[ids] = slots + 1
             self._owner[slots], self._score[slots], self._last[slots] = ids, self._weight, self._now
             return
-        assert rows.is_contiguous() and rows.shape[1:] == self.rows.shape[1:]
-        assert below(ids, len(self._index)) and below(at, len(rows))
-        counts = (ctypes.byref(self._arrays), ctypes.c_int64(len(slots)), _pointer(ids), *self._use())
-        library.enter(*counts, ctypes.c_void_p(rows.data_ptr()), _pointer(at), _pointer(slots))
-
-    def _use(self) -> tuple[ctypes.c_float, ctypes.c_uint32]:
-        return ctypes.c_float(self._weight), ctypes.c_uint32(self._now)
+        lists = (len(slots), address(ids), address(at), address(slots))
+        done = library.enter(self._arrays, self._weight, self._now, *lists, rows.data_ptr(), rows.shape[0])
+        assert done == 0, "no such row"
 
     def forget(self, ids: range) -> None:
         """The rows `ids` are others from now on."""
@@ -159,13 +162,12 @@ class RowCache:
         assert np.array_equal(np.union1d(free, held), np.arange(self.slots)) and len(free) + len(held) == self.slots
 
 
-def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     library = load_library(SOURCE, ("-O2", "-std=gnu11"), "rows that stay are looked up by numpy")
     if library is not None:
-        library.take.restype = ctypes.c_int64
+        types: list[Any] = [ctypes.POINTER(_Arrays), ctypes.c_float, ctypes.c_uint32]
+        for code in (library.take, library.enter):
+            code.restype = ctypes.c_int64
+            code.argtypes = [*types, ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64]
     return library

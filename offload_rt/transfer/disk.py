@@ -1,9 +1,10 @@
 """The link to a pool on disk: rows are read while the layer before computes, and those that were used stay in memory.
 
 It is the same idea as across PCIe, one tier lower: sinks and recent tokens are resident on the device, what a layer
-selects is asked for as soon as it is guessed, new rows are written behind. A thread reads, in the order of what is
-asked for; which rows are in host memory, and which of a disk's blocks are read for the others, is the pool's to know
-(`pool.file_arena`). A layer that attends to everything reads it in order, block by block, one block ahead.
+selects is asked for as soon as it is guessed, new rows are written behind. Two threads read, rows of a layer in the
+order of what is asked for, those of the next one at the same time; which rows are in host memory, and which of a disk's
+blocks are read for the others, is the pool's to know (`pool.file_arena`). A layer that attends to everything reads it
+in order, block by block, one block ahead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, Visible
-from ..pool.file_arena import FileArena
+from ..pool.file_arena import AT_ONCE, FileArena
 from ..pool.pool import HostPool
 from .link import PrefilledLayer, Savings, Ticket
 from .read_ahead import BlockRun, ReadingThread
@@ -42,15 +43,24 @@ class _Open:
 
 
 class DiskState:
-    """The open sequences of a link, by block table, and the thread that reads for them."""
+    """The open sequences of a link, by block table, and the threads that read for them."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
         assert pool.file is not None, "a pool in memory has other links"
         self.pool, self.geometry, self.device, self.file = pool, geometry, device, pool.file
-        self.thread = ReadingThread()
+        self._threads = [ReadingThread() for _ in range(AT_ONCE)]
         self.pair_bytes = 2 * pool.layout.row_bytes
         self.token_bytes = pool.layout.kv_heads * self.pair_bytes
         self.open: dict[int, _Open] = {}
+
+    def thread(self, layer: int) -> ReadingThread:
+        """The one that reads a layer: what is asked for of it comes in order, of another at the same time."""
+        return self._threads[layer % len(self._threads)]
+
+    def wait(self) -> None:
+        """Returns when nothing is read any more."""
+        for thread in self._threads:
+            thread.wait()
 
     def __getitem__(self, blocks: BlockTable) -> _Open:
         return self.open[id(blocks)]
@@ -81,7 +91,7 @@ class DiskState:
             edges.add(at)
             at += span.size
         runs = [range(a, b) for a, b in pairwise(sorted(edges)) if a < b]
-        return BlockRun(self.thread, lambda own: self.rows(blocks, layer, own), runs, ahead=1)
+        return BlockRun(self.thread(layer), lambda own: self.rows(blocks, layer, own), runs, ahead=1)
 
 
 class DiskStorage:
@@ -109,7 +119,7 @@ class DiskStorage:
 
     def close(self, blocks: BlockTable) -> None:
         """Closes a sequence, or one that could not be opened; after it nothing reads the block table's chunks."""
-        self._state.thread.wait()
+        self._state.wait()
         self._state.open.pop(id(blocks), None)
 
     def settle(self, blocks: BlockTable) -> None:
@@ -127,7 +137,7 @@ class DiskStorage:
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copies the row in the pool, behind what is being read; where the target is a resident slot, on the device
         too."""
-        self._state.thread.wait()
+        self._state.wait()
         self._state.pool.move(blocks, layer, source, target)
         self._state[blocks].residency.move(layer, source, target)
 
@@ -246,7 +256,7 @@ class DiskRows:
             heads, room + count, 2, state.pool.format.width, dtype=state.pool.format.storage, pin_memory=pin
         )
         place = state.pool.groups.place[layer]
-        reading = state.thread.start(_gather, state.file, place, one.current(), tokens, room, staged)
+        reading = state.thread(layer).start(_gather, state.file, place, one.current(), tokens, room, staged)
         size = heads * count * state.pair_bytes
         return _RowsTicket(state, reading, staged, size, one.residency if visible is not None else None, layer, visible)
 
@@ -289,4 +299,4 @@ class DiskLink:
 
     def check_integrity(self) -> None:
         """Waits for what is being read: nobody else looks at the pool then."""
-        self._state.thread.wait()
+        self._state.wait()
