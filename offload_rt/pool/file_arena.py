@@ -117,13 +117,14 @@ class FileArena:
             chunk = slab * self.layout.slab_chunks + slot
             whole = 0 if first else self._unbuffered(chunk, (total - done) // CHUNK)
             count = whole * CHUNK or min(CHUNK - first, total - done)
-            rows = torch.stack((k[:, done : done + count], v[:, done : done + count]), dim=2).cpu()
+            own_k, own_v = k[:, done : done + count], v[:, done : done + count]
             self._forget(range(chunk, chunk + max(1, whole)), place)
             if whole:
-                self._write_behind(range(chunk, chunk + whole), place, rows)
+                self._write_behind(range(chunk, chunk + whole), place, torch.stack((own_k, own_v), dim=2).cpu())
             else:
                 with self._mutex:
-                    self._rows(self._buffered(chunk))[place, :, first : first + count] = rows
+                    rows = self._rows(self._buffered(chunk))[place, :, first : first + count]
+                    rows[:, :, 0], rows[:, :, 1] = own_k, own_v
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -51,6 +51,11 @@ class Residency:
             rows[1, :, start:head] = v[:, : head - start]
         first = max(start, stop - recent, sinks)
         if first < stop:
+            at = place(first, sinks, recent)
+            if at + stop - first <= sinks + recent:  # as one new token is
+                rows[0, :, at : at + stop - first] = k[:, first - start :]
+                rows[1, :, at : at + stop - first] = v[:, first - start :]
+                return
             places = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
             rows[0].index_copy_(1, places, k[:, first - start :])
             rows[1].index_copy_(1, places, v[:, first - start :])
