@@ -216,6 +216,19 @@ def test_rows_stay_by_the_same_rule_with_and_without_a_compiler(steps: list[tupl
             assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
 
 
+def test_what_leaves_scores_least_and_was_not_used_just_now() -> None:
+    """However long ago scores began."""
+    cache, rows, out = RowCache(4, 60, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
+    for steps, wanted in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
+        cache.pass_time(steps)
+        missing, _ = cache.take(ids := np.array(wanted), out, ids)
+        cache.enter(missing, rows, missing)
+        cache.check_integrity()
+        held = set(cache.owners(cache.held).tolist())
+        assert held >= set(wanted)
+        assert wanted[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
+
+
 def arena(folder: Path, limit: int = 107_500) -> FileArena:
     made = FileArena(LAYOUT, torch.float32, DirectFile(folder), limit)
     while made.active < LAYOUT.slabs:
