@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,10 @@ from support.tiny_models import assert_greedy, edit_config, tiny_checkpoint, tin
 from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, EngineConfig, MemoryLimitError, ModelError, SamplingParams
+from offload_rt.cli import main
+from offload_rt.models.checkpoint import build_skeleton, read_config
 from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.location import locate
 from offload_rt.models.packed import held_bytes, keep_layout, moves_packed, places_of, tensors_of
 from offload_rt.models.registry import load_model, load_shape
 from offload_rt.models.weights import layer_bytes
@@ -98,6 +102,42 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
         return
     with pytest.raises(MemoryLimitError, match=r"packed ones \(.*\) are not brought over layer by layer"):
         LLM(packed, config, device_memory=least - 1, dtype="float32")
+
+
+def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path: Path, capsys: Any) -> None:
+    """As `info` says it, from `config.json` and the header of a file as bitsandbytes writes it, here with no weights
+    behind it."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "dtype": "bfloat16"}
+    packing = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **heads, **sizes, **packing}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header: dict[str, Any] = {}
+
+    def enter(name: str, dtype: str, shape: list[int], size: int) -> None:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
+
+    place = locate(tmp_path)
+    for name, weight in build_skeleton(place, read_config(place, ()), torch.bfloat16).named_parameters():
+        numbers = weight.numel()
+        if ".layers." in name and weight.dim() == 2:
+            enter(name, "U8", [numbers // 2, 1], numbers // 2)
+            enter(f"{name}.absmax", "F32", [numbers // 64], numbers // 16)
+            enter(f"{name}.quant_map", "F32", [16], 64)
+        else:
+            enter(name, "BF16", list(weight.shape), 2 * numbers)
+    written = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(written).to_bytes(8, "little") + written)
+    flags = ["--context", "131072", "--dtype", "bfloat16", "--host-memory", "20GiB"]
+    assert main(["info", str(tmp_path), *flags, "--device-memory", "24GiB"]) == 0
+    said = capsys.readouterr().out
+    for row in (
+        "weights +│ 5.61 GiB",
+        "scoring keys +│ 4.13 GiB",
+        "largest sum +│ 11.8 GiB",
+        "streamed layers +│ none",
+    ):
+        assert re.search(row, said)
 
 
 def test_packed_layers_stream(tmp_path: Path) -> None:
@@ -202,11 +242,13 @@ def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_unpacked_here_says_who_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers keeps the cause of a failed conversion to a report of its own."""
+    """transformers keeps the cause of a failed conversion to a report of its own. It is told to unpack in host memory,
+    or it would take a device that is there."""
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": "torchao"})
 
     def fail(*given: Any, **named: Any) -> None:
+        assert named["device_map"] == {"": "cpu"}
         raise RuntimeError("look at the `CONVERSION` entries of the above report!")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)

@@ -144,7 +144,7 @@ def read_weights(
             location.place,
             config=config,
             dtype=dtype or "auto",
-            device_map=None if device.type == "cpu" else device,
+            device_map=_device_map(config, device),
             **location.hub.options,
             ignore_mismatched_sizes=True,  # reported below, with the others
             output_loading_info=True,
@@ -166,6 +166,14 @@ def read_weights(
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     cast_numbers(loaded, dtype)
     return loaded
+
+
+def _device_map(config: PreTrainedConfig, device: torch.device) -> Any:
+    """What puts weights on `device`. Told nothing, transformers puts packed ones on a CUDA device, where there is one,
+    though they are to stay in host memory."""
+    if device.type != "cpu":
+        return device
+    return None if packing(config) is None else {"": "cpu"}
 
 
 def _format_options(location: Location) -> dict[str, Any]:

@@ -108,6 +108,7 @@ RUNS: dict[str, Architecture] = {
         "Phi", {"partial_rotary_factor": 0.5, "qk_layernorm": True}, "parallel, partial RoPE, q and k normed"
     ),
     "phi3": Architecture("Phi3", {"sliding_window": WINDOW}, "fused q, k, v"),
+    "phi4_mini": Architecture("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}, "as Phi-3; partial RoPE"),
     "olmo2": Architecture("Olmo2", {}, "norms after, q and k normed over all heads"),
     "olmo3": Architecture(
         "Olmo3",
