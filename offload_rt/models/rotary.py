@@ -145,6 +145,8 @@ class Rotary:
         """cos and sin of positions `[T]` in the dtype of `x`, as the module gives them: its attention factor (YaRN) is
         in them."""
         at = positions[None]
+        if hasattr(self._module, "mrope_section"):  # of Qwen-VL: time, height and width, which a text has as one
+            at = at.expand(3, 1, -1)
         tables: Rotation = self._module(x, at, kind) if kind else self._module(x, at)
         return tables
 
