@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import tiny_checkpoint, tiny_prompt
 
+from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.disk.direct_file import BLOCK
 from offload_rt.engine.recording import Recording, RunInfo, RunWriter
 from offload_rt.errors import InputError
+from offload_rt.eval.simulate.key_clusters import places_by_cluster, recorded_places
 from offload_rt.eval.speed import disk_tier
 
 
@@ -53,6 +55,33 @@ def test_a_layout_is_counted_in_blocks_and_requests(run: Path, tmp_path: Path) -
     assert kept["missed"] == pytest.approx(1 * 2 * 2 * 256 / whole) and kept["requests"] == 4
     assert kept["blocks"] == kept["read"] == pytest.approx(4 * BLOCK / whole) == kept["time"]
     assert together["requests"] <= 4 and together["read"] >= kept["missed"]
+
+
+def test_tokens_with_like_keys_lie_together() -> None:
+    """Of three kinds of keys that take turns, in any order of positions."""
+    kind = torch.arange(60) % 3
+    keys = torch.stack((torch.eye(8)[kind], -9 * torch.eye(8)[kind.flip(0)])) + torch.randn(2, 60, 8) / 100
+    places = places_by_cluster(keys, 20)
+    for own, of in zip(places, (kind, kind.flip(0)), strict=True):
+        assert sorted(own.tolist()) == list(range(60))
+        for each in range(3):
+            lie = own[of.numpy() == each]
+            assert lie.max() - lie.min() == 19 and (np.diff(lie) > 0).all()
+
+
+def test_a_recording_is_laid_out_by_clusters_of_its_models_keys(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
+    with LLM(model, policy_options={"budget": 0.1, "recent": 8}) as llm:
+        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        list(llm.stream(tiny_prompt(700, seed=1), params, str(tmp_path / "run")))
+    flags = ["--kept", "0", "--clusters", "16", "--seek", "0", "--out", str(tmp_path)]
+    assert main(["eval", "disk-layout", str(tmp_path / "run"), *flags]) == 0
+    by_head, _, clustered = rows_of(tmp_path / "disk_layout.json")
+    assert (by_head["layout"], clustered["layout"]) == ("by head", "by clusters")
+    assert clustered["missed"] == by_head["missed"] > 0 and clustered["blocks"] != by_head["blocks"]
+    tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=3)
+    with pytest.raises(InputError, match="its weights differ"):
+        recorded_places(Recording.open(tmp_path / "run"), 16)
 
 
 def test_drawn_selections_have_the_shape_that_was_asked_for() -> None:

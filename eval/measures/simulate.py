@@ -24,6 +24,9 @@ def _layout_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kept", type=numbers, default=[0.0, 0.1, 0.25], metavar="F,F", help="shares of rows in memory"
     )
+    parser.add_argument(
+        "--clusters", type=int, metavar="N", help="rows by clusters of N tokens with like keys too: computes the prompt"
+    )
     parser.add_argument("--seek", type=float, default=18.0, metavar="US", help="of a request of the disk (18)")
     parser.add_argument("--rate", type=float, default=1150.0, metavar="MB", help="a second that it reads (1150)")
 
@@ -35,9 +38,13 @@ def disk_layout(args: argparse.Namespace) -> int:
     from ...disk.speed import DiskSpeed
     from ...engine.recording import Recording
     from ..simulate.disk_layout import report
+    from ..simulate.key_clusters import recorded_places
 
     runs = [Recording.open(Path(run)) for run in args.recordings]
-    one = report(runs, args.row_bytes, args.kept, DiskSpeed(args.seek * 1e-6, 1e-6 / args.rate))
+    clusters = [recorded_places(run, args.clusters) if args.clusters else () for run in runs]
+    one = report(runs, args.row_bytes, args.kept, DiskSpeed(args.seek * 1e-6, 1e-6 / args.rate), clusters)
+    if args.clusters:
+        one.about["clusters"] = f"{args.clusters} tokens on average, by k-means of a head's keys of the prompt"
     one.write(Path(args.out))
     show(one, args.out, say_on_stderr(False))
     return 0

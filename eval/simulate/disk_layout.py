@@ -1,7 +1,8 @@
 """How rows should lie on a disk: recorded selections, and which blocks and requests they would be.
 
 A row is K and V of a token and KV head. By head: the rows of one layer and head in a run, by position. Heads together:
-those of a token's heads side by side. What was used lately is kept in memory (LRFU, as the pool on disk keeps it);
+those of a token's heads side by side. By clusters: as by head, tokens whose keys are near each other next to each other
+(`key_clusters`). What was used lately is kept in memory (LRFU, as the pool on disk keeps it);
 what is missing is read, in requests that go on over gaps that take less than beginning another.
 """
 
@@ -19,6 +20,7 @@ from ...disk.speed import DiskSpeed
 from ...engine.recording import Recording
 from ...pool.row_cache import DECAY
 from ..core.report import Column, Report, Row
+from .key_clusters import Places
 
 WARM_UP = 20
 """Steps that fill the memory and are not counted."""
@@ -64,12 +66,15 @@ class _Kept:
         return gone
 
 
-def replayed(recording: Recording, pair_bytes: int, share: float, speed: DiskSpeed) -> list[Row]:
-    """With `share` of all rows in memory, what each layout would read, means over steps."""
+def replayed(
+    recording: Recording, pair_bytes: int, share: float, speed: DiskSpeed, clusters: Sequence[Places] = ()
+) -> list[Row]:
+    """With `share` of all rows in memory, what each layout would read, means over steps. clusters: of each layer that
+    selects, where tokens lie by clusters; of none: without that layout."""
     info, gap = recording.info, speed.gap
     heads, tokens = info.kv_heads, info.prompt_tokens
     kept = _Kept(len(info.selecting) * heads, tokens, int(share * tokens))
-    tallies = {"by head": _Tally(), "heads together": _Tally()}
+    tallies = {"by head": _Tally(), "heads together": _Tally(), **({"by clusters": _Tally()} if clusters else {})}
     steps = wanted = missed = 0
     for number, (_, step) in enumerate(recording.steps()):
         for layer, selected in enumerate(step):
@@ -78,8 +83,10 @@ def replayed(recording: Recording, pair_bytes: int, share: float, speed: DiskSpe
             if number < WARM_UP:
                 continue
             wanted, missed = wanted + sum(map(len, own)), missed + sum(map(len, gone))
-            for row in gone:
+            for head, row in enumerate(gone):
                 tallies["by head"].add(row, pair_bytes, gap)
+                if clusters:
+                    tallies["by clusters"].add(clusters[layer][head, row], pair_bytes, gap)
             tallies["heads together"].add(np.unique(np.concatenate(gone)), pair_bytes * heads, gap)
         steps += number >= WARM_UP
     whole = tokens * heads * len(info.selecting) * pair_bytes
@@ -111,9 +118,16 @@ COLUMNS = (
 )
 
 
-def report(recordings: Sequence[Recording], pair_bytes: int, shares: Sequence[float], speed: DiskSpeed) -> Report:
-    """All recordings, every share of rows in memory, every layout."""
-    rows = [row for one in recordings for share in shares for row in replayed(one, pair_bytes, share, speed)]
+def report(
+    recordings: Sequence[Recording],
+    pair_bytes: int,
+    shares: Sequence[float],
+    speed: DiskSpeed,
+    clusters: Sequence[Sequence[Places]],
+) -> Report:
+    """All recordings, every share of rows in memory, every layout. clusters: of each recording, or nothing."""
+    each = zip(recordings, clusters, strict=True)
+    rows = [row for one, own in each for share in shares for row in replayed(one, pair_bytes, share, speed, own)]
     about = {
         "row": f"{pair_bytes} bytes, K and V of a token and head; blocks of {BLOCK}",
         "disk": f"a request {1e6 * speed.seek:.0f} us, {1e-6 / speed.byte:,.0f} MB a second: gaps of {speed.gap:,} "

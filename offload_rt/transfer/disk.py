@@ -199,14 +199,14 @@ class _RowsTicket:
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        self.reading.result()
         own = [] if self.residency is None or self.visible is None else self.residency.part(self.layer, self.visible)
         exact = self.state.pool.format.exact
         at = 0
-        for part in own if exact else ():
+        for part in own if exact else ():  # while the others are still being read
             self.staged[:, at : at + part.k.shape[1], 0] = part.k
             self.staged[:, at : at + part.k.shape[1], 1] = part.v
             at += part.k.shape[1]
+        self.reading.result()
         rows = self.staged.to(self.state.device, non_blocking=True)
         whole = KVPart(*(self.state.pool.format.decode(rows[:, :, kv]) for kv in (0, 1)))
         return [whole] if exact else [*own, whole]
