@@ -37,7 +37,7 @@ class DirectFile:
     """
 
     def __init__(self, folder: Path, readers: Callable[[], Reader] | None = None) -> None:
-        """readers: gives a reader for each thread that reads at the same time; None: the fastest there is."""
+        """readers: gives each thread that reads its reader; None: the fastest there is."""
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -47,8 +47,7 @@ class DirectFile:
                 f"cannot keep rows in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with room "
                 "where you may write"
             ) from error
-        self._readers, self._changing = readers or reader, threading.Lock()
-        self._idle = [self._readers()]
+        self._readers, self._own, self._counting = readers or reader, threading.local(), threading.Lock()
         self.direct = _set_direct(self._file)
         self.bytes_read = self.bytes_written = 0
         self._end = weakref.finalize(self, os.close, self._file)
@@ -68,14 +67,11 @@ class DirectFile:
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
         """Reads whole blocks into `buffer` (uint8, from `aligned`), and makes `copies` of what came, some of them while
         others are read. Raises OSError."""
-        with self._changing:
-            own = self._idle.pop() if self._idle else self._readers()
-        try:
-            own.read(self._file, requests, buffer.numpy().data, copies)
-        finally:
-            with self._changing:
-                self._idle.append(own)
-                self.bytes_read += int(requests.size.sum())
+        if not hasattr(self._own, "reader"):
+            self._own.reader = self._readers()
+        self._own.reader.read(self._file, requests, buffer.numpy().data, copies)
+        with self._counting:
+            self.bytes_read += int(requests.size.sum())
         if not self.direct:
             for offset, size in zip(requests.offset.tolist(), requests.size.tolist(), strict=True):
                 os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)

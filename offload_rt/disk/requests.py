@@ -47,7 +47,7 @@ class Reader(Protocol):
 
 
 class RingReader:
-    """Through io_uring: one call of the kernel for many requests. One thread at a time."""
+    """Through io_uring: one call of the kernel for many requests. Of the thread that opened it."""
 
     def __init__(self, library: ctypes.CDLL, ring: int) -> None:
         self._library, self._ring = library, ring
