@@ -231,7 +231,7 @@ class FileArena:
         with self._mutex:
             self._cache.pass_time(1 / self.layout.layers)
             self.use.wanted += (wanted := len(ids))
-            ids, into = self._from_buffers(place, *self._cache.take(ids, out, into), out)
+            ids, into = self._from_buffers(*self._cache.take(ids, out, into), out)
             self._writer.wait_for(place, ids // self.places.chunk_pairs)
             self.use.cached += wanted - len(ids)
         if len(ids):
@@ -239,15 +239,16 @@ class FileArena:
             with self._mutex:
                 self._cache.enter(ids, out, into)
 
-    def _from_buffers(self, place: int, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
+    def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
         """Takes those of the rows whose chunk is being filled; returns the others, and where they are to go."""
-        for chunk, data in self._buffers.items():
-            own = self.places.ids_of(chunk, place)
-            here = (ids >= own.start) & (ids < own.stop)
-            if here.any():
-                found = self._rows(data)[place].flatten(0, 1)[torch.from_numpy(ids[here] - own.start)]
-                out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
-                ids, into = ids[~here], into[~here]
+        chunks = ids // self.places.chunk_pairs
+        for chunk in self._buffers.keys() & set(chunks.tolist()):
+            here = chunks == chunk
+            found = self._rows(self._buffers[chunk]).flatten(0, 2)[
+                torch.from_numpy(ids[here] % self.places.chunk_pairs)
+            ]
+            out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
+            ids, into, chunks = ids[~here], into[~here], chunks[~here]
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
@@ -283,7 +284,7 @@ class FileArena:
             for place, which in self.places.layers(owners := self._cache.owners(slots)):
                 kept = self._cache.rows[torch.from_numpy(slots[which])]
                 stored = torch.empty_like(kept)
-                ids, into = self._from_buffers(place, owners[which], np.arange(len(which)), stored)
+                ids, into = self._from_buffers(owners[which], np.arange(len(which)), stored)
                 self._read_rows(self.places.offsets(ids), into, stored)
                 same = torch.equal(kept.view(torch.uint8), stored.view(torch.uint8))
                 assert same, f"a row that stays, of the layer at place {place}, is another one on disk"

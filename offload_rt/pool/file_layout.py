@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -28,22 +29,22 @@ class FileLayout:
 
     arena: ArenaLayout
 
-    @property
+    @cached_property
     def pair_bytes(self) -> int:
         """Of K and V of one token, layer and head."""
         return 2 * self.arena.row_bytes
 
-    @property
+    @cached_property
     def piece(self) -> int:
         """Of one layer and head of a chunk, whole blocks."""
         return whole_blocks(CHUNK * self.pair_bytes)
 
-    @property
+    @cached_property
     def plane(self) -> int:
         """Of one layer and head of a slab."""
         return self.arena.slab_chunks * self.piece
 
-    @property
+    @cached_property
     def slab(self) -> int:
         """Of a slab."""
         return self.arena.layers * self.arena.kv_heads * self.plane
@@ -58,7 +59,7 @@ class FileLayout:
         """Rows, K and V together, that there may be."""
         return self.arena.chunks * self.chunk_pairs
 
-    @property
+    @cached_property
     def chunk_pairs(self) -> int:
         """Rows, K and V together, of a chunk."""
         return self.arena.layers * self.arena.kv_heads * CHUNK
