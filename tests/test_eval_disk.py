@@ -58,15 +58,12 @@ def test_a_layout_is_counted_in_blocks_and_requests(run: Path, tmp_path: Path) -
 
 
 def test_tokens_with_like_keys_lie_together() -> None:
-    """Of three kinds of keys that take turns, in any order of positions."""
-    kind = torch.arange(60) % 3
-    keys = torch.stack((torch.eye(8)[kind], -9 * torch.eye(8)[kind.flip(0)])) + torch.randn(2, 60, 8) / 100
-    places = places_by_cluster(keys, 20)
-    for own, of in zip(places, (kind, kind.flip(0)), strict=True):
+    """Of three kinds of keys that take turns: most neighbours are of one kind, and each is there once."""
+    kind, noise = torch.arange(60) % 3, torch.randn(2, 60, 8, generator=torch.Generator().manual_seed(0))
+    keys = torch.stack((torch.eye(8)[kind], -9 * torch.eye(8)[kind])) + noise / 100
+    for own in places_by_cluster(keys, 5):
         assert sorted(own.tolist()) == list(range(60))
-        for each in range(3):
-            lie = own[of.numpy() == each]
-            assert lie.max() - lie.min() == 19 and (np.diff(lie) > 0).all()
+        assert (np.diff(kind.numpy()[np.argsort(own)]) != 0).sum() < 12
 
 
 def test_a_recording_is_laid_out_by_clusters_of_its_models_keys(tmp_path: Path) -> None:
