@@ -23,7 +23,8 @@ def runs() -> str:
         model = architecture(name)
         geometry = adapter_for(model).geometry
         sliding = len(geometry.sliding)
-        layers = "full" if not sliding else "sliding" if sliding == geometry.layers else "full and sliding"
+        shown = "chunked" if geometry.chunked else "sliding"
+        layers = "full" if not sliding else shown if sliding == geometry.layers else f"full and {shown}"
         past = "yes" if not sliding else "past the window"
         evicted = "yes" if sliding < geometry.layers else "its window alone"
         truncated = "no" if geometry.absolute_positions else "yes"

@@ -47,6 +47,9 @@ class ModelGeometry:
     """Scaled scores s enter the softmax as c tanh(s / c), with this c."""
     sinks: bool = False
     """Whether layers have attention sinks."""
+    chunked: bool = False
+    """Whether windows stand instead of sliding: a token sees those of its own chunk, which begins at a position that is
+    a multiple of the window."""
     experts: bool = False
     """Whether MLPs are mixtures of experts: which of them run is asked of the device in every step."""
 
@@ -69,6 +72,11 @@ class ModelGeometry:
         sliding layer its whole window, and no more."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
+
+    def window_at(self, layer: int, position: int) -> int | None:
+        """How many tokens one at `position` sees in a layer at most, itself included; None: all before it."""
+        window = self.windows[layer]
+        return position % window + 1 if self.chunked and window is not None else window
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Bytes of K and V of `tokens` tokens in all layers."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.architectures import VOCAB, architecture
 from support.tiny_models import tiny_model
 from transformers import PreTrainedModel
 
@@ -108,6 +109,18 @@ def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> Non
     sampled = [masses for step, masses in layers.trace.missed if step % 16 == 0]
     for (_, theirs), ours in zip(stats.missed_by_step, sampled, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["full", "default"])
+def test_chunks_are_those_of_the_steps(name: str) -> None:
+    """Layers whose windows stand (Llama 4), past several of them; its norms compute in float32."""
+    policy, options = VARIANTS[name]
+    model = architecture("llama4").double()
+    ids, start = [token % VOCAB for token in tokens(70)], 40
+    steps = LLM(model, policy=policy, policy_options=options).score([ids[: start + 1]], [ids[start + 1 :]])[0]
+    layers = by_layer(model, policy, options, ids, start)
+    assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-6)
+    assert layers.fractions.attended == pytest.approx(steps.stats.attended_fraction, abs=1e-12)
 
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * 64 * 8

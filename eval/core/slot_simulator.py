@@ -40,8 +40,8 @@ class LayerSlots:
         """`prefilled` tokens lie in slots of their own numbers; `device` is asked for tokens. Raises PoolFullError
         where they do not fit."""
         one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=(None,))
-        self._window = geometry.windows[layer]
-        if self._window is not None:
+        self._geometry, self._layer = geometry, layer
+        if geometry.windows[layer] is not None:
             settings = PoolSettings(kv_format=settings.kv_format)
         limit = None if settings.host_memory is None else max(1, settings.host_memory // geometry.layers)
         self._resident = geometry.resident(layer, policy.sinks, policy.recent)
@@ -77,7 +77,8 @@ class LayerSlots:
     def visible(self) -> Visible:
         """The slots that the newest token may attend to."""
         sinks, recent = self._resident
-        return Visible.of(self._slots.context, sinks=sinks, recent=recent, window=self._window)
+        window = self._geometry.window_at(self._layer, self._slots.context - 1)
+        return Visible.of(self._slots.context, sinks=sinks, recent=recent, window=window)
 
     def selected(self, slots: torch.Tensor) -> None:
         """Rows of `slots` `[Hkv, n]` were selected in this step."""

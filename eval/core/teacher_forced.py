@@ -201,9 +201,10 @@ class _Pass:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guess: torch.Tensor | None
     ) -> torch.Tensor:
         """Attention `[H, T, d]` of the decoded positions' true queries q `[H, T, d]`, each over its selection."""
+        at = range(self.start, self.stop)
         ago = self.positions[self.start :, None] - self.positions
-        window = self.geometry.windows[layer]
-        causal = (ago >= 0) & (ago < (self.stop if window is None else window))
+        shown = torch.tensor([self.geometry.window_at(layer, t) or self.stop for t in at], device=ago.device)
+        causal = (ago >= 0) & (ago < shown[:, None])
         stored = KVPart(k, v)
         if not self.format.exact:
             stored = KVPart(*(self.format.decode(self.format.encode(rows)) for rows in (k, v)))

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ...kernels.causal import attend_causal
+from ...core import KVPart
 from ...models.adapter import ModelAdapter
+from ...models.exact_layer import attend_layer
 from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
@@ -77,7 +78,7 @@ def block_similarities(adapter: ModelAdapter, tokens: Sequence[int]) -> dict[int
     found: dict[int, dict[str, float]] = {}
     for layer in range(geometry.layers):
         q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
-        out = attend_causal(q, k, v, geometry.scales[layer], geometry.windows[layer])
+        out = attend_layer(adapter, layer, q, KVPart(k, v), 0)
         residual = adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1))
         output = adapter.mlp(layer, residual)
         others = {"input_similarity": x, "attention_similarity": residual - x, "mlp_similarity": output - residual}

@@ -67,9 +67,10 @@ class DecodeBatch:
         if window not in self._visible:
             sinks, recent = self.geometry.resident(layer, self.policy.sinks, self.policy.recent)
             contexts = [s.slots.context if window is None else s.position + 1 for s in self.sequences]
+            shown = [self.geometry.window_at(layer, s.position + s.shift) for s in self.sequences]
             self._visible[window] = [
-                Visible.of(n, sinks=sinks, recent=recent, window=window, floor=s.blocks.floor)
-                for n, s in zip(contexts, self.sequences, strict=True)
+                Visible.of(n, sinks=sinks, recent=recent, window=last, floor=s.blocks.floor)
+                for n, last, s in zip(contexts, shown, self.sequences, strict=True)
             ]
         return self._visible[window]
 

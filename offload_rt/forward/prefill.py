@@ -143,7 +143,8 @@ class Prefill:
             if last and self._every_logits is None:
                 q, s = q[:, -self._logits_of :], slice(s.stop - self._logits_of, s.stop)
             seen = self._start + s.stop - rows.first
-            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, seen)
+            position = self._start + s.start + self.sequence.shift
+            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, seen, position)
             self._hidden[s] = adapter.mlp(layer, residual)
         if not slides:
             learn(state, layer, kv, rows.first, self._learn_from)

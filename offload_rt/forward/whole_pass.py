@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ..core import KVPart
-from ..kernels.causal import attend_causal
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
+from ..models.exact_layer import attend_layer
 from ..select.base import Policy
 from ..transfer.link import KVStorage, PrefilledLayer
 from .prefill import learn
@@ -53,15 +53,13 @@ class WholePass:
         if window is None and self._policy.wants_queries:
             rows = rows.joined()
             sequence.state.on_queries(layer, q, rows.kv.k, start)
-        attended = self._attend_all(layer, sequence, q, rows) if rows.past else self._attend_run(layer, q, rows.kv)
+        if rows.past:
+            attended = self._attend_all(layer, sequence, q, rows)
+        else:
+            attended = attend_layer(self._adapter, layer, q, rows.kv, start + sequence.shift)
         if window is None:
             learn(sequence.state, layer, rows.kv, rows.first, sequence.learned if sequence.unlearned else start)
         return attended.transpose(0, 1).flatten(1)
-
-    def _attend_run(self, layer: int, q: torch.Tensor, rows: KVPart) -> torch.Tensor:
-        geometry = self._adapter.geometry
-        window, sinks = geometry.windows[layer], self._adapter.sinks(layer)
-        return attend_causal(q, rows.k, rows.v, geometry.scales[layer], window, geometry.softcap, sinks)
 
     def _attend_all(self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer) -> torch.Tensor:
         """Attention over a past in parts, each of which is read once and learned where the policy does not know it."""

@@ -18,6 +18,7 @@ from ..core import ModelGeometry
 from ..errors import ModelError
 from .base import BaseAdapter
 from .decoder_layer import DecoderLayer
+from .growth import growth_of
 from .projections import Projections, first_of, refuse_unused
 from .rotary import Rotary, refuse_length_dependent
 from .text_part import text_config, text_decoder
@@ -25,12 +26,7 @@ from .weights import decoder_layers
 
 _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
-_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
-
-_KINDS_REFUSED = {
-    "chunked_attention": ": a token sees those before it in its own chunk alone, which is what no window here does",
-}
-"""What is to be said of others."""
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
 """Decoders whose layers that see everything have no positions."""
@@ -48,7 +44,7 @@ class DecoderAdapter(BaseAdapter):
         _refuse_what_cannot_run(model, config, decoder, attentions)
         self._embedding = model.get_input_embeddings()
         self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
-        self._growth = _growth(config)
+        self._growth = [growth_of(attention, config) for attention in attentions]
         self._norm = first_of(decoder, _FINAL_NORM)
         self._head = model.get_output_embeddings()
         self._logit_factor = _logit_factor(model.config)
@@ -79,6 +75,7 @@ class DecoderAdapter(BaseAdapter):
             default_alpha=5.0,
             softcap=_declared(config, "attn_logit_softcapping"),
             sinks=any(sinks is not None for sinks in self._sinks),
+            chunked="chunked_attention" in (_declared(config, "layer_types") or ()),
             experts=any(layer.of_experts for layer in self._layers),
         )
 
@@ -96,26 +93,27 @@ class DecoderAdapter(BaseAdapter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q `[H, T, d]`, k `[Hkv, T, d]`, v `[Hkv, T, d]` at positions `[T]`; q unscaled."""
         q, k, v = self._projections[layer].qkv(attention_input)
-        return self._turned(layer, q, positions), self._rotary.rotate(layer, k, positions), v
+        return self._turned_query(layer, q, positions), self._turned(layer, k, positions), v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """q `[H, T, d]` of `qkv`."""
-        return self._turned(layer, self._projections[layer].query(attention_input), positions)
+        return self._turned_query(layer, self._projections[layer].query(attention_input), positions)
 
-    def _turned(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _turned(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries or keys x `[heads, T, d]` rotated, and normed where the model norms behind that."""
+        return self._projections[layer].normed_behind(self._rotary.rotate(layer, x, positions))
+
+    def _turned_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """q `[H, T, d]` rotated, and longer where the model makes queries of late positions so."""
-        turned = self._rotary.rotate(layer, q, positions)
-        if self._growth is None:
-            return turned
-        rate, trained = self._growth
-        return turned * (1 + rate * torch.log(1 + torch.floor(positions / trained))).to(q.dtype)[:, None]
+        turned, growth = self._turned(layer, q, positions), self._growth[layer]
+        return turned if growth is None else turned * growth.at(positions).to(q.dtype)[:, None]
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of `qkv`, each `[Hkv, T, d]`."""
         k, v = self._projections[layer].key_value(attention_input)
-        return self._rotary.rotate(layer, k, positions), v
+        return self._turned(layer, k, positions), v
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Cached keys `[Hkv, n, d]` of a layer, by `offset` more positions."""
@@ -159,9 +157,7 @@ def _refuse_what_cannot_run(model: Any, config: Any, decoder: Any, attentions: l
         raise ModelError(f"{name} has no rotary positions (rotary_emb) and no adapter of its own", reason="positions")
     for kind in _declared(config, "layer_types") or []:
         if kind not in _KINDS_OF_LAYERS:
-            raise ModelError(
-                f"{name} has layers of the kind {kind!r}{_KINDS_REFUSED.get(kind, '')}", reason="layer_type"
-            )
+            raise ModelError(f"{name} has layers of the kind {kind!r}, which is not known", reason="layer_type")
     rope_type = getattr(decoder.rotary_emb, "rope_type", "default")
     refuse_length_dependent(tuple(rope_type.values()) if isinstance(rope_type, dict) else (rope_type,))
     if len(attentions) != config.num_hidden_layers:
@@ -189,14 +185,6 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
     return sinks.detach().to(embedding.device, torch.promote_types(sinks.dtype, torch.float32))
 
 
-def _growth(config: Any) -> tuple[float, int] | None:
-    """(rate, trained) of a model whose queries are multiplied by 1 + rate log(1 + floor(position / trained))
-    (Ministral 3)."""
-    rope = config.rope_parameters
-    rate = rope.get("llama_4_scaling_beta")
-    return None if rate is None else (float(rate), int(rope["original_max_position_embeddings"]))
-
-
 def _scale(attention: Any, head_dim: int) -> float:
     """What the layer multiplies q·k by."""
     return float(getattr(attention, "scaling", None) or head_dim**-0.5)
@@ -214,7 +202,8 @@ def _windows(config: Any, decoder: Any, layers: int) -> tuple[int | None, ...]:
     slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if slides else None
     types = _declared(config, "layer_types") or ["sliding_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    shown = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    return tuple(shown.get(kind) for kind in types)
 
 
 def _kinds(config: Any, decoder: Any, attentions: list[Any]) -> list[str | None]:

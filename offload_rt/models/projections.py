@@ -47,6 +47,7 @@ class Projections:
             )
         self._query_norm = self._norm(attention, ("q_norm", "q_layernorm"), heads, used)
         self._key_norm = self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used)
+        self._behind: Callable[[torch.Tensor], torch.Tensor] | None = getattr(attention, "qk_norm", None)
         refuse_unused(attention, used)
         self._check_widths(attention)
 
@@ -70,6 +71,11 @@ class Projections:
         else:
             k, v = (each(x).view(len(x), self.kv_heads, -1) for each in (self._k, self._v))
         return self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
+
+    def normed_behind(self, rows: torch.Tensor) -> torch.Tensor:
+        """Queries or keys `[heads, T, d]`, rotated, through a norm that stands behind the rotation and has no gain
+        (Llama 4), so that a later rotation changes nothing of it."""
+        return rows if self._behind is None else self._behind(rows)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """`[T, D]` of what was attended, `[T, H d]`."""

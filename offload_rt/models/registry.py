@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3",
     "Phi", "Phi3", "Olmo2", "Olmo3", "Granite", "Cohere", "Cohere2", "Starcoder2", "SmolLM3", "Glm", "Glm4",
-    "GPTNeoX", "Falcon", "GptOss",
+    "GPTNeoX", "Falcon", "GptOss", "Ministral3", "MiMoV2Flash", "Llama4",
 )  # fmt: skip
 """Those of transformers' `...ForCausalLM` that the decoders' adapter is tested with."""
 

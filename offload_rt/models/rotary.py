@@ -147,16 +147,20 @@ class Rotary:
         at = positions[None]
         if hasattr(self._module, "mrope_section"):  # of Qwen-VL: time, height and width, which a text has as one
             at = at.expand(3, 1, -1)
-        tables: Rotation = self._module(x, at, kind) if kind else self._module(x, at)
-        return tables
+        tables: Any = self._module(x, at, kind) if kind else self._module(x, at)
+        if isinstance(tables, torch.Tensor):  # Llama 4: one complex number for each pair of neighbours
+            return tables.real, tables.imag
+        rotation: Rotation = tables
+        return rotation
 
 
 def _order_of(attention: Any, waves: Rotation) -> Order:
     """The order that the file of `attention` rotates in, seen on `waves` `[1, T, w/2]`; where it says nothing, `Halves`
     (and the proof at load has the last word)."""
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    file = sys.modules[type(attention).__module__]
+    apply = getattr(file, "apply_rotary_pos_emb", None)
     if apply is None:
-        return Halves
+        return Neighbours if hasattr(file, "apply_rotary_emb") else Halves
     cos, sin = (wave.float() for wave in waves)
     width = 2 * cos.shape[-1]
     x = torch.randn(1, 1, cos.shape[1], width, generator=torch.Generator().manual_seed(0)).to(cos.device)

@@ -23,8 +23,13 @@ def text_config(config: Any) -> Any:
 def text_decoder(model: Any) -> Any:
     """The module with embedding, layers and last norm."""
     if is_multimodal(model.config):
-        return model.get_decoder()
-    return model.base_model if model.base_model is not model else getattr(model, "model", model)
+        return _inner(model.get_decoder())
+    return _inner(model.base_model)
+
+
+def _inner(decoder: Any) -> Any:
+    """`decoder` without its head, where it has one (Llama 4)."""
+    return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
 def other_parts(model: Any) -> tuple[str, ...]:

@@ -167,6 +167,21 @@ RUNS: dict[str, Architecture] = {
         },
         "YaRN; queries grow with their position",
     ),
+    "llama4": Architecture(
+        "Llama4Text",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0, 1],
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "floor_scale": 8,
+            "attn_scale": 0.3,
+        },
+        "chunked layers, full ones without positions whose queries grow, RoPE of neighbours, mixture of experts",
+    ),
     "mimo_v2_flash": Architecture(
         "MiMoV2Flash",
         _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": None},
@@ -253,16 +268,12 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         "bidirectional",
         "attends to later tokens",
     ),
-    "llama4": (
-        Architecture("Llama4Text", {"head_dim": 8, "num_local_experts": 2}),
-        "layer_type",
-        "chunked layers: a token sees those of its own chunk alone",
-    ),
     "mimo_v2_flash_sliding": (
         Architecture("MiMoV2Flash", _MIMO | {"sliding_window": WINDOW, "layer_types": _KINDS}),
         "heads",
         "sliding layers have twice the KV heads of full ones",
     ),
+    "minimax": (Architecture("MiniMax", {"head_dim": 8}), "layer_type", "layers of linear attention"),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
     "mimo_v2_flash_scaled": (
         Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),

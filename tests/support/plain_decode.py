@@ -22,7 +22,8 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
         keys, values = (torch.stack([row[i] for row in kept[layer]], 1) for i in (1, 2))
         keys, values = (x.repeat_interleave(geometry.group, 0) for x in (keys, values))
         ago = at[:, None] - torch.tensor([row[0] for row in kept[layer]])
-        seen = (ago >= 0) & (ago < (window or ago.max() + 1))
+        shown = at[:, None] % window + 1 if geometry.chunked and window else window or ago.max() + 1
+        seen = (ago >= 0) & (ago < shown)
         scores = q @ keys.transpose(1, 2) * geometry.scales[layer]
         if geometry.softcap is not None:
             scores = geometry.softcap * torch.tanh(scores / geometry.softcap)

@@ -1,0 +1,35 @@
+"""Queries that grow with their position, so that attention over long texts stays as sharp as over short ones: each is
+multiplied by 1 + rate log(1 + floor((position + first) / step))."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of one layer's queries."""
+
+    rate: float
+    step: float
+    first: int
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The factors `[T]` of positions `[T]`, in float32."""
+        return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.first) / self.step))
+
+
+def growth_of(attention: Any, config: Any) -> Growth | None:
+    """What a layer's attention module and the configuration of its model say: Llama 4 in its layers without positions,
+    Ministral 3 in all. None: queries stay as they are."""
+    if getattr(config, "attn_temperature_tuning", False):
+        return None if attention.use_rope else Growth(float(attention.attn_scale), float(attention.floor_scale), 1)
+    rate = config.rope_parameters.get("llama_4_scaling_beta")
+    return (
+        None
+        if rate is None
+        else Growth(float(rate), float(config.rope_parameters["original_max_position_embeddings"]), 0)
+    )
