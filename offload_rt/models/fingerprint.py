@@ -63,6 +63,10 @@ _OF_SOME = (
     "norm_topk_prob",
     "routed_scaling_factor",
     "attention_value_scale",
+    "attention_chunk_size",
+    "attn_temperature_tuning",
+    "attn_scale",
+    "floor_scale",
 )
 """The same, of architectures that came later: named only where a configuration has them, so that the fingerprints of
 the others stay."""
