@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -209,7 +209,8 @@ def test_lineages_are_those_of_stores_that_exist(
 
 
 @pytest.fixture(scope="module")
-def reference_policy() -> Callable[..., Any]:
+def reference_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """In a cache folder of its own: in the others' an artifact may have been calibrated in another dtype."""
     from offload_rt.models.registry import load_model
     from offload_rt.select.registry import make_policy
     from offload_rt.skewing.calibrate import cached_artifact
@@ -223,7 +224,9 @@ def reference_policy() -> Callable[..., Any]:
             artifact=lambda method: cached_artifact(loaded, method),
         )  # fmt: skip
 
-    return make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield make
 
 
 @dataclass(frozen=True)
