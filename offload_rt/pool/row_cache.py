@@ -143,12 +143,17 @@ class RowCache:
 
     def _evict(self, count: int) -> None:
         """Gives up those `count` slots that score least, but none that was used just now."""
-        held = np.flatnonzero((self._owner >= 0) & (self._last != self._now)).astype(np.int32)
-        if count < len(held):
-            held = held[np.argpartition(self._score[held], count)[:count]]
-        self._give_up(held)
+        can = (self._owner >= 0) & (self._last != self._now)
+        scores = self._score[can]
+        if count >= len(scores):
+            self._give_up(np.flatnonzero(can))
+            return
+        scores.partition(count - 1)
+        most = scores[count - 1]
+        less = np.flatnonzero(can & (self._score < most))
+        self._give_up(np.concatenate((less, np.flatnonzero(can & (self._score == most))[: count - len(less)])))
 
-    def _give_up(self, slots: NDArray[np.int32]) -> None:
+    def _give_up(self, slots: NDArray[np.integer[Any]]) -> None:
         self._index[self._owner[slots]] = 0
         self._owner[slots] = -1
         self._free[self._free_count : self._free_count + len(slots)] = slots
