@@ -22,7 +22,7 @@ from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.tables import stats_table
 from offload_rt.core import CHUNK, KVPart
-from offload_rt.disk import direct_file, extents, row_copy, speed
+from offload_rt.disk import direct_file, extents, requests, row_copy, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
 from offload_rt.disk.extents import Reads, merged
 from offload_rt.disk.requests import Reader, Requests, RingReader, ThreadReader
@@ -126,10 +126,11 @@ def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_rows_are_copied_from_anywhere_to_anywhere(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By compiled code where there is a compiler, and by torch."""
-    source = torch.arange(50 * 34).to(dtype).view(50, 34)
+    source = torch.arange(50 * 34 + 1).to(dtype)
+    rows = source[:-1].view(50, 34)
     chosen, into = np.array([49, 3, 0, 7]), np.array([2, 0, 5, 4])
     wanted = torch.zeros(6, 34, dtype=dtype)
-    wanted[into] = source[chosen]
+    wanted[into] = rows[chosen]
     for _ in range(2):
         row_copy.copy_rows(source, chosen * 34 * source.itemsize, out := torch.zeros(6, 34, dtype=dtype), into)
         assert torch.equal(out, wanted)
@@ -245,6 +246,21 @@ VIEW = st.tuples(st.just("view"), st.integers(0, 1), st.integers(0, 1), st.integ
 @given(st.lists(st.one_of(FILL, COPY, GATHER, VIEW), max_size=25))
 @settings(max_examples=15, deadline=None)
 def test_rows_are_those_that_were_written(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
+    _check_rows(tmp_path_factory, steps)
+
+
+@given(st.lists(st.one_of(FILL, GATHER), max_size=12))
+@settings(max_examples=10, deadline=None)
+def test_rows_are_those_that_were_written_without_a_compiler(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (row_cache, row_copy, extents, requests):
+            patch.setattr(module, "_library", lambda: None)
+        _check_rows(tmp_path_factory, steps)
+
+
+def _check_rows(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
     """Against an array. The cache has 20 slots, and one chunk is filled at a time."""
     made = arena(tmp_path_factory.mktemp("rows", numbered=True))
     model = torch.zeros(LAYOUT.layers, LAYOUT.chunks, LAYOUT.kv_heads, CHUNK, WIDTH)

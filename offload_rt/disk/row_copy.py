@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, in
     if (library := _library()) is not None:
         library.copy_rows(len(at), size, source.data_ptr(), address(at), out.data_ptr(), address(into))
         return
-    unit = int(np.gcd.reduce(at, initial=size))  # blocks and rows have a few bytes in common
+    unit = int(np.gcd.reduce(at, initial=math.gcd(size, source.nbytes)))  # rows begin and end on multiples of it
     parts = torch.from_numpy(at // unit).unsqueeze(1) + torch.arange(size // unit)
     rows = source.view(torch.uint8).view(-1, unit).index_select(0, parts.flatten()).view(len(at), size)
     out.index_copy_(0, torch.from_numpy(into), rows.view(out.dtype))
