@@ -45,7 +45,7 @@ TABLES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="all of make paper: make soak PART=composition")
 @pytest.mark.timeout(900)
 def test_every_table_and_figure_is_made_once(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
