@@ -353,13 +353,13 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
     for _ in range(40):
         right.saw(8, 8)
         wrong.saw(8, 0)
-    assert right.best_length(8, costs, decoded=False).drafts == 8
-    assert right.best_length(8, costs, decoded=True).drafts >= 1
-    assert right.best_length(4, costs, decoded=True).rate < right.best_length(4, costs, decoded=False).rate
-    assert wrong.best_length(8, costs, decoded=True).drafts == 0
+    assert right.best_round(8, costs, decoded=False).drafts == 8
+    assert right.best_round(8, costs, decoded=True).drafts >= 1
+    assert right.best_round(4, costs, decoded=True).rate < right.best_round(4, costs, decoded=False).rate
+    assert wrong.best_round(8, costs, decoded=True).drafts == 0
     for _ in range(400):
         wrong.rested()
-    assert wrong.best_length(8, costs, decoded=False).drafts > 0, "it is tried again"
+    assert wrong.best_round(8, costs, decoded=False).drafts > 0, "it is tried again"
 
 
 @pytest.mark.parametrize(

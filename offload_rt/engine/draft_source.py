@@ -112,8 +112,8 @@ class Acceptance:
         again."""
         self._rate += (1 - MEMORY) / 10 * (HOPE - self._rate)
 
-    def best_length(self, most: int, costs: Costs, *, decoded: bool) -> Round:
-        """The number of drafts, up to `most`, with the most tokens a second: n drafts give 1 + r + ... + r^n tokens,
+    def best_round(self, most: int, costs: Costs, *, decoded: bool) -> Round:
+        """The one of up to `most` drafts with the most tokens a second: n drafts give 1 + r + ... + r^n tokens,
         where each is right with probability r if the ones before it are."""
         best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):

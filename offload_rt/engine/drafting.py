@@ -120,8 +120,8 @@ class Drafting:
         tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
         decodable = most if options.decodes else 0
         if options.adaptive:
-            found = known.found.best_length(len(tokens), self._costs, decoded=False)
-            decoded = known.decoded.best_length(decodable, self._costs, decoded=True)
+            found = known.found.best_round(len(tokens), self._costs, decoded=False)
+            decoded = known.decoded.best_round(decodable, self._costs, decoded=True)
             looked_up = tokens and found.rate >= decoded.rate
             tokens, decodable = (tokens[: found.drafts], 0) if looked_up else ([], decoded.drafts)
         draft.tokens, draft.decoded = tokens, 0 if tokens else decodable
