@@ -6,7 +6,7 @@ one slice's queries, attention and MLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -163,17 +163,25 @@ class Prefill:
         for s in slices:
             q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), self._positions[s])
             attending.append(BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap))
-        at = 0
-        for part in rows.past if slices or self._learn_from < rows.first else ():
-            k, v = part.k, part.v
-            for each in attending:
-                each.add(k, v)
-            learn(state, layer, part, at, self._learn_from)
-            at += k.shape[1]
+        if slices or self._learn_from < rows.first:
+            go_through(rows.past, attending, state, layer, self._learn_from)
         for s, each in zip(slices, attending, strict=True):
             each.add_own(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
             attended = each.result(adapter.sinks(layer)).transpose(0, 1).flatten(1)
             self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
+
+
+def go_through(
+    parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
+) -> None:
+    """Rows of a layer from the first token on, part by part, each of which is there once: all of `attending` attend to
+    it, and the policy's state hears of those from token `start` on."""
+    at = 0
+    for part in parts:
+        for each in attending:
+            each.add(part.k, part.v)
+        learn(state, layer, part, at, start)
+        at += part.k.shape[1]
 
 
 def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:

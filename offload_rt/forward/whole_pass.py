@@ -13,7 +13,7 @@ from ..models.adapter import ModelAdapter
 from ..models.exact_layer import attend_layer
 from ..select.base import Policy
 from ..transfer.link import KVStorage, PrefilledLayer
-from .prefill import learn
+from .prefill import go_through, learn
 from .sequence import Sequence
 
 
@@ -53,21 +53,21 @@ class WholePass:
         if window is None and self._policy.wants_queries:
             rows = rows.joined()
             sequence.state.on_queries(layer, q, rows.kv.k, start)
+        known = sequence.learned if sequence.unlearned else start
         if rows.past:
-            attended = self._attend_all(layer, sequence, q, rows)
+            attended = self._attend_past(layer, sequence, q, rows, known)
         else:
             attended = attend_layer(self._adapter, layer, q, rows.kv, start + sequence.shift)
         if window is None:
-            learn(sequence.state, layer, rows.kv, rows.first, sequence.learned if sequence.unlearned else start)
+            learn(sequence.state, layer, rows.kv, rows.first, known)
         return attended.transpose(0, 1).flatten(1)
 
-    def _attend_all(self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer) -> torch.Tensor:
-        """Attention over a past in parts, each of which is read once and learned where the policy does not know it."""
-        geometry, at = self._adapter.geometry, 0
+    def _attend_past(
+        self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
+    ) -> torch.Tensor:
+        """Attention `[H, m, d]` over a past in parts, of which the policy knows the first `known` tokens."""
+        geometry = self._adapter.geometry
         attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
-        for part in rows.past:
-            attending.add(part.k, part.v)
-            learn(sequence.state, layer, part, at, sequence.learned if sequence.unlearned else sequence.position)
-            at += part.k.shape[1]
+        go_through(rows.past, [attending], sequence.state, layer, known)
         attending.add_own(rows.kv.k, rows.kv.v)
         return attending.result(self._adapter.sinks(layer))
