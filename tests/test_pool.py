@@ -63,7 +63,7 @@ def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
     for layer in range(8):
         pool.write(blocks, layer, 0, k, v)
     assert pool.layout.plane_rows * pool.layout.row_bytes == 2 << 20
-    assert resident() - before < 16 << 20
+    assert resident() - before < 8 << 20, "3 MiB, tables and tensors included, where 64 MiB were cleared"
 
 
 def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
