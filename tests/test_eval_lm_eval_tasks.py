@@ -266,8 +266,8 @@ def test_a_document_is_prefilled_once_for_all_variants() -> None:
 
 
 def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer's folder reaches transformers as it is, and a task that draws from a generator of its own begins
-    anew."""
+    """The tokenizer's folder reaches transformers as it is, a task that draws from a generator of its own begins
+    anew, and where fewer are wanted they are the first."""
     pytest.importorskip("wonderwords", reason="the extra lm_eval[ruler] is not installed")
     from wonderwords import random_word
 
@@ -275,16 +275,18 @@ def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.Monk
     few = {kind: words[:300] for kind, words in random_word._DEFAULT_CATEGORIES.items()}
     monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", few)
     ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"
-    about = _task_manager(length=1024, tokenizer="reference").metadata
-    assert about["tokenizer"] == locate("reference").place
+    about = {limit: _task_manager(length=1024, tokenizer="reference", limit=limit).metadata for limit in (3, 5)}
+    assert about[3]["tokenizer"] == locate("reference").place
 
-    def documents(task: str) -> list[Any]:
-        manager = TaskManager(include_path=str(ruler), include_defaults=False, metadata=about)
+    def documents(task: str, limit: int) -> list[Any]:
+        manager = TaskManager(include_path=str(ruler), include_defaults=False, metadata=about[limit])
         return list(_loaded(manager, task, 3).dataset["test"])
 
-    first = documents("ruler_cwe")
-    assert {document["max_length"] for document in first} == {1024}
-    assert documents("ruler_cwe") == first
+    for task in ("ruler_cwe", "ruler_vt", "niah_single_1"):
+        first = documents(task, 5)
+        assert len(first) == 5 and {document["max_length"] for document in first} == {1024}
+        assert documents(task, 5) == first
+        assert documents(task, 3) == first[:3]
 
 
 def test_comparison_of_rows() -> None:

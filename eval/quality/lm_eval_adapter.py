@@ -10,15 +10,11 @@ point with the arguments that it was given (`--model offload-rt` is added where 
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from unittest.mock import patch
 
-import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -30,6 +26,7 @@ from ...llm import LLM
 from ...outputs import Stats
 from ...sampling_params import SamplingParams
 from ...sessions.chat_render import render_chat
+from .ruler import without_downloads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -242,33 +239,6 @@ def _mean_shares(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Means of (attended, link) shares."""
     attended, link = zip(*shares, strict=True)
     return sum(attended) / len(shares), sum(link) / len(shares)
-
-
-@contextmanager
-def without_downloads() -> Iterator[None]:
-    """RULER's tasks fetch a trained sentence splitter when they are imported, whether they need it or not: here they
-    find it. A task that does need it fails with nltk's own message."""
-    try:
-        import nltk
-    except ModuleNotFoundError:
-        yield
-        return
-    find = nltk.data.find
-
-    def found(name: str, *places: Any) -> Any:
-        return name if name == "tokenizers/punkt_tab" else find(name, *places)
-
-    with patch.object(nltk.data, "find", found):
-        yield
-
-
-def begin_documents(seed: int) -> None:
-    """RULER makes its documents from the global generators, and cwe's from one of its module's own that goes on from
-    load to load: from here the global ones begin at `seed`, and that module anew, so that a task that is loaded next
-    has the same documents in every process, whatever was loaded before it."""
-    random.seed(seed)
-    np.random.seed(seed)
-    sys.modules.pop("lm_eval.tasks.ruler.cwe_utils", None)
 
 
 def _sampling(kwargs: dict[str, Any]) -> SamplingParams:

@@ -18,6 +18,7 @@ from ...models.location import locate
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, perplexity_change
+from .ruler import begin_documents, first_documents, without_downloads
 
 OWN = "transformers (the harness' own class)"
 
@@ -144,12 +145,12 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
     `tokenizer`."""
     from lm_eval import simple_evaluate
 
-    from .lm_eval_adapter import TASKS, without_downloads
+    from .lm_eval_adapter import TASKS
 
     for spent in (getattr(model, name, []) for name in ("attended_fractions", "link_fractions")):
         spent.clear()
     folders = (str(TASKS), *([config.include_path] if config.include_path else []))
-    manager = _task_manager(*folders, length=length, tokenizer=tokenizer)
+    manager = _task_manager(*folders, length=length, tokenizer=tokenizer, limit=config.limit)
     with without_downloads():
         done = simple_evaluate(
             model=model,
@@ -182,22 +183,21 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
 
 
 @functools.cache
-def _task_manager(*folders: str, length: int | None, tokenizer: str) -> Any:
+def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int | None = None) -> Any:
     """Returns the harness' tasks with those of `folders`; the harness takes seconds to read its thousands of files.
-    With `length` RULER's documents have so many tokens of the model `tokenizer`."""
+    With `length` RULER's documents have so many tokens of the model `tokenizer`, and `limit` of them are made."""
     from lm_eval.tasks import TaskManager
 
-    metadata = None if length is None else {"max_seq_lengths": [length], "tokenizer": locate(tokenizer).place}
+    about = {"max_seq_lengths": [length], "tokenizer": locate(tokenizer).place}
+    metadata = None if length is None else about | ({} if limit is None else {"samples": limit})
     return TaskManager(include_path=list(folders), metadata=metadata)
 
 
 @functools.cache
 def _loaded(manager: Any, task: str, seed: int) -> Any:
-    """The task with its documents, made once: RULER makes 500 with every load."""
-    from .lm_eval_adapter import begin_documents, without_downloads
-
+    """The task with its documents, made once: RULER makes them with every load."""
     begin_documents(seed)
-    with without_downloads():
+    with without_downloads(), first_documents((manager.metadata or {}).get("samples")):
         return manager.load([task])["tasks"][task]
 
 
