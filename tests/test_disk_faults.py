@@ -22,7 +22,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.disk.direct_file import DirectFile
-from offload_rt.engine import segments
+from offload_rt.engine import drafting, segments
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import DiskError
 from offload_rt.sessions.session import Session
@@ -33,11 +33,11 @@ TURNS = [tiny_prompt(150, seed=i) for i in range(4)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
-def make(folder: Path | None, policy: str = "infinigen") -> LLM:
+def make(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
     """With a quarter of the context in memory where there is a disk."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "144KiB", "disk_limit": "1MiB"}
-    options = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
-    return LLM(MODEL, dtype="float64", prefill_slice=32, policy=policy, policy_options=options, **limits)
+    chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
+    return LLM(MODEL, dtype="float64", prefill_slice=32, policy=policy, policy_options=chosen, **limits, **options)
 
 
 def written(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -205,14 +205,15 @@ def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatc
         assert llm.session("s", tmp_path / "store").tokens == tokens
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", ["prefill", "decode", "verify", "reload"])
 def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's own, or all that share a step; what waits or runs beside it goes on."""
+    """A prompt's own, or all that share a step, or of a wrong draft its own; what waits or runs beside it goes on."""
     failed, ended = [], {}
-    with make(tmp_path) as llm:
+    drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}
+    with make(tmp_path, **drafts) as llm:
         engine = Engine(llm.runner, max_batch=2, on_failure=lambda request, error: failed.append((request, error)))
         first = engine.add(TURNS[0], GREEDY)
-        for _ in range(3):
+        while not first.completions()[0].token_ids:
             engine.step()
         others = [engine.add(turn, GREEDY) for turn in TURNS[1:3]]
 
@@ -220,7 +221,9 @@ def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch
             monkeypatch.undo()
             raise DiskError("cannot read rows")
 
-        monkeypatch.setattr(llm.runner, "advance_prefill" if phase == "prefill" else "decode", fails)
+        where, name = {"prefill": (llm.runner, "advance_prefill"), "decode": (llm.runner, "decode"),
+                       "verify": (drafting, "verify"), "reload": (llm.runner, "reload")}[phase]  # fmt: skip
+        monkeypatch.setattr(where, name, fails)
         while not engine.idle:
             ended |= {event.request_id: event for event in engine.step() if event.finish_reason}
         gone = others[:1] if phase == "prefill" else [first]

@@ -282,6 +282,14 @@ def test_a_preempted_request_goes_on_exactly() -> None:
     assert found == texts(runtime(model, "full"), PROMPTS, params)
 
 
+def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
+    """Three chunks for two sequences that slide: the next token fits, drafts beyond the end of a chunk do not."""
+    model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
+    exact = {"method": "sparse", "adaptive": False}
+    full = LLM(model, policy_options=SMALL, exact=exact, host_memory="96KiB", prefix_sharing=False)
+    assert texts(full, prompts, GREEDY) == texts(runtime(model, "full"), prompts, GREEDY)
+
+
 @given(st.data())
 @settings(max_examples=12, deadline=None)
 def test_any_drafts_leave_nothing_behind(data: st.DataObject) -> None:

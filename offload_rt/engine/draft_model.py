@@ -46,13 +46,13 @@ class DraftModel:
         began = time.perf_counter()
         try:
             drafter = self._caught_up(sequence)
-            room = len(sequence.tokens) + drafts
-            self._runner.retry_after_reclaim(lambda: self._runner.pool.reserve(drafter.blocks, room))
+            drafter.draft_start = min(drafter.position, sequence.position)
+            ahead = len(sequence.tokens) + drafts - drafter.position
+            self._runner.retry_after_reclaim(lambda: self._runner.reserve(drafter, ahead))
         except (PoolFullError, InputError):
             return False
         finally:
             sequence.trace.decode_seconds += time.perf_counter() - began
-        drafter.draft_start = min(drafter.position, sequence.position)
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:

@@ -107,7 +107,7 @@ class Drafting:
             return Draft(request, start)
         draft = Draft(request, start)
         self._choose(draft, self._known.setdefault(request, _Known(Lookup(self._options.ngram))), most)
-        if not self._reserve(draft.sequence, start + 1 + (draft.decoded or len(draft.tokens))):
+        if not self._reserve(draft.sequence, 1 + (draft.decoded or len(draft.tokens))):
             draft.tokens, draft.decoded = [], 0
         if draft.decoded and self._model is not None and not self._model.prepare(draft.sequence, draft.decoded):
             draft.decoded = 0
@@ -126,9 +126,9 @@ class Drafting:
             tokens, decodable = (tokens[: found.drafts], 0) if looked_up else ([], decoded.drafts)
         draft.tokens, draft.decoded = tokens, 0 if tokens else decodable
 
-    def _reserve(self, sequence: Sequence, slots: int) -> bool:
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         try:
-            self._runner.retry_after_reclaim(partial(self._runner.pool.reserve, sequence.blocks, slots))
+            self._runner.retry_after_reclaim(partial(self._runner.reserve, sequence, tokens))
         except PoolFullError:
             return False
         return True

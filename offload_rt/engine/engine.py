@@ -126,10 +126,11 @@ class Engine:
         running = list(self.scheduler.running)
         if not running:
             return []
-        if self._drafting is not None:
-            return [event for draft in self._drafting.round(running) for event in self._accept_draft(draft)]
         widths = [len(request.sequences) for request in running]
         try:
+            if self._drafting is not None:
+                drafts = self._drafting.round(running)
+                return [event for draft in drafts for event in self._accept_draft(draft)]
             logits = self.runner.decode([s for request in running for s in request.sequences])
         except DiskError as error:  # what one of them needs cannot be read, and none has a whole step
             for request in running:
@@ -139,10 +140,15 @@ class Engine:
         return [event for request, rows in pairs for event in self._accept(request, rows)]
 
     def _accept_draft(self, draft: Draft) -> list[TokenOutput]:
-        """Tokens as far as drafts were right, and one more."""
+        """Tokens as far as drafts were right, and one more; then its window may have to be read again."""
         assert self._drafting is not None
-        accepted = self._drafting.accepted(draft)
-        return [event for logits in accepted for event in self._accept(draft.request, logits)]
+        events: list[TokenOutput] = []
+        try:
+            for logits in self._drafting.accepted(draft):
+                events += self._accept(draft.request, logits)
+        except DiskError as error:
+            self.scheduler.fail(draft.request, error)
+        return events
 
     def _advance_prefill(self) -> list[TokenOutput]:
         scheduler, spent = self.scheduler, 0.0

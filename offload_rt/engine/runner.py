@@ -136,12 +136,12 @@ class Runner:
         Raises PoolFullError (`engine.reclaim.retry_after_reclaim`)."""
         return retry_after_reclaim(action, self.reclaimables)
 
-    def reserve(self, sequence: Sequence) -> None:
-        """Reserves the slot of the next token. Raises PoolFullError; with eviction, which overwrites where the pool is
-        full, only where the device has no room, or where a fork still holds what a window has left."""
+    def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
+        """Reserves the slots of the next tokens. Raises PoolFullError; with eviction, which overwrites where the pool
+        is full, only where the device has no room, or where a fork still holds what a window has left."""
         if not self.room.evicts:
-            self.pool.reserve(sequence.blocks, sequence.position + 1)
-        self.room.slide(sequence, self.link.storage, sequence.position + 1)
+            self.pool.reserve(sequence.blocks, sequence.position + tokens)
+        self.room.slide(sequence, self.link.storage, sequence.position + tokens)
         self._check_device()
 
     def _check_device(self) -> None:
