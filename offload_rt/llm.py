@@ -14,6 +14,7 @@ from .config import EngineConfig, StoreOptions
 from .config_fields import configured
 from .core import ModelGeometry
 from .engine.build import build, build_beside
+from .engine.checks import most_tokens
 from .engine.engine import Engine
 from .engine.prompts import PromptLike, each_prompt, one_prompt
 from .engine.recording import RunInfo, RunWriter
@@ -133,6 +134,12 @@ class LLM:
         (temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens), with `fields` of `SamplingParams` on
         top. A `SamplingParams` that is given is taken as it is. Raises ConfigError."""
         return configured(SamplingParams, self._runner.model.sampling, fields)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest text, prompt and answer together, that the model's positions, host memory and the
+        device's limit have room for."""
+        return most_tokens(self.geometry.max_positions, self._runner.check_fits)
 
     @property
     def weight_bytes(self) -> int:

@@ -84,6 +84,19 @@ def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> Non
         assert answer.status_code == 400 and said and engine.llm.name not in said, wrong
 
 
+def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> None:
+    """Of the model's 4,096 positions host memory has room for 128; what asks for more is refused as before."""
+    small = LLM(engine.llm.name, policy="full", verify="off", host_memory="64KiB")
+    small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
+    with served(AsyncLLM(small)) as url:
+        assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 128
+        asked: Any = {"messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "ignore_eos": True}
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()
+        assert answer["usage"]["total_tokens"] == 128 and answer["choices"][0]["finish_reason"] == "length"
+        for more in ({"max_tokens": 200}, {"messages": [{"role": "user", "content": "Dick and Joan. " * 50}]}):
+            assert httpx2.post(f"{url}/v1/chat/completions", json=asked | more).json()["error"]["code"] == "pool_full"
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"who": {"enum": ["Dick", "Joan"]}, "old": {"type": "boolean"}},
@@ -112,11 +125,16 @@ def test_an_answer_follows_a_schema(url: str, path: str) -> None:
 
 
 def test_a_call_that_must_be_made(url: str) -> None:
-    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("find", "lose")]
+    """Of tools whose parameters refer to definitions of their own, as pydantic writes them."""
+    whole = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Name"}}, "$defs": {"Name": {"enum": ["Dick"]}}}
+    tools: Any = [
+        {"type": "function", "function": {"name": "find", "parameters": whole | {"required": ["who"]}}},
+        {"type": "function", "function": {"name": "lose", "parameters": SCHEMA}},
+    ]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "tools": tools, "seed": 2}
-        named: Any = {"type": "function", "function": {"name": "lose"}}
-        for choice, names in (("required", {"find", "lose"}), (named, {"lose"})):
+        find, lose = ({"type": "function", "function": {"name": name}} for name in ("find", "lose"))
+        for choice, names in (("required", {"find", "lose"}), (lose, {"lose"}), (find, {"find"})):
             got = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=300).choices[0]
             assert got.finish_reason == "tool_calls" and got.message.tool_calls is not None
             call: Any = got.message.tool_calls[0]
@@ -133,6 +151,7 @@ def test_logprobs_of_prompt_and_answer(url: str) -> None:
     )
     found, before = plain["logprobs"], echoed["logprobs"]
     assert len(found["tokens"]) == 5 and len(before["tokens"]) > 5
+    assert "".join(before["tokens"]) == echoed["text"] and before["text_offset"][1] == len(before["tokens"][0])
     assert before["token_logprobs"][0] is None and before["tokens"][-5:] == found["tokens"]
     assert before["token_logprobs"][-5:] == pytest.approx(found["token_logprobs"], abs=1e-4)
     assert all(value <= 0 for value in before["token_logprobs"][1:])

@@ -128,6 +128,7 @@ def test_the_log_has_no_prompts_unless_asked(
     caplog.clear()
     with served(engine, log_prompts=True) as address:
         httpx2.post(f"{address}/v1/chat/completions", json=ASK)
+        assert httpx2.post(f"{address}/v1/completions", json={"prompt": [2**40]}).status_code == 400
     lines = [JsonLines().format(record) for record in caplog.records]
     assert SECRET in "".join(lines) and "dark night" in "".join(lines)
 

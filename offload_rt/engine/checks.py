@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..config import EngineConfig
-from ..errors import ConfigError, InputError, ModelError
+from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..kernels import dispatch
 from ..models.registry import LoadedModel
 from ..select.base import Policy
@@ -32,6 +33,19 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
     if geometry.absolute_positions:
         raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_tokens")
     warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
+
+
+def most_tokens(positions: int, check: Callable[[int], None]) -> int:
+    """Returns the most tokens, up to `positions`, that pass `check`, which raises PoolFullError for more."""
+
+    def full(tokens: int) -> bool:
+        try:
+            check(tokens)
+        except PoolFullError:
+            return True
+        return False
+
+    return bisect_left(range(1, positions + 1), True, key=full)
 
 
 def check_drafts(policy: Policy, config: EngineConfig) -> None:

@@ -23,6 +23,7 @@ from .connection import ClientGoneError, json_answer
 from .conversation import Conversation, template_message, tool_options
 from .errors import RefusedError, error_response, refusal, refused
 from .gate import GONE, REQUEST_ID, Gate
+from .log import logger
 from .messages import count_tokens, messages
 from .openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .options import ServerOptions
@@ -67,6 +68,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 def _add_errors(app: FastAPI) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         said = refusal(error)
+        if said.status >= 500:
+            logger.error("a request failed", exc_info=error)
         request.scope["state"]["notes"]["error"] = said.message
         return error_response(said, request.url.path)
 
@@ -86,7 +89,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "offload-rt",
-            "max_model_len": service.room.positions,
+            "max_model_len": service.room.most,
         }
 
     @app.get("/v1/models")
@@ -173,7 +176,7 @@ def _add_tools(app: FastAPI, service: Service) -> None:
             tools, template = tool_options(body.tools, None), body.chat_template_kwargs or {}
             conversation = Conversation(messages, **tools, template=template)
             _, ids = await service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.room.positions, "tokens": ids}
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.room.most, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = service.prompts.tokenizer.convert_ids_to_tokens(ids)
         return found

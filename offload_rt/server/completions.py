@@ -31,11 +31,13 @@ MOST_PROMPTS = 128
 
 @dataclass(frozen=True)
 class _Prompt:
-    """One prompt of a request: which, its tokens, and what of it is echoed."""
+    """One prompt of a request: which, its tokens, what of it is echoed, and the text of its first token where echoed
+    tokens have log-probabilities: the first has none, which would say it."""
 
     number: int
     ids: list[int]
     echo: str
+    first: str
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -82,7 +84,8 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     for i, one in enumerate(several):
         ids = await service.prompts.of_text(one) if isinstance(one, str) else one
         echo = "" if not body.echo else one if isinstance(one, str) else await service.prompts.text_of(one)
-        found.append(_Prompt(i, ids, echo))
+        first = await service.prompts.text_of(ids[:1]) if body.echo and body.logprobs is not None else ""
+        found.append(_Prompt(i, ids, echo, first))
     return found
 
 
@@ -104,7 +107,7 @@ async def _one(
                 echoed.add(delta.index)
                 choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
                 if echo and top is not None and output.prompt_logprobs is not None:
-                    before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0)
+                    before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0, prompt.first)
                     choice["logprobs"] = _with(before, choice["logprobs"])
                 choices.append(choice)
             yield choices, prompt.number, usage_of(output)

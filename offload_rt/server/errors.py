@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import MemoryLimitError, OffloadError, QueueFullError, SessionBusyError
+from ..errors import DiskError, MemoryLimitError, OffloadError, QueueFullError, SessionBusyError, StoreError
 
 ANTHROPIC = "/v1/messages"
 """Paths that begin so speak Anthropic's protocol."""
@@ -74,7 +74,7 @@ def refusal(error: BaseException) -> RefusedError:
         return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
         return refused(str(error), code="pool_full")
-    if isinstance(error, OffloadError):
+    if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError)):
         return refused(str(error))
     if isinstance(error, (RequestValidationError, ValidationError)):  # of pydantic: made of what a client sent
         return _invalid(error.errors())

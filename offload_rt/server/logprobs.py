@@ -21,16 +21,16 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: i
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], top: int, offset: int
+    token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], top: int, offset: int, first: str = ""
 ) -> dict[str, Any]:
     """Of a completion's tokens `[t]`, the first of which begins at the character `offset`. The first token of a prompt
-    has none (None)."""
+    has none (None); its text is `first`."""
     tokens: list[str] = []
     found: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
     for token, there in zip(token_ids, logprobs, strict=True):
-        text = _text(token, there[token]) if there else ""
+        text = _text(token, there[token]) if there else first
         best = sorted(there.items(), key=lambda item: item[1].rank)[:top] if there else []
         tokens.append(text)
         found.append(_finite(there[token].logprob) if there else None)

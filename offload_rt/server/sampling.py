@@ -17,14 +17,15 @@ _SAME = (
 
 
 class Room:
-    """How many tokens there may be: `positions` of the model, and the server's limit on an answer."""
+    """How many tokens there may be: `positions` of the model, `most` that memory has room for, and the server's limit
+    on an answer."""
 
-    def __init__(self, positions: int, options: ServerOptions) -> None:
-        self.positions, self._limit = positions, options.max_tokens_limit
+    def __init__(self, positions: int, most: int, options: ServerOptions) -> None:
+        self.positions, self.most, self._limit = positions, most, options.max_tokens_limit
 
     def tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
         """New tokens for a prompt of so many: as many as were asked for, else `default`, else what there is room for.
-        Raises RefusedError where there is no room, or less than was asked for."""
+        Raises RefusedError where there are not as many positions. What memory has no room for the engine refuses."""
         room = self.positions - prompt
         if prompt == 0:
             raise refused("the prompt is empty: give at least one token")
@@ -37,7 +38,8 @@ class Room:
             )
         if asked is not None and self._limit is not None and asked > self._limit:
             raise refused(f"{asked:,} new tokens are more than this server's limit of {self._limit:,}", "max_tokens")
-        return min(n for n in (asked or default or room, room, self._limit) if n is not None)
+        fits = max(1, self.most - prompt)
+        return asked or min(n for n in (default, room, fits, self._limit) if n is not None)
 
 
 def sampling_fields(body: SampledBody) -> dict[str, Any]:

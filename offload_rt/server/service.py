@@ -62,7 +62,7 @@ class Service:
         self.name = options.served_model_name or _called(engine.llm.name)
         self.created = int(time.time())
         self.prompts = Prompts(engine.llm.tokenizer)
-        self.room = Room(engine.llm.geometry.max_positions, options)
+        self.room = Room(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
         self.figures = Figures(self.engines, self.name)
         self.tools = tool_parser(options.tool_parser, self.prompts.template)
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
@@ -181,7 +181,8 @@ class Service:
             notes.setdefault("first_token_seconds", round(first, 4))
         if self.options.log_prompts:
             tokenizer = self.engine.llm.tokenizer
-            prompt = list(ids) if tokenizer is None else tokenizer.decode(list(ids))
+            texts = tokenizer is not None and max(ids) < len(tokenizer)  # a refused prompt may have ids of no token
+            prompt = tokenizer.decode(list(ids)) if tokenizer is not None and texts else list(ids)
             notes.setdefault("prompts", []).append(prompt)
             notes.setdefault("answers", []).append([each.text for each in last.outputs] if last else [])
 

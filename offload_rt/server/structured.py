@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ..sampling_params import StructuredOutputs
@@ -30,21 +31,41 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
     need not be one."""
     if conversation.choice != "required":
         return {}
-    calls = [
-        _call(tool["function"])
-        for tool in conversation.tools
-        if tool["function"]["name"] in (conversation.offered or ())
-    ]
-    return {"structured_outputs": StructuredOutputs(json=calls[0] if len(calls) == 1 else {"anyOf": calls})}
+    functions = [tool["function"] for tool in conversation.tools]
+    offered = [function for function in functions if function["name"] in (conversation.offered or ())]
+    if len(offered) == 1:
+        return {"structured_outputs": StructuredOutputs(json=_call(offered[0], "#"))}
+    calls = [_call(function, f"#/anyOf/{i}") for i, function in enumerate(offered)]
+    return {"structured_outputs": StructuredOutputs(json={"anyOf": calls})}
 
 
-def _call(function: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call of a function."""
+def _call(function: dict[str, Any], place: str) -> dict[str, Any]:
+    """The schema of a call of a function, which will stand at `place`."""
     parameters = function.get("parameters") or {}
-    arguments = parameters if parameters.get("type") == "object" else {"type": "object"}
+    known = parameters.get("type") == "object"
+    arguments = _moved(parameters, f"{place}/properties/arguments") if known else {"type": "object"}
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A schema as a part of another one, at `place`: what it refers to (`#/$defs/...`) lies there too. One with an
+    `$id` is a whole of its own wherever it stands."""
+
+    def move(found: dict[str, Any]) -> dict[str, Any]:
+        target = found.get("$ref")
+        if not isinstance(target, str) or not target.startswith("#"):
+            return found
+        return found | {"$ref": place + target[1:]}
+
+    if "$id" in schema:
+        return schema
+    try:
+        moved: dict[str, Any] = json.loads(json.dumps(schema), object_hook=move)
+    except RecursionError:
+        raise refused("tools: a schema is nested too deep", "tools") from None
+    return moved
