@@ -140,13 +140,13 @@ class Engine:
         return [event for request, rows in pairs for event in self._accept(request, rows)]
 
     def _accept_draft(self, draft: Draft) -> list[TokenOutput]:
-        """Tokens as far as drafts were right, and one more; then its window may have to be read again."""
+        """Tokens as far as drafts were right, and one more."""
         assert self._drafting is not None
         events: list[TokenOutput] = []
         try:
             for logits in self._drafting.accepted(draft):
                 events += self._accept(draft.request, logits)
-        except DiskError as error:
+        except DiskError as error:  # behind a wrong draft its window is read again
             self.scheduler.fail(draft.request, error)
         return events
 
