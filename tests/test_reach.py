@@ -13,6 +13,7 @@ from support.tiny_models import tiny_prompt
 from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, ModelError, SamplingParams
+from offload_rt.models import registry
 from offload_rt.models.registry import load_model, load_shape
 
 TRAINED = 64
@@ -64,6 +65,14 @@ def test_short_texts(checkpoint: Path) -> None:
     assert ours(checkpoint, prompt, TRAINED) == expected
     if checkpoint.name == "longrope":
         assert ours(checkpoint, prompt, None) != expected, "the long frequencies are others"
+
+
+def test_a_class_that_nobody_declared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at before its weights are read, and that changes nothing of what is read."""
+    for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
+        monkeypatch.delitem(registry._adapters, architecture)
+    prompt = prompt_of(SHORT)
+    assert ours(checkpoint, prompt, TRAINED) == theirs(checkpoint, prompt)
 
 
 def test_long_texts(checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from support.tiny_models import assert_greedy, edit_config
 from transformers import AutoModelForImageTextToText
 
 from offload_rt import LLM, EngineConfig, ModelError, SamplingParams
-from offload_rt.models import registry
+from offload_rt.models import checkpoint, registry
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.registry import load_model, load_shape
 from offload_rt.models.text_part import other_parts
@@ -62,6 +62,14 @@ def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
     assert loaded.fingerprint == fingerprint(whole)
     next(whole.get_submodule(other_parts(whole)[0]).parameters()).view(-1)[0] += 1
     assert loaded.fingerprint == fingerprint(whole), "pictures change nothing of what is stored of texts"
+
+
+def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned for is what is loaded, though the model has been looked at without weights before."""
+    monkeypatch.setattr(checkpoint, "multiplies_bfloat16", lambda: True)
+    architecture("gemma3_multimodal", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded, shape = load_model(tmp_path, device="cpu"), load_shape(tmp_path, device="cpu")
+    assert loaded.adapter.dtype == shape.dtype == torch.bfloat16 and loaded.weight_bytes == shape.weight_bytes
 
 
 @pytest.mark.parametrize("name", ["gemma3_multimodal", "qwen2_vl"])

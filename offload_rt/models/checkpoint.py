@@ -9,6 +9,7 @@ that compute with them.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import warnings
 from collections.abc import Collection, Iterator
@@ -189,11 +190,13 @@ def _format_options(location: Location) -> dict[str, Any]:
 
 
 def build_skeleton(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a checkpoint without its weights, on the meta device. Raises ModelError where none can be built."""
+    """The model of a checkpoint without its weights, on the meta device, with a configuration of its own: transformers
+    writes the dtype into it, and `reach` what is held. Raises ModelError where none can be built."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
+    config = copy.deepcopy(config)
     with one_error(f"the configuration of {location} is not valid"), init_empty_weights(include_buffers=True):
         kind = _text_part(config)
         if kind is not None:
