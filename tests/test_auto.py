@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.device_link import staged
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.select.auto import dense_until
+from offload_rt.select.infinigen import InfiniGen
+from offload_rt.select.key_lists import Rule
 from offload_rt.select.options import AutoOptions
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "int4", "source": "residual"}
+FRACTION: dict[str, Any] = SMALL | {"budget": None, "max_fraction": 0.1}
 MODEL = tiny_model("llama")
 
 
@@ -62,6 +66,18 @@ def test_selection_begins_within_a_text_and_beside_others() -> None:
     start = [*prompts[0], *alone[0].token_ids[:10]]
     fresh = texts(runtime("auto", **options), [start])[0]
     assert fresh.token_ids[:14] == alone[0].token_ids[10:]
+
+
+def test_what_is_short_attends_to_everything_beside_what_selects_together() -> None:
+    """On a device, where the sequences of a batch select together: a short one there is asked for nothing either."""
+    prompts, llm = [tiny_prompt(60), tiny_prompt(300, seed=1)], staged(runtime("auto", dense_until=130, **FRACTION))
+    policy = llm.runner.policy
+    assert isinstance(policy, InfiniGen)
+    policy.rule = Rule(policy.alpha, policy.options.max_fraction)
+    short, long = texts(llm, prompts)
+    assert short.stats.attended_fraction == 1 and long.stats.attended_fraction < 1
+    [alone] = texts(llm, prompts[1:])
+    assert long.token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 0)])

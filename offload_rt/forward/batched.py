@@ -31,10 +31,11 @@ from .trace import LinkUse
 
 
 def selects_together(batch: DecodeBatch) -> bool:
-    """Whether the policy selects for a batch at once and every sequence has keys to score. Capped scores are attended
-    to one sequence after the other."""
+    """Whether the policy selects for a batch at once and every sequence has keys to score, and is long enough that it
+    does. Capped scores are attended to one sequence after the other."""
     selects = any(batch.selects(layer) for layer in range(batch.geometry.layers)) and batch.geometry.softcap is None
-    return batch.policy.rule is not None and selects and all(s.position > 0 for s in batch.sequences)
+    ready = all(s.position > 0 and not batch.sees_all(s) for s in batch.sequences)
+    return batch.policy.rule is not None and selects and ready
 
 
 NOWHERE = -1
