@@ -116,10 +116,12 @@ def _merge(
     tl.store(out + r * d + column, acc / some, mask=column < d)
 
 
-def block_rows(d: int, itemsize: int) -> int:
-    """Rows of one step."""
+def steps(d: int, itemsize: int) -> dict[str, int]:
+    """Rows of one step, of which a product takes no fewer than 16, and how many steps the compiler keeps in flight:
+    fewer where 16 rows are more than `_STEP_BYTES`."""
     width: int = triton.next_power_of_2(d)
-    return min(64, _STEP_BYTES // (max(16, width) * itemsize))
+    rows = _STEP_BYTES // (max(16, width) * itemsize)
+    return {"BLOCK": max(16, min(64, rows)), "num_stages": 3 if rows >= 16 else 2}
 
 
 def attend_counted(
@@ -152,7 +154,7 @@ def attend_pieces(
     _attend[(lists, len(outs))](
         q, k, v, counts, outs, lses, scale, lists, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
-        BLOCK=block_rows(d, k.itemsize), PIECE=PIECE_ROWS, WIDEN=not q.is_cuda or q.dtype == torch.float32,
+        **steps(d, k.itemsize), PIECE=PIECE_ROWS, WIDEN=not q.is_cuda or q.dtype == torch.float32,
     )  # fmt: skip
 
 

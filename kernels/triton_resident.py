@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .pointer_table import ALIGNED, FIELDS, PointerTable
-from .triton_attention import PIECE_ROWS, attend_rows, block_rows, merge_parts, store_part
+from .triton_attention import PIECE_ROWS, attend_rows, merge_parts, steps, store_part
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -75,7 +75,7 @@ def attend_kept(
         q, kept.table, starts, stops, k, v, counts, outs, lses, scale, lists, kept.heads // 2, own,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
-        BLOCK=block_rows(d, q.itemsize), PIECE=PIECE_ROWS, ALIGN=ALIGNED // q.itemsize if aligned else 1,
+        **steps(d, q.itemsize), PIECE=PIECE_ROWS, ALIGN=ALIGNED // q.itemsize if aligned else 1,
         WIDEN=not q.is_cuda or q.dtype == torch.float32,
     )  # fmt: skip
     out, lse = merge_parts(outs, lses)

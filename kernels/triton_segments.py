@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .segments import Run
-from .triton_attention import attend_rows, block_rows, merge_parts
+from .triton_attention import attend_rows, merge_parts, steps
 
 _PIECE, _PIECES = 256, 64
 """Rows of a program, and the most pieces of a run: longer runs have longer pieces."""
@@ -87,7 +87,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
         size = min(block, triton.next_power_of_2(queries))
         _attend[(len(rows), pieces, kv_heads * triton.cdiv(queries, size))](
             q, _on_device(rows, q.device), outs, lses, scale, batch, heads, kv_heads,
-            d=d, D=max(16, triton.next_power_of_2(d)), G=group, QUERIES=size, BLOCK=block_rows(d, q.itemsize),
+            d=d, D=max(16, triton.next_power_of_2(d)), G=group, QUERIES=size, **steps(d, q.itemsize),
             WIDEN=not q.is_cuda or q.dtype == torch.float32, ALIGN=_alignment(rows),
         )  # fmt: skip
     out, lse = merge_parts(outs, lses)

@@ -76,3 +76,13 @@ def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
     assert (out[3] == 0).all() and (lse[3] == -math.inf).all()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("d", [40, 128, 256, 320, 512])
+def test_a_step_has_as_many_rows_as_a_product_takes(d: int, itemsize: int) -> None:
+    """The interpreter takes any number; a GPU's compiler no fewer than 16 (`eval compiled-kernels`, "attend, fp32, d
+    512")."""
+    from offload_rt.kernels.triton_attention import steps
+
+    assert steps(d, itemsize)["BLOCK"] >= 16

@@ -316,6 +316,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attend, bf16, groups of 1": lambda: _attend(torch.bfloat16, D, 1),
     "attend, bf16, d 256": lambda: _attend(torch.bfloat16, 256),
     "attend, fp32, d 256": lambda: _attend(torch.float32, 256),
+    "attend, fp32, d 512": lambda: _attend(torch.float32, 512),
     "runs, bf16": lambda: _runs(torch.bfloat16, D, 32),
     "runs, fp32, d 256": lambda: _runs(torch.float32, 256, 4),
     "tail, int4": lambda: _tail(4, D),
