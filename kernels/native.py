@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 from ..native_code import load_library
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
-FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c11")
+_WIDE = ("-mprefer-vector-width=512",) if platform.machine().lower() in ("x86_64", "amd64") else ()
+FLAGS = ("-O3", "-march=native", *_WIDE, "-fno-math-errno", "-fno-trapping-math", "-std=c11")
 MOST_QUERIES = 32
 """The largest group that it takes."""
 

@@ -15,6 +15,7 @@ from support.low_bit import stored_rows
 from offload_rt import native_code
 from offload_rt.kernels import low_bit, low_bit_cpu, native
 from offload_rt.kernels.low_bit import Layout
+from offload_rt.models.cache_folder import cache_folder
 
 LAYOUT = Layout(32, 2)
 
@@ -85,6 +86,40 @@ def test_a_compiler_that_fails_is_said_and_done_without(
         assert native.low_bit(32, 2, 1) is None
     assert "low_bit.c is done without, torch computes instead" in caplog.text
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+
+
+def test_a_compiler_may_be_a_command_with_arguments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `ccache cc`."""
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setenv("CC", "env cc")
+    native._load.cache_clear()
+    assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 4
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with caplog.at_level(logging.INFO, native_code.__name__):
+        assert native.low_bit(32, 2, 1) is None
+    assert "low_bit.c is done without, torch computes instead: there is no compiler no-such-compiler" in caplog.text
+
+
+def test_who_has_no_home_has_a_folder_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id of a container that no file knows."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache_folder().is_dir() and cache_folder() == native_code.user_cache()
+
+
+def test_processors_of_arm_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for part in ("0xd0c", "0xd40"):
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nBogoMIPS : 243.75\nFeatures : fp sve\nCPU part : {part}\n")
+        monkeypatch.setattr(native_code, "Path", lambda _: tmp_path / "cpuinfo")
+        told.append(native_code._processor())
+    assert told[0] != told[1]
 
 
 def test_where_a_processor_does_not_say_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

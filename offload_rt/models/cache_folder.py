@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..native_code import user_cache
+
 
 def cache_folder() -> Path:
-    """`$OFFLOAD_RT_CACHE`, else `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`."""
+    """`$OFFLOAD_RT_CACHE`, else `user_cache`: `$XDG_CACHE_HOME/offload-rt` or `~/.cache/offload-rt`."""
     if own := os.environ.get("OFFLOAD_RT_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
+    return user_cache()
