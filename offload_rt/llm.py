@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -56,13 +58,17 @@ class LLM:
         **fields: Any,
     ) -> None:
         chosen = configured(EngineConfig, config, fields)
-        self._begin(build(model, chosen, tokenizer))
+        self._begin(build(model, chosen, tokenizer), WeakValueDictionary())
 
-    def _begin(self, runner: Runner) -> None:
-        """A runtime of `runner`, which nothing has been asked of."""
+    def _begin(self, runner: Runner, family: WeakValueDictionary[int, LLM]) -> None:
+        """A runtime of `runner`, which nothing has been asked of. family: those of the same weights, by number: each
+        has a folder of its own to swap to."""
         self._progress = Progress(enabled=runner.config.progress)
-        self._runner = runner
-        self._swap = None if runner.config.swap is None else Swap(runner, runner.config.swap)
+        self._runner, self._family = runner, family
+        number = next(n for n in itertools.count() if n not in family)
+        family[number], folder = self, runner.config.swap
+        own = folder if folder is None or not number else folder / f"under-{number}"
+        self._swap = None if own is None else Swap(runner, own)
         self._last: Request | None = None
         self._stores: dict[Path, SessionStore] = {}
         self._closed = False
@@ -100,7 +106,7 @@ class LLM:
         `device_memory`."""
         other = LLM.__new__(LLM)
         given = {} if policy_options is None else policy_options
-        other._begin(build_beside(self._runner, policy, given, exact))
+        other._begin(build_beside(self._runner, policy, given, exact), self._family)
         return other
 
     @property

@@ -177,6 +177,19 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
     assert swapped and not list(tmp_path.rglob("*.kv"))
 
 
+def test_policies_over_one_model_swap_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each to a folder of its own, as long as it lives."""
+    monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
+    first = make(chunks=6, swap=tmp_path)
+    for _ in range(2):
+        second = first.under("infinigen", {"recent": 200})
+        for llm in (second, first):
+            assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
+        second.close()
+        del second, llm
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, "under-1"]
+
+
 def test_the_youngest_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preempt, choices = Scheduler.preempt, []
 

@@ -127,9 +127,11 @@ def test_a_request_names_its_policy(model: Path, tmp_path: Path) -> None:
         for policy in ("streaming", "full"):  # the second takes the place of the first
             found = ask(http, policy=policy)
             assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, "its prefill was there"
+            traced = http.post("/v1/chat/completions", json=ASK | {"policy": policy, "trace": True, "stream": True})
+            assert f'"trace":{{"policy":"{policy}"' in traced.text
         assert found["choices"] == expected["choices"]
         tokens = http.get("/v1/load").json()["generated_tokens"]
-        assert tokens == 18 > engine.load().generated_tokens == 6, "all engines count, also those that are gone"
+        assert tokens == 30 > engine.load().generated_tokens == 6, "all engines count, also those that are gone"
         for wrong in ({"policy": "nothing"}, {"policy": "streaming", "policy_options": {"x": 1}}):
             assert http.post("/v1/chat/completions", json=ASK | wrong).status_code == 400
         both = http.post("/v1/chat/completions", json=ASK | {"policy": "full", "session": "x"})

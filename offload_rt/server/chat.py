@@ -69,7 +69,9 @@ def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
 
 
 async def _traced(service: Service, text: str, what: Asked) -> TraceEvents:
-    return TraceEvents(service, text, await service.prompts.spans_of(text, len(what.ids)), len(what.ids))
+    spans = await service.prompts.spans_of(text, len(what.ids))
+    async with service.engines.under(what.where.policy, what.where.policy_options) as engine:
+        return TraceEvents(engine.llm, text, spans, len(what.ids))
 
 
 async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, Asked]:

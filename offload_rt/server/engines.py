@@ -42,13 +42,24 @@ class Engines:
             yield self.own
             return
         key = json.dumps([policy, dict(options or {})], sort_keys=True)
+        taking = asyncio.ensure_future(self._take(key, policy, options or {}))
+        try:
+            yield await asyncio.shield(taking)  # a client that leaves leaves no engine half made, or half closed
+        finally:
+            if taking.done():
+                self._give_back(key, taking)
+            else:
+                taking.add_done_callback(lambda taken: self._give_back(key, taken))
+
+    async def _take(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
         async with self._lock:
-            engine = self._others.get(key) or await self._make(key, policy, options or {})
+            engine = self._others.get(key) or await self._make(key, policy, options)
             self._others.move_to_end(key)
             self._users[key] = self._users.get(key, 0) + 1
-        try:
-            yield engine
-        finally:
+            return engine
+
+    def _give_back(self, key: str, taken: asyncio.Future[AsyncLLM]) -> None:
+        if not taken.cancelled() and taken.exception() is None:
             self._users[key] -= 1
 
     async def _make(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
@@ -73,10 +84,11 @@ class Engines:
         return engine
 
     async def _drop(self, key: str) -> None:
-        engine = self._others.pop(key)
-        self._users.pop(key, None)
+        engine = self._others[key]
         await engine.close()
         load = engine.load()
+        del self._others[key]  # what it counted is always counted once
+        self._users.pop(key, None)
         for name in _ADDED:
             self._past[name] += getattr(load, name)
 
@@ -88,6 +100,7 @@ class Engines:
 
     async def close(self) -> None:
         """Closes all of them, the server's own last: the others use its pool."""
-        for key in list(self._others):
-            await self._drop(key)
+        async with self._lock:
+            for key in list(self._others):
+                await self._drop(key)
         await self.own.close()

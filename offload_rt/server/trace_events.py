@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..llm import LLM
 from ..outputs import RequestOutput
-from .service import Service
 
 MOST_SEGMENTS = 1024
 """Pieces of a prompt that selections are counted for: a token each where it is short, two or three lines of a long
@@ -21,18 +21,17 @@ document."""
 class TraceEvents:
     """Of one request. `head` comes first; `of` says what is new in each output."""
 
-    def __init__(self, service: Service, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """text: of the prompt; spans: where in it each token stands; none where that is not known."""
+    def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
+        """llm: what answers; text: of the prompt; spans: where in it each token stands; none where that is not known."""
         self._size = max(1, -(-tokens // MOST_SEGMENTS))
         self._starts = list(range(0, tokens, self._size))
         self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
         self._steps, self._prefilled = 0, -1
-        engine = service.engine.llm
-        policy = engine.runner.policy
+        policy, geometry = llm.runner.policy, llm.geometry
         self.head: dict[str, Any] = {
             "policy": policy.name,
-            "layers": engine.geometry.layers,
-            "kv_heads": engine.geometry.kv_heads,
+            "layers": geometry.layers,
+            "kv_heads": geometry.kv_heads,
             "dense_layers": sorted(policy.dense_layers),
             "sinks": policy.sinks,
             "recent": policy.recent,
