@@ -7,8 +7,8 @@ import atexit
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -122,6 +122,10 @@ class AsyncLLM:
             raise InputError("there is no store of sessions: make AsyncLLM(llm, store=folder)")
         done: asyncio.Future[None] = loop.create_future()
 
+        def tell(error: Exception | None) -> None:
+            if not done.done():  # else who asked has left
+                done.set_exception(error) if error else done.set_result(None)
+
         def delete() -> None:
             error = None
             try:
@@ -129,7 +133,8 @@ class AsyncLLM:
                     sessions.delete(name)
             except Exception as found:
                 error = found
-            loop.call_soon_threadsafe(lambda: done.set_exception(error) if error else done.set_result(None))
+            with suppress(RuntimeError):  # its event loop has ended
+                loop.call_soon_threadsafe(tell, error)
 
         with self._lock:
             self._check_open()
@@ -287,25 +292,29 @@ class AsyncLLM:
         written = sum(len(completion.token_ids) for completion in output.outputs)
         self._generated_tokens += written - caller.counted
         caller.counted = written
-        if output.finished:
-            self._leave(caller)
-        self._tell(caller, output)
+        try:
+            if output.finished:
+                self._leave(caller)
+        finally:
+            self._tell(caller, output)
 
     def _tell(self, caller: Caller, said: RequestOutput | Exception) -> None:
         try:
             caller.mailbox.post(said)
-        except RuntimeError:  # its event loop has ended, and nobody asks any more
-            self._leave(caller)
+        except RuntimeError:  # its event loop has ended, and nobody asks any more; a step may be under way
+            self._calls.put(lambda: self._leave(caller))
 
     def _leave(self, caller: Caller) -> None:
-        """Ends a request, if it has not ended by itself, and forgets it. Nothing happens to one that has left."""
+        """Ends a request, if it has not ended by itself, and forgets it. Nothing happens to one that has left. What
+        cannot be saved (its session, or another one that gives way) has ended all the same."""
         request = caller.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
         del self._callers[caller.request_id]
         self._cancel(request)
         if caller.session is not None and self._sessions is not None:
-            self._sessions.ended(caller.session)
+            with _not_saved():
+                self._sessions.ended(caller.session)
         self._prompt_tokens += len(request.prompt.token_ids)
         self._cached_tokens += request.cached_tokens
         ended = (completion.stats for completion in request.completions())
@@ -334,11 +343,18 @@ class AsyncLLM:
 
     def _cancel(self, request: Request) -> None:
         """Ends a request where it stands. A turn whose history cannot be written has ended all the same."""
-        try:
+        with _not_saved():
             self._engine.cancel(request)
-        except StoreError as error:
-            logger.warning("a session could not be saved: %s", error)
 
     def _abort_all(self) -> None:
         for request_id in list(self._callers):
             self._abort(request_id)
+
+
+@contextmanager
+def _not_saved() -> Iterator[None]:
+    """Notes in the log what could not be saved, and goes on."""
+    try:
+        yield
+    except StoreError as error:
+        logger.warning("a session could not be saved: %s", error)

@@ -11,6 +11,8 @@ from support.tiny_models import VOCAB, tiny_model
 
 from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams, SessionBusyError, StoreError
 from offload_rt.forward.prefill import Prefill
+from offload_rt.sessions import whole_prompts
+from offload_rt.sessions.session import Session
 from offload_rt.sessions.whole_prompts import tokens_of_prompt
 from offload_rt.storage.disk_store import DiskStore
 
@@ -100,7 +102,46 @@ def test_a_turn_that_cannot_be_saved_is_answered(
     assert caplog.text.count("a session could not be saved: no room") == 2
 
 
-def refuse(store: DiskStore, name: str, data: bytes) -> None:
+def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever's answer ends then has it, and others go on."""
+    monkeypatch.setattr(whole_prompts, "MOST_OPEN", 1)
+
+    async def run() -> list[RequestOutput]:
+        async with make(tmp_path) as engine:
+            first = await last(engine, prompt(20), session="a")
+            with monkeypatch.context() as patch:
+                patch.setattr(Session, "close", lambda session: refuse(session, "", b""))
+                asked = last(engine, prompt(80)), last(engine, prompt(20), session="b")
+                return [first, *await asyncio.wait_for(asyncio.gather(*asked), 20)]
+
+    assert all(each.finished for each in asyncio.run(run()))
+    assert caplog.text.count("a session could not be saved: no room") == 1
+
+
+def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
+    """With its event loop, or without: the session is deleted, and nobody else's answer fails."""
+
+    async def leave(engine: AsyncLLM) -> None:
+        asking = asyncio.ensure_future(engine.delete_session("a"))
+        await asyncio.sleep(0)
+        assert not asking.done()
+
+    async def run() -> RequestOutput:
+        async with make(tmp_path) as engine:
+            await last(engine, prompt(20), session="a")
+            with engine.llm.runner.pool.lock:  # nothing is done meanwhile
+                other = asyncio.create_task(last(engine, prompt(80)))
+                await asyncio.to_thread(asyncio.run, leave(engine))
+            found = await other
+            assert engine._sessions is not None and not engine._sessions.store.exists("a")
+            return found
+
+    assert asyncio.run(run()).finished
+
+
+def refuse(store: object, name: str, data: bytes) -> None:
     raise StoreError("no room")
 
 

@@ -22,7 +22,8 @@ class TraceEvents:
     """Of one request. `head` comes first; `of` says what is new in each output."""
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """llm: what answers; text: of the prompt; spans: where in it each token stands; none where that is not known."""
+        """llm: what answers; text: of the prompt; spans: where in it each token stands, none where that is not
+        known."""
         self._size = max(1, -(-tokens // MOST_SEGMENTS))
         self._starts = list(range(0, tokens, self._size))
         self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
