@@ -36,7 +36,9 @@ def written(path: Path, requests: list[dict[str, Any]]) -> Path:
 
 def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a line; nothing is lost, nothing comes twice, and the answers are those of `generate`."""
-    requests = read_requests(written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]))
+    requests = read_requests(
+        written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]), {}
+    )
     out, real = tmp_path / "out", Answers.add
 
     def killed(self: Answers, answers: Any) -> None:
@@ -70,10 +72,36 @@ def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: 
 def test_what_cannot_be_answered_says_why_and_the_others_are_answered(llm: LLM, tmp_path: Path) -> None:
     wrong = [{"prompt": PROMPTS[0]}, {"prompt": [10**6]}, {"prompt": PROMPTS[1], "max_tokens": 2}]
     answers = Answers(tmp_path / "out")
-    assert answer_all(llm, read_requests(written(tmp_path / "in", wrong)), DEFAULTS, answers, at_once=8) == 1
+    assert answer_all(llm, read_requests(written(tmp_path / "in", wrong), DEFAULTS), DEFAULTS, answers, at_once=8) == 1
     answers.close()
     found = {each["id"]: each for each in lines(tmp_path / "out")}
     assert "vocabulary" in found["2"]["error"] and (found["1"]["new_tokens"], found["3"]["new_tokens"]) == (4, 2)
+
+
+def test_any_text_of_json_is_a_request(llm: LLM, tmp_path: Path) -> None:
+    """Also one that has other ends of lines within (U+2028, U+0085), an id with half a character, and options that fit
+    those of the command line alone."""
+    asked = [{"id": "a", "prompt": "one\u2028two\u0085three"}, {"id": "\ud800", "prompt": PROMPTS[0], "num_beams": 2}]
+    (tmp_path / "in").write_text(
+        f"{json.dumps(asked[0], ensure_ascii=False)}\r\n{json.dumps(asked[1])}\n", encoding="utf-8", newline=""
+    )
+    answers = Answers(tmp_path / "out")
+    assert answer_all(llm, read_requests(tmp_path / "in", DEFAULTS), DEFAULTS, answers, at_once=8) == 0
+    answers.close()
+    assert {each["id"] for each in lines(tmp_path / "out")} == {"a", "\ud800"}
+
+
+def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
+    """Its `generation_config.json`, below the command line and the line."""
+    folder = Path(tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2))
+    said = {"do_sample": True, "top_k": 1, "max_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
+    requests = [BatchRequest(str(i), PROMPTS[0], None, {"max_tokens": 2} if i else {}) for i in range(2)]
+    with LLM(folder, policy="full", verify="off", host_memory="8MiB") as llm:
+        first, second = batch_files.answered(llm, requests, {"ignore_eos": True})
+        [greedy] = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    assert (first["new_tokens"], second["new_tokens"]) == (3, 2)
+    assert first["outputs"][0]["text"] == greedy.outputs[0].text
 
 
 def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,6 +122,7 @@ def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch,
         ("{", "no request"),
         ("[]", "an object"),
         ('{"id": 1}', "'prompt' or 'messages'"),
+        ('{"prompt": 5}', "a text or a list of token ids"),
         ('{"prompt": "a", "temprature": 1}', "temprature"),
         ('{"prompt": "a", "temperature": -1}', "temperature"),
         ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}', "twice"),

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     if args.at_once < 1 or (args.ray is not None and args.ray < 1):
         raise ConfigError(f"--at-once {args.at_once} and --ray must be at least 1")
     config, sampling, console = engine_config(args), sampling_given(args), stderr_console(args.quiet)
-    requests = read_requests(Path(args.input))
+    requests = read_requests(Path(args.input), sampling)
     answers = Answers(Path(args.output))
     try:
         left = [request for request in requests if request.id not in answers.done]

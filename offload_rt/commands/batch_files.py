@@ -26,23 +26,20 @@ class BatchRequest:
     messages: list[dict[str, Any]] | None
     sampling: Mapping[str, Any]
 
-    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """What it asks for; `defaults` where it says nothing."""
-        return SamplingParams(**{**defaults, **self.sampling})
-
     @property
     def beginning(self) -> str:
         """What requests are sorted by, so that those that begin alike come together."""
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
-def read_requests(path: Path) -> list[BatchRequest]:
-    """The requests of a file. Raises InputError, naming the line, for what is none, and for an id that comes twice."""
+def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]:
+    """The requests of a file; `defaults`: fields of `SamplingParams` that are to hold where a line says nothing. Raises
+    InputError, naming the line, for what is no request, and for an id that comes twice."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may have other ends of lines within its texts
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {str(path)!r}: {error}") from error
-    requests = [_request(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
+    requests = [_request(line, number, path, defaults) for number, line in enumerate(lines, start=1) if line.strip()]
     seen: set[str] = set()
     for request in requests:
         if request.id in seen:
@@ -51,7 +48,7 @@ def read_requests(path: Path) -> list[BatchRequest]:
     return requests
 
 
-def _request(line: str, number: int, path: Path) -> BatchRequest:
+def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) -> BatchRequest:
     try:
         found = parse_json(line)
         check(isinstance(found, dict), "it must be an object")
@@ -59,7 +56,8 @@ def _request(line: str, number: int, path: Path) -> BatchRequest:
         id, prompt, messages = rest.pop("id", number), rest.pop("prompt", None), rest.pop("messages", None)
         check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be text or a number")
         check((prompt is None) != (messages is None), "it must have 'prompt' or 'messages', and not both")
-        SamplingParams(**rest)
+        check(prompt is None or isinstance(prompt, (str, list)), "its prompt must be a text or a list of token ids")
+        SamplingParams(**{**defaults, **rest})
     except (ValueError, TypeError) as error:
         raise InputError(f"line {number} of {str(path)!r} is no request: {error}") from error
     return BatchRequest(str(id), prompt, messages, rest)
@@ -95,7 +93,7 @@ class Answers:
     def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
         """Adds a line each."""
         lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
-        self._file.write("".join(lines).encode())
+        self._file.write("".join(lines).encode(errors="backslashreplace"))  # half a character of a request, as JSON
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -146,7 +144,8 @@ def _alone(llm: Any, request: BatchRequest, defaults: Mapping[str, Any]) -> dict
 
 def _answered(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     prompts = [llm.chat_prompt(one.messages)[1] if one.prompt is None else one.prompt for one in requests]
-    outputs = llm.generate(prompts, [one.params(defaults) for one in requests])
+    params = [llm.get_default_sampling_params(**{**defaults, **one.sampling}) for one in requests]
+    outputs = llm.generate(prompts, params)
     return [
         {
             "id": request.id,
