@@ -16,7 +16,7 @@ def linked(llm: LLM, link: Link) -> LLM:
     """The same runtime, of which nothing has been asked, with another link in all its parts."""
     old = llm.runner
     other = LLM.__new__(LLM)
-    other._begin(Runner(old.model, old.policy, old.pool, link, old.config, old.plan, old.weights))
+    other._begin(Runner(old.model, old.policy, old.pool, link, old.config, old.plan, old.weights), llm._family)
     return other
 
 
