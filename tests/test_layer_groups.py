@@ -201,6 +201,18 @@ def test_generation_goes_on_far_past_the_limit(kind: str, eviction: str) -> None
     assert llm.last_stats is not None and llm.last_stats.new_tokens == 200 and llm.runner.pool.bytes_held == 0
 
 
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+def test_scores_are_of_as_many_at_once_as_have_room(name: str) -> None:
+    """Windows of those that wait take chunks as they slide, which nothing reserves; forks, and prompts of their own."""
+    more = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
+    model = tiny_model(name, num_hidden_layers=2, **more)
+    prompts, then = [tiny_prompt(60, seed=i // 2) for i in range(6)], [tiny_prompt(70, seed=9 + i) for i in range(6)]
+    small, roomy = (LLM(model, policy="full", host_memory=size, verify="off") for size in ("144KiB", "8MiB"))
+    found, wanted = ([one.logprobs for one in llm.score(prompts, then)] for llm in (small, roomy))
+    assert all(mine == pytest.approx(theirs, abs=1e-4) for mine, theirs in zip(found, wanted, strict=True))
+    assert small.runner.pool.bytes_held == 0
+
+
 # ------------------------------------------------------------------------------------------- sessions, swap, truncation
 
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed=3)]

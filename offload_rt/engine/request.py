@@ -220,12 +220,14 @@ class SampledRequest:
         return seen
 
     def _count_on(self, sequence: Sequence) -> None:
-        """Goes on with the counts of before, where there are any."""
+        """Goes on with the counts of before, where there are any: what it computed itself it does not reuse, but what
+        was taken back as not arrived may be there now."""
         if self._trace is None:
             sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
             return
-        self._trace.reused_tokens += sequence.trace.reused_tokens
+        missing = max(0, self.cached_tokens - self._trace.reused_tokens)
+        self._trace.reused_tokens += min(missing, sequence.trace.reused_tokens)
         sequence.trace = self._trace
 
     def resume(self, sequence: Sequence) -> None:

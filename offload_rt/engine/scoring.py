@@ -10,9 +10,11 @@ from functools import partial
 
 import torch
 
+from ..core import CHUNK
 from ..errors import PoolFullError
 from ..forward.sequence import Sequence
 from ..outputs import Stats
+from ..pool.stored_rows import chunks_for
 from .runner import Runner
 from .verification import accept, verify
 
@@ -82,22 +84,30 @@ class _Batches:
 
     def __init__(self, runner: Runner, size: int, on_done: Callable[[], None]) -> None:
         self._runner, self._size, self._on_done = runner, size, on_done
+        self._groups = runner.pool.groups
         self._pending: list[tuple[Sequence, _Task]] = []
-        self._origin: Sequence | None = None
+        self._origin: tuple[Sequence, _Task] | None = None
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
         """A sequence for each of `members`: the last one's own prefill of `prefix`, the others its forks."""
-        self._origin = origin = self._retry_after_decoding(partial(self._prefilled, prefix, members[-1]))
+        groups, last = self._groups, members[-1]
+        origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.chunks(last.computed))
+        self._origin = origin, last
         for task in members[:-1]:
-            fork = self._retry_after_decoding(partial(self._fork, origin, task))
+            chunks = groups.chunks(task.computed) - groups.full * (len(prefix) // CHUNK)
+            fork = self._retry_after_decoding(partial(self._fork, origin, task), chunks)
             self._pending.append((fork, task))
-        self._retry_after_decoding(partial(self._grown, origin, members[-1]))
-        self._pending.append((origin, members[-1]))
+        chunks = groups.full * (chunks_for(last.computed) - len(origin.blocks.chunks))
+        self._retry_after_decoding(partial(self._grown, origin, last), chunks)
+        self._pending.append((origin, last))
         self._origin = None
 
-    def _retry_after_decoding(self, make: Callable[[], Sequence]) -> Sequence:
-        """Returns what `make` makes, if need be after those that wait have been decoded and freed."""
-        if len(self._pending) >= self._size:
+    def _retry_after_decoding(self, make: Callable[[], Sequence], chunks: int) -> Sequence:
+        """Returns what `make` makes, which may come to so many chunks, if need be after those that wait have been
+        decoded and freed."""
+        pool = self._runner.pool
+        crowded = self._sliding + chunks > pool.free_chunks + pool.idle_chunks if self._groups.sliding else False
+        if self._pending and (crowded or len(self._pending) >= self._size):
             self.decode()
         try:
             return self._runner.retry_after_reclaim(make)
@@ -106,6 +116,16 @@ class _Batches:
                 raise
             self.decode()
             return self._runner.retry_after_reclaim(make)
+
+    @property
+    def _sliding(self) -> int:
+        """Chunks that windows of those that wait may still take as they slide: nothing reserves them."""
+        waiting = self._pending if self._origin is None else [*self._pending, self._origin]
+        held = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
+        most = sum(
+            self._groups.chunks(task.computed) - self._groups.full * chunks_for(task.computed) for _, task in waiting
+        )
+        return most - self._groups.sliding * len(held)
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)
@@ -160,7 +180,8 @@ class _Batches:
 
     def close(self) -> None:
         """Frees what an error left behind."""
-        left = [sequence for sequence, task in self._pending if task.score is None]
-        for sequence in left if self._origin is None else [*left, self._origin]:
-            self._runner.free(sequence)
+        waiting = self._pending if self._origin is None else [*self._pending, self._origin]
+        for sequence, task in waiting:
+            if task.score is None:
+                self._runner.free(sequence)
         self._pending, self._origin = [], None
