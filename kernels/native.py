@@ -14,7 +14,7 @@ from ..native_code import load_library
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 _WIDE = ("-mprefer-vector-width=512",) if platform.machine().lower() in ("x86_64", "amd64") else ()
-FLAGS = ("-O3", "-march=native", *_WIDE, "-fno-math-errno", "-fno-trapping-math", "-std=c11")
+FLAGS = ("-O3", "-march=native", *_WIDE, "-fno-math-errno", "-fno-trapping-math", "-std=c11", "-pthread")
 MOST_QUERIES = 32
 """The largest group that it takes."""
 

@@ -37,6 +37,20 @@ def test_products_are_those_of_float64(outs: int, ins: int, bias: bool) -> None:
     assert all(few[0, : len(rows)].equal(rows) for rows in fewer), "no sum depends on how many rows there are"
 
 
+@pytest.mark.parametrize("outs", [2, 70])
+def test_threads_share_the_weight(outs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as torch has, and no sum is another."""
+    monkeypatch.setattr(row_products, "WORTH_A_THREAD", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    weight, x, found = torch.randn(outs, 96).bfloat16(), torch.randn(9, 96).bfloat16(), []
+    library = row_products.takes(weight)
+    assert library is not None
+    for threads in (1, 3, 300):  # noqa: B007
+        found.append(row_products.linear(library, x, weight, None))
+        torch.testing.assert_close(found[-1], x @ weight.T, rtol=2**-7, atol=1e-2)
+    assert all(found[0].equal(other) for other in found)
+
+
 def test_what_is_no_number_stays_none() -> None:
     layer = nn.Linear(32, 2, bias=False).bfloat16()
     layer.weight.data.copy_(torch.tensor([[torch.inf], [1.0]]).expand(2, 32))
