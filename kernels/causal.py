@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from . import causal_cpu
-from .reference import capped, merge_lse
+from .reference import capped, merge_lse, scaled_scores
 
 KEYS_AT_ONCE = 1024
 """Keys that are scored together where scores are capped or share their softmax with a sink."""
@@ -123,7 +123,7 @@ def _by_blocks(
     each query. A sink is where they begin. Memory: scores `[H, m, KEYS_AT_ONCE]`, twice in the wider dtype."""
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    grouped = (q * scale).reshape(kv_heads, -1, d)
+    grouped = q.reshape(kv_heads, -1, d)
     own = torch.arange(n - m, n, device=q.device).repeat(heads // kv_heads)[:, None]
     start = (
         torch.full((heads,), torch.finfo(wide).min, dtype=wide, device=q.device) if sinks is None else sinks.to(wide)
@@ -134,7 +134,7 @@ def _by_blocks(
     for first in range(max(0, n - m - window + 1), n, KEYS_AT_ONCE):
         block = slice(first, min(first + KEYS_AT_ONCE, n))
         ago = own - torch.arange(block.start, block.stop, device=q.device)
-        scores = capped(torch.bmm(grouped, k[:, block].mT).to(wide), softcap)
+        scores = capped(scaled_scores(grouped, k[:, block], scale), softcap)
         scores = scores.masked_fill_((ago < 0) | (ago >= window), -torch.inf)
         risen = torch.maximum(peak, scores.amax(-1))
         weights, shrunk = (scores - risen[..., None]).exp_(), (peak - risen).exp()

@@ -205,3 +205,14 @@ def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypat
     out, lse = reference.attend_part(q, k, k, 0.5)
     torch.testing.assert_close(lse.double(), want.logsumexp(-1), rtol=0, atol=1e-4)
     torch.testing.assert_close(out.double(), torch.softmax(want, -1) @ k.double(), rtol=0, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch computes them, as on a device: outputs are off by what rounding them, and weights, costs."""
+    monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+    q, k, v = random_rows(0, 2, 2, 40, 100, 64, dtype)
+    q *= 4
+    out = attend_causal(q, k, v, 0.125, None, softcap=30.0)
+    expected = attend_causal(q.double(), k.double(), v.double(), 0.125, None, softcap=30.0)
+    assert (out.double() - expected).abs().max() < 2 * torch.finfo(dtype).eps
