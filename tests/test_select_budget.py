@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ def true_weights(shape: ModelGeometry, layer: int, query: torch.Tensor, k: torch
     out = torch.zeros(shape.heads, k.shape[2], dtype=torch.float64)
     for head in range(shape.heads):
         scores = k[layer, head // shape.group, seen.start : seen.stop] @ query[head] * shape.scales[layer]
+        if shape.softcap is not None:
+            scores = shape.softcap * (scores / shape.softcap).tanh()
         out[head, seen.start : seen.stop] = scores.softmax(0)
     return out
 
@@ -54,9 +57,9 @@ def best(values: torch.Tensor, among: range, n: int) -> set[int]:
 
 
 @pytest.mark.parametrize("budget", SHARES)
-@pytest.mark.parametrize("group", [1, 4])
-def test_oracle_takes_the_true_best(group: int, budget: float, device: torch.device) -> None:
-    shape = geometry(group=group)
+@pytest.mark.parametrize(("group", "softcap"), [(1, None), (4, None), (4, 1.0)])
+def test_oracle_takes_the_true_best(group: int, softcap: float | None, budget: float, device: torch.device) -> None:
+    shape = replace(geometry(group=group), softcap=softcap)
     q, k = tokens(shape, TOTAL)
     state = Oracle(options(budget), shape).new_state(lambda layer, wanted: k[layer, :, wanted.start : wanted.stop])
     visible = visible_of(TOTAL)
@@ -165,12 +168,12 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
 
 
 @pytest.mark.parametrize("budget", SHARES)
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("group", "softcap"), [(1, None), (4, 1.0)])
 def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
-    group: int, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    group: int, softcap: float | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(h2o, "WEIGHED_AT_ONCE", 700)  # several blocks of queries to a slice
-    shape = geometry(group=group)
+    shape = replace(geometry(group=group), softcap=softcap)
     q, k = tokens(shape, TOTAL)
     state = filled_h2o(shape, budget, q.to(device), k.to(device))
     for layer in range(shape.layers):

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from ..core import ModelGeometry, Selection, Visible
+from ..kernels.reference import capped
 from ..kernels.selection import floor_share, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
@@ -54,7 +55,7 @@ class H2OState(PassiveState):
         """Attention weights `[n]` on keys k `[n, d]`, summed over queries q `[G, m, d]` of tokens from `start` on."""
         geometry = self._policy.geometry
         compute = torch.promote_types(q.dtype, torch.float32)
-        scores = (q.to(compute) * geometry.scales[layer]) @ k.to(compute).T
+        scores = capped((q.to(compute) * geometry.scales[layer]) @ k.to(compute).T, geometry.softcap)
         token = torch.arange(len(k), device=k.device)
         ago = torch.arange(start, start + q.shape[1], device=k.device).unsqueeze(1) - token
         return scores.masked_fill_(ago < 0, -math.inf).softmax(-1).sum((0, 1))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..core import Selection, Visible
+from ..kernels.reference import capped
 from ..kernels.selection import dot_scores, group_lse, group_scores, top_tokens
 from .base import KeyReader, QuerySource
 from .budget import BudgetPolicy, budget_tokens
@@ -29,7 +30,7 @@ class OracleState(PassiveState):
         compute = torch.promote_types(q.dtype, torch.float32)
         keys = self._keys(layer, candidates).to(q.device).transpose(1, 2)
         query = q.to(compute).view(geometry.kv_heads, geometry.group, -1) * geometry.scales[layer]
-        scores = dot_scores(query, keys)
+        scores = capped(dot_scores(query, keys), geometry.softcap)
         return Selection(top_tokens(group_scores(scores, group_lse(scores)), n) + candidates.start)
 
     def fork(self, keys: KeyReader) -> OracleState:
