@@ -119,9 +119,9 @@ def _canonical(value: Any) -> Any:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """`[min(512, elements)]` elements of `weight`, the same ones every time, on its device."""
+    """`[min(512, elements)]` elements of `weight`, always the same ones, however it lies in memory, on its device."""
     elements = weight.numel()
     if elements <= _SAMPLES:
         return weight.reshape(-1)
     index = torch.arange(_SAMPLES, device=weight.device) * _SPREAD % elements
-    return weight.reshape(-1)[index]
+    return weight[torch.unravel_index(index, weight.shape)]
