@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,10 @@ def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path)
             assert engine.load().session_disk_tokens > 100
             branch = client.responses.create(input="Go back.", previous_response_id=first.id, **asked)
             assert branch.usage is not None and branch.usage.input_tokens_details.cached_tokens > 100
+            with ThreadPoolExecutor(8) as threads:  # none of them finds the session busy
+                on = asked | {"input": "Go on.", "previous_response_id": first.id}
+                at_once = [threads.submit(client.responses.create, **on) for _ in range(16)]
+                assert {answer.result().output_text for answer in at_once} == {second.output_text}
             assert client.responses.retrieve(first.id).output_text == first.output_text
             client.responses.delete(first.id)
             for gone in (first.id, "resp_../../x"):

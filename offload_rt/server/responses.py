@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -47,36 +48,44 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     given |= (structured := structured_outputs(format_of(body)))
     given |= (forced := {} if structured else forced_call(conversation))
     params = service.params(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
-    # Two answers to one response at once: the second goes into a session of its own.
-    goes_on = before is not None and before.session not in service.answering
-    session = before.session if before and goes_on else digest("response", owner, head["id"])
-    where = Where(session=session if service.remembers and body.store is not False else None)
-    steps = _alone(
-        service,
-        session,
-        answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where)),
-    )
+    new = digest("response", owner, head["id"])
+    session = _Session(new if before is None else before.session)
+
+    def answers() -> AsyncGenerator[Step, None]:
+        where = Where(session=session.name if service.remembers and body.store is not False else None)
+        return answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
+
+    steps = session.alone(service, answers, new)
 
     def keep(response: dict[str, Any], pieces: Sequence[Piece]) -> None:
         if body.store is not False:
-            service.forget(
-                service.responses.add(head["id"], Kept(owner, response, [*messages, _said(pieces)], session))
-            )
+            kept = Kept(owner, response, [*messages, _said(pieces)], session.name)
+            service.forget(service.responses.add(head["id"], kept))
 
     if body.stream:
         return await streamed(request.receive, _events(steps, head, keep))
     return json_answer(await until_gone(request.receive, _whole(steps, head, keep)))
 
 
-async def _alone(service: Service, session: str, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Step, None]:
-    """The steps, while everybody knows that the session is answering."""
-    service.answering.add(session)
-    try:
-        async with aclosing(steps):
-            async for step in steps:
-                yield step
-    finally:
-        service.answering.discard(session)
+@dataclass
+class _Session:
+    """Where the engine keeps what it computes of a response: `name`, known for certain once its steps have begun."""
+
+    name: str
+
+    async def alone(
+        self, service: Service, answers: Callable[[], AsyncGenerator[Step, None]], other: str
+    ) -> AsyncGenerator[Step, None]:
+        """The steps of `answers`, while everybody knows that the session is answering. The second of two answers to one
+        response at once goes into a session of its own, `other`."""
+        self.name = other if self.name in service.answering else self.name
+        service.answering.add(self.name)
+        try:
+            async with aclosing(answers()) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            service.answering.discard(self.name)
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
