@@ -15,7 +15,9 @@ import torch
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, InputError, SamplingParams
+from offload_rt import LLM, InputError, PoolFullError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.engine import neighbours
 
 SHORT = SamplingParams(max_tokens=12, temperature=0)
 POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": {"policy_options": {"recent": 16}}}
@@ -51,6 +53,38 @@ def test_threads_get_the_tokens_that_they_would_get_alone(
         found = [future.result() for future in [threads.submit(call) for call in calls]]
     assert found == expected
     llm.runner.check_integrity()
+
+
+def test_threads_wait_for_the_room_that_others_free() -> None:
+    """Four chunks, of which each needs three in the end: whoever finds no room gives way, and is answered later."""
+    params, prompts = SamplingParams(max_tokens=40, temperature=0), [tiny_prompt(100, seed=i) for i in range(3)]
+    expected = [output.outputs[0].token_ids for output in tight(40).generate(prompts, params)]
+    llm = tight(4)
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(llm.generate, [prompt], params) for prompt in prompts]
+        assert [one.result()[0].outputs[0].token_ids for one in asked] == expected
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is not read on holds its rows: that is said at once in its own thread, and soon in another one."""
+    llm = tight(3)
+    stream = llm.stream(tiny_prompt(100), SHORT)
+    next(stream)
+    with pytest.raises(PoolFullError):
+        llm.generate(tiny_prompt(100, seed=1), SHORT)
+    monkeypatch.setattr(neighbours, "PATIENCE", 0.05)
+    next(stream)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(PoolFullError):
+        threads.submit(llm.generate, tiny_prompt(100, seed=1), SHORT).result(20)
+    stream.close()  # type: ignore[attr-defined]
+
+
+def tight(chunks: int) -> LLM:
+    """With a pool of so many chunks."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    return LLM(model, policy="full", host_memory=chunks * 2 * 2 * 2 * 16 * CHUNK * 4, verify="off")
 
 
 def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Engine:
         """One step: a new token for everything that runs, and prefill work for at most one request. Raises the error
         of one that has failed (PoolFullError where it can never fit), before anything else happens: it has left the
         queue, and the others go on with the next step. Engines of several threads take turns on their pool, step by
-        step.
+        step; one that has no room for anything waits a moment.
 
         What ends is durable (`Request.persist`) before its last output is returned, and is written while others may use
         the pool: a disk that blocks holds up this engine alone. Nobody else touches what is written meanwhile: the
@@ -90,7 +90,10 @@ class Engine:
                 self.scheduler.allocate()
                 self.scheduler.admit()
                 self._report_failures()
-                return self._decode() + self._advance_prefill()
+                events = self._decode() + self._advance_prefill()
+                self.scheduler.neighbour.stepped()
+            self.scheduler.neighbour.wait()
+            return events
         finally:
             self.scheduler.failed.extend(self._persist())
 
@@ -177,7 +180,7 @@ class Engine:
             events = request.accept(self.runner, logits)
         except PoolFullError as error:  # beams that fork; they start again when there is room
             if self.scheduler.running == [request]:
-                self.scheduler.fail(request, error)
+                self.scheduler.stop(request, error)
             else:
                 self.scheduler.preempt(request)
             return []

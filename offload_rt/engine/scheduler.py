@@ -6,6 +6,7 @@ from collections import deque
 
 from ..errors import OffloadError, PoolFullError
 from ..forward.prefill import Prefill
+from .neighbours import Neighbour
 from .request import Request
 from .runner import Runner
 from .swap import Swap, SwappedSequence
@@ -16,7 +17,8 @@ class Scheduler:
     running sequence besides; it then grows chunk by chunk. When the pool runs out, the youngest is preempted: it keeps
     its tokens and goes back to the head of the queue. When there is room its rows come back from disk, if there is a
     `swap` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest is
-    never preempted, so something always finishes; one that would not fit an empty pool is refused at once.
+    never preempted, so something always finishes; one that would not fit an empty pool is refused at once. Where
+    engines of other threads use the same pool, the only one here gives way to theirs, and waits for what they free.
 
     Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them. What could
     not go on has left them and is in `failed`, with its error, until the engine says so."""
@@ -31,11 +33,17 @@ class Scheduler:
         self.ended: deque[Request] = deque()
         self.preemptions = self.restored = 0
         self._full = False
+        self.neighbour = Neighbour(runner.pool, self)
+
+    @property
+    def holds(self) -> bool:
+        """Whether something prefills or runs."""
+        return bool(self.prefilling or self.running)
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits, prefills or runs."""
-        return not (self.waiting or self.prefilling or self.running)
+        return not (self.waiting or self.holds)
 
     def add(self, request: Request) -> None:
         """Queues a request behind those that wait."""
@@ -44,7 +52,7 @@ class Scheduler:
     def admit(self) -> None:
         """Starts the prefill of the next request, if none is running, one waits and it fits now; one that comes back
         from disk runs at once. One whose `start` raises fails; of a PoolFullError only where nothing runs that could
-        free chunks."""
+        free chunks, here or in another thread's engine."""
         if self.prefilling is not None or not self.waiting or self._full:
             return
         request = self.waiting[0]
@@ -62,9 +70,10 @@ class Scheduler:
             request.drop(self._runner)
             if isinstance(error, PoolFullError) and self.running:
                 self._full = True  # until somebody leaves: trying every step would cost every step
-                return
-            self.fail(request, error)
+            elif not isinstance(error, PoolFullError) or not self.neighbour.may_free():
+                self.fail(request, error)
             return
+        self.neighbour.found_room()
         self.waiting.popleft()
         request.times.scheduled()
         self._discard_swapped(request)
@@ -118,9 +127,17 @@ class Scheduler:
                     break
                 except PoolFullError as error:
                     if self.prefilling is None and self.running == [request]:
-                        self.fail(request, error)
+                        self.stop(request, error)
                         break
                     self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
+
+    def stop(self, request: Request, error: PoolFullError) -> None:
+        """Of one that runs alone and has no room: it waits for what other threads' engines free, or else fails."""
+        if not self.neighbour.may_free():
+            self.fail(request, error)
+            return
+        self.preempt(request)
+        self._full = False
 
     def fail(self, request: Request, error: Exception) -> None:
         """Ends a request that cannot go on; it holds nothing any more, and what it has written stays with it."""
@@ -160,6 +177,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out of wherever it is."""
         self._full = False
+        self.neighbour.found_room()
         self._discard_swapped(request)
         for sequence in request.sequences:
             self._runner.expect(sequence, 0)
