@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,10 @@ _WIDE = ("-mprefer-vector-width=512",) if platform.machine().lower() in ("x86_64
 FLAGS = ("-O3", "-march=native", *_WIDE, "-fno-math-errno", "-fno-trapping-math", "-std=c11", "-pthread")
 MOST_QUERIES = 32
 """The largest group that it takes."""
+
+WORTH_A_THREAD = 1 << 18
+"""Scores for each thread that computes them, or weighs values by them, in about half a millisecond: beginning a thread
+is not felt then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +48,14 @@ class LowBitLibrary:
         first, stop = tokens.start // BLOCK * BLOCK, -(-tokens.stop // BLOCK) * BLOCK
         scores = torch.empty(heads, group, stop - first)
         peak, lse = torch.empty(2, heads, group)
-        self.library.score(
-            *_pages(pages), heads, group, _pointer(q), _pointer(mean), *_ends(tokens),
-            *map(_pointer, (scores, peak, lse)),
-        )  # fmt: skip
+
+        def some(own: slice) -> None:
+            self.library.score(
+                *_pages(pages, own.start), own.stop - own.start, group, _pointer(q[own]), _pointer(mean[own]),
+                *_ends(tokens), *(_pointer(found[own]) for found in (scores, peak, lse)),
+            )  # fmt: skip
+
+        _by_heads(heads, group * len(tokens), some)
         return ScoredTokens(scores[:, :, tokens.start - first : tokens.stop - first], peak, lse)
 
     def select(self, found: ScoredTokens, alpha: float, limit: int) -> torch.Tensor:
@@ -66,14 +76,19 @@ class LowBitLibrary:
         """Attention with the scores of `tokens` that are not in skip int64 `[Hkv, m]`, capped: out `[Hkv, G, d]` and
         lse `[Hkv, G]`."""
         heads, group, _ = found.scores.shape
-        first, skip = tokens.start // BLOCK * BLOCK, skip.contiguous()
-        scores = ctypes.c_void_p(found.scores.data_ptr() - (tokens.start - first) * found.scores.element_size())
-        hidden = torch.empty(found.scores.stride(1), dtype=torch.uint8)
+        before, skip = tokens.start % BLOCK * found.scores.element_size(), skip.contiguous()
+        hidden = torch.empty(heads, found.scores.stride(1), dtype=torch.uint8)
         out, lse = torch.empty(heads, group, self.head_dim), torch.empty(heads, group)
-        self.library.mix(
-            *_pages(pages), heads, group, scores, _pointer(found.peak), *_ends(tokens), _pointer(skip),
-            ctypes.c_int64(skip.shape[1]), ctypes.c_float(softcap or 0.0), *map(_pointer, (hidden, out, lse)),
-        )  # fmt: skip
+
+        def some(own: slice) -> None:
+            scores = ctypes.c_void_p(found.scores[own].data_ptr() - before)
+            self.library.mix(
+                *_pages(pages, own.start), own.stop - own.start, group, scores, _pointer(found.peak[own]),
+                *_ends(tokens), _pointer(skip[own]), ctypes.c_int64(skip.shape[1]), ctypes.c_float(softcap or 0.0),
+                *(_pointer(room[own]) for room in (hidden, out, lse)),
+            )  # fmt: skip
+
+        _by_heads(heads, group * len(tokens), some)
         return out, lse
 
     def store(self, pages: Pages, rows: torch.Tensor, start: int, *, values: bool) -> None:
@@ -83,8 +98,21 @@ class LowBitLibrary:
         self.library.store(*_pages(pages), len(rows), ctypes.c_int64(start), count, _pointer(rows), int(values))
 
 
-def _pages(pages: Pages) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
-    return _pointer(pages.addresses), ctypes.c_int64(pages.offset)
+def _by_heads(heads: int, scores: int, some: Callable[[slice], None]) -> None:
+    """Does `some` of all heads, each of which has so many scores: by as many threads as torch has, where that is worth
+    beginning them."""
+    threads = min(torch.get_num_threads(), heads, heads * scores // WORTH_A_THREAD)
+    if threads <= 1:
+        some(slice(0, heads))
+        return
+    edges = [heads * thread // threads for thread in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(some, map(slice, edges, edges[1:])))
+
+
+def _pages(pages: Pages, head: int = 0) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    """Where the rows of the heads from `head` on lie."""
+    return _pointer(pages.addresses), ctypes.c_int64(pages.offset + head * pages.tensors[0].stride(1))
 
 
 def _ends(tokens: range) -> tuple[ctypes.c_int64, ctypes.c_int64]:

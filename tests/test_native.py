@@ -88,6 +88,21 @@ def test_a_compiler_that_fails_is_said_and_done_without(
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
+def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and nothing changes."""
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
+    monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
+    found = []
+    for threads in (1, 2, 5, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        asked = low_bit_cpu.ask(q, mean, storage, LAYOUT, range(70, 190))
+        chosen = asked.top(9) + 70
+        found.append((asked.scores, chosen, *asked.tail(chosen)))
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+
+
 def test_a_compiler_may_be_a_command_with_arguments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `ccache cc`."""
     if native.low_bit(32, 2, 1) is None:
