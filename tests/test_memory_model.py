@@ -154,6 +154,20 @@ def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypa
     )
 
 
+def test_contexts_that_are_attended_to_as_a_whole_are_fetched_so() -> None:
+    """A longer one has been as short before."""
+    shape = load_shape(tiny_model("llama"))
+    options = {"dense_until": 500, "max_fraction": 0.1, "dense_layers": (1,)}
+    whole, selecting = (
+        DeviceCosts(shape, memory_demand("auto", given, shape.geometry, shape.dtype), 512)
+        for given in (options, options | {"dense_until": 0})
+    )
+    tokens = (400, 600, 9000)
+    assert [whole.fetched(n, 0) for n in tokens] == [400, 500, 900]
+    assert [selecting.fetched(n, 0) for n in tokens] == [40, 60, 900]
+    assert whole.fetched(9000, 1) == 9000
+
+
 def test_requirements_by_hand() -> None:
     full = costs_of("llama", torch.bfloat16, None)  # 4 layers, 2 KV heads of 16, hidden 64
     token = 2 * 2 * 16 * 2  # K and V of a token and layer in bfloat16

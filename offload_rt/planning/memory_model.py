@@ -78,7 +78,9 @@ class DeviceCosts:
         """The most tokens that a layer of a sequence fetches; past the last layer none, and what slides is resident."""
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
-        return context if layer in self.demand.dense else max(1, int(self.demand.share * context))
+        if layer in self.demand.dense:
+            return context
+        return max(1, int(self.demand.share * context), min(context, self.demand.whole))
 
     def link_bytes(self, context: int) -> int:
         """The most that crosses the link for one step of a sequence: rows as the model has them."""

@@ -17,6 +17,7 @@ class MemoryDemand:
     basis_bytes: bytes that all sequences share and that lie where the scoring keys do.
     guess_bytes: bytes that correct a guessed query; on the device wherever the scoring keys lie.
     weights_at_once: most attention weights of a prompt that the policy computes together; 0 where it computes none.
+    whole: contexts of up to so many tokens are fetched as a whole, whatever the share.
     """
 
     dense: tuple[int, ...]
@@ -27,6 +28,7 @@ class MemoryDemand:
     basis_bytes: int = 0
     guess_bytes: int = 0
     weights_at_once: int = 0
+    whole: int = 0
 
     def scoring_bytes(self, layers: int, context: int) -> int:
         """Bytes of the selection data of `context` tokens in a model of `layers` layers, without what is allocated

@@ -237,6 +237,7 @@ class InfiniGen:
             key_page=0 if options.tail == "off" else PAGE_TOKENS,
             basis_bytes=bases + artifact_bytes(geometry),
             guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
+            whole=options.whole,
         )
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:

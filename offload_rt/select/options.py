@@ -157,6 +157,11 @@ class InfiniGenOptions(PolicyOptions):
         """How scoring keys are stored where there is no tail."""
         return "int8" if self.scorer == "auto" else self.scorer
 
+    @property
+    def whole(self) -> int:
+        """Contexts of up to so many tokens are attended to as a whole, on a device too."""
+        return 0
+
     def lineage_value(self, name: str) -> Any:
         """Options that are the same as before there was "auto" have the same lineage, with a tail too."""
         if name == "source" and self.source == "auto":
@@ -180,6 +185,11 @@ class AutoOptions(InfiniGenOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.dense_until is None or self.dense_until >= 0, f"dense_until={self.dense_until} must not be negative")
+
+    @property
+    def whole(self) -> int:
+        """As `dense_until` says."""
+        return self.dense_until or 0
 
 
 @register_policy("h2o", "offload_rt.select.h2o:H2O")
