@@ -221,6 +221,7 @@ def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
         ({"messages": user("x"), "max_tokens": 2000}, "max_tokens", "limit of 1,000"),
         ({"messages": user("x"), "seed": 10**30}, "seed", "less"),
         ({"messages": user("x"), "n": 2, "temperature": 0}, None, "temperature above 0"),
+        ({"messages": user("x"), "bad_words": ["x"] * 1001}, "bad_words", "at most 1000"),
         ({"messages": user("x"), "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"messages": user("x"), "logit_bias": {"a": 1}}, "logit_bias", "no token id"),
         ({"messages": user("x"), "tool_choice": "required"}, "tool_choice", "no tools"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from transformers import (
@@ -57,7 +58,7 @@ def constraints(
     if params.min_tokens and ends:
         found.append(MinNewTokensLengthLogitsProcessor(prompt, params.min_tokens, sorted(ends), device=str(device)))
     if params.allowed_token_ids is not None:
-        allowed = list(params.allowed_token_ids)
+        allowed: Any = torch.tensor(sorted(set(params.allowed_token_ids)), device=device)
         found.append(PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed, params.num_beams))
     found.extend(params.logits_processors)
     return found
@@ -65,9 +66,9 @@ def constraints(
 
 def bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Tokens of each bad word, at the beginning of a text and, behind a space, within one."""
-    spelled = (text for word in params.bad_words for text in (word.strip(), f" {word.strip()}"))
-    found = (tuple(map(int, tokenizer(text, add_special_tokens=False)["input_ids"])) for text in spelled)
-    return [list(ids) for ids in dict.fromkeys(found) if ids]
+    spelled = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
+    found: Any = tokenizer(spelled, add_special_tokens=False)["input_ids"]
+    return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
 
 
 def check_answerable(params: SamplingParams, model: LoadedModel) -> None:

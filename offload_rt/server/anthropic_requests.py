@@ -9,7 +9,7 @@ from pydantic import Field
 
 from .conversation import Conversation, call_message, text_of
 from .errors import refused
-from .openai_requests import Body, Count
+from .openai_requests import Body, Count, Texts
 
 
 class Turn(Body):
@@ -49,7 +49,7 @@ class MessagesRequest(CountRequest):
     """`POST /v1/messages`."""
 
     max_tokens: Count
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: Texts | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None

@@ -11,6 +11,8 @@ INT64 = 2**63 - 1
 Whole = Annotated[int, Field(ge=-INT64, le=INT64)]
 TokenIds = list[Annotated[int, Field(ge=0, le=INT64)]]
 Count = Annotated[int, Field(ge=1, le=INT64)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=1000)]
+"""Few enough that looking for them holds up nobody else's tokens."""
 Choices = Annotated[int, Field(ge=1, le=128)]
 
 
@@ -48,7 +50,7 @@ class SampledBody(Body):
     max_tokens: Count | None = None
     n: Choices | None = None
     seed: Whole | None = None
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop: Annotated[str, Field(min_length=1)] | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -60,7 +62,7 @@ class SampledBody(Body):
     min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     stop_token_ids: TokenIds | None = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
