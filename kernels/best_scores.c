@@ -76,14 +76,14 @@ static int64_t gather(const float *restrict values, const uint8_t *restrict pass
 
 /* Selects among n tokens: chosen [heads][limit], of which the first ones of each head, as many as are returned, rise.
 That many are, of all heads and `group` queries of each, the mean of how many scores are within alpha of the largest,
-rounded up, at least 1, at most `limit`: the tokens with the largest score - lse of a head's queries, among those that
+rounded up, at most `limit`: the tokens with the largest score - lse of a head's queries, among those that
 pass any; of equals the first. values [heads][n], sorted [n], passing [2][n], tokens [n] are room. */
 int64_t select_best(const float *scores, int64_t stride, int heads, int group, int64_t n, const float *peaks,
                     const float *lses, float alpha, int64_t limit, float *values, float *sorted, uint8_t *passing,
                     int64_t *tokens, int64_t *chosen) {
     int64_t within = rank(scores, stride, heads, group, n, peaks, lses, alpha, values, passing);
     int64_t mean = (within + heads * group - 1) / (heads * group), most = mean < limit ? mean : limit;
-    if (most < 1) most = 1;
+    if (most < 1) return 0; /* scores that are no numbers */
     for (int head = 0; head < heads; head++, values += n, chosen += limit) {
         int64_t count = gather(values, passing, n, low_guess(values, n, most, sorted), passing + n, tokens);
         if (count < most) count = gather(values, passing, n, -INFINITY, passing + n, tokens);

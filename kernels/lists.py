@@ -162,7 +162,7 @@ def select_tokens(
             continue
         scores = found.scores[own, :, start:stop]
         passing = scores >= maximum[own].unsqueeze(-1) - alpha
-        n = min(max(1, min(-(-int(passing.sum()) // (kv_heads * group)), limit)), cap)
+        n = min(-(-int(passing.sum()) // (kv_heads * group)), limit, cap)
         passed = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
         lse = lses[own].masked_fill(lses[own].isneginf(), 0).unsqueeze(-1)
         values = group_scores(scores, None if group == 1 else lse)

@@ -156,10 +156,9 @@ def floor_share(share: float, of: int) -> int:
 
 def token_count(passing: int, heads: int, candidates: int, max_fraction: float) -> int:
     """Tokens of a layer: the mean over `heads` query heads of how many tokens pass (`passing` in all), rounded up, at
-    least 1, at most `max_fraction` of the candidates but at least 1 (paper §4.3). 0 without candidates."""
-    if candidates == 0:
-        return 0
-    return max(1, min(-(-passing // heads), floor_share(max_fraction, candidates)))
+    most `max_fraction` of the candidates but at least 1 (paper §4.3). 0 where none passes: there are no candidates, or
+    their scores are no numbers."""
+    return min(-(-passing // heads), max(1, floor_share(max_fraction, candidates)))
 
 
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
@@ -343,7 +342,10 @@ def _top_of_row(values: Array, n: int) -> npt.NDArray[np.int64]:
             tokens, among = above, values.take(above)
     least = np.sort(among)[len(among) - n]
     kept = among >= least
-    if spare := int(np.count_nonzero(kept)) - n:
+    spare = int(np.count_nonzero(kept)) - n
+    if spare < 0:  # values that are no numbers, which sort behind all others
+        return np.arange(n)
+    if spare:
         tied = np.flatnonzero(among == least)
         kept[tied[len(tied) - spare :]] = False
     places: npt.NDArray[np.int64] = np.flatnonzero(kept)

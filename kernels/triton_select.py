@@ -102,7 +102,7 @@ def _count(
     """n of sequence b, as `selection.token_count`, under `cap`."""
     block = tl.arange(0, MARKED)
     passes = tl.sum(tl.load(passing + b * marked + block, mask=block < marked, other=0), 0)
-    return tl.minimum(tl.minimum(tl.maximum((passes + heads - 1) // heads, 1), tl.load(limits + b)), cap)
+    return tl.minimum(tl.minimum((passes + heads - 1) // heads, tl.load(limits + b)), cap)
 
 
 @triton.jit

@@ -216,3 +216,11 @@ def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, mo
     out = attend_causal(q, k, v, 0.125, None, softcap=30.0)
     expected = attend_causal(q.double(), k.double(), v.double(), 0.125, None, softcap=30.0)
     assert (out.double() - expected).abs().max() < 2 * torch.finfo(dtype).eps
+
+
+def test_of_a_part_none_may_be_meant() -> None:
+    q, k, v = random_rows(1, 2, 2, 1, 30, 16, torch.float32)
+    nothing = KVPart(k * math.nan, v, torch.zeros(2, dtype=torch.int32))
+    for cap in (None, 2.0):
+        whole, alone = (attend(q[:, 0], parts, 0.3, cap) for parts in ([KVPart(k, v), nothing], [KVPart(k, v)]))
+        torch.testing.assert_close(whole, alone)

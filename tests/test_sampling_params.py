@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from offload_rt import LLM, ConfigError, InputError, SamplingParams
+from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams
 from offload_rt.engine.detokenizer import TextStream
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sampler import Sampler
@@ -208,6 +209,26 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
     assert llm.runner.pool.bytes_held == 0
     with pytest.raises(ArithmeticError):
         llm.generate(PROMPT, SamplingParams(logits_processors=[Remembers(10)]))
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "full"}, {}, {"policy_options": {"preset": "rows"}}, {"exact": "sparse"}]
+)
+def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any]) -> None:
+    """In its prompt, or in what is decoded: here by a token whose embedding is no number."""
+    model, failed = tiny_model("llama", **NEVER_ENDS), list[Exception]()
+    llm = LLM(model, host_memory="8MiB", **options)
+    model.model.embed_tokens.weight.data[5] = torch.nan
+    engine = Engine(llm.runner, max_batch=4, on_failure=lambda _, error: failed.append(error))
+    prompts = [tiny_prompt(90, seed=seed) for seed in range(3)]
+    prompts = [[token + (token == 5) for token in prompt] for prompt in prompts]
+    greedy = SamplingParams(max_tokens=8, temperature=0, allowed_token_ids=[6, 7, 8])
+    wild = [engine.add([*prompts[0], 5], greedy), engine.add(prompts[1], replace(greedy, allowed_token_ids=[5]))]
+    calm = engine.add(prompts[2], greedy)
+    while not engine.idle:
+        engine.step()
+    assert [type(error) for error in failed] == [ModelError, ModelError] and "no numbers" in str(failed[0])
+    assert [each.finish_reason for each in (*wild, calm)] == ["abort", "abort", "length"]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,16 @@ def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -
     assert as_sets(top_tokens(values, n)) == as_sets(top_tokens_reference(values, n))
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_of_scores_that_are_no_numbers_none_passes(group: int) -> None:
+    """Of those of one head alone any tokens are its best."""
+    scores = torch.randn(2, group, 100)
+    assert select_tokens(scores * math.nan, 4.0, 0.1).shape == (2, 0)
+    scores[0] = math.nan
+    for found in (select_tokens(scores, 4.0, 0.1), top_tokens(scores[:, 0], 7)):
+        assert ((found >= 0) & (found < 100)).all() and all(len(set(row)) == len(row) > 0 for row in found.tolist())
+
+
 @pytest.mark.parametrize("sampled", [-10.0, 10.0])
 def test_a_misleading_sample_changes_nothing(sampled: float) -> None:
     values = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0))

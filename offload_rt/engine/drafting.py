@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..config import DraftOptions
-from ..errors import InputError, PoolFullError
+from ..errors import InputError, ModelError, PoolFullError
 from ..forward.sequence import Sequence
 from .draft_model import DraftModel
 from .draft_source import Acceptance, Costs, Lookup
@@ -159,7 +159,7 @@ class Drafting:
                 sequence = draft.sequence
                 try:
                     token = samplers[draft].pick(row, sequence.tokens, len(draft.request.prompt.token_ids))
-                except InputError:  # nothing may follow the draft; whether it is right is not known yet
+                except (InputError, ModelError):  # nothing may follow the draft; whether it is right is not known yet
                     draft.decoded = len(draft.tokens)
                     continue
                 sequence.tokens.append(token)

@@ -24,22 +24,29 @@ def attend(
         whole, whole_lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
         return whole.to(q.dtype).view(heads, d), whole_lse.view(heads)
     grouped = q.view(parts[0].shape[0], -1, d)
+    if softcap is not None:
+        parts = [_known(part) for part in parts]
     done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.shape[1]]
     out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
     return out.to(q.dtype).reshape(heads, d), lse.reshape(heads)
+
+
+def _known(part: KVPart) -> KVPart:
+    """The rows of a part that are meant: the device is asked how many, where it alone knows."""
+    if part.counts is None:
+        return part
+    meant = int(part.counts[0])
+    return KVPart(part.k[:, :meant], part.v[:, :meant])
 
 
 def _attend_part(
     q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.attend_part`, the values weighted where the part has them; of a part with counts
-    `kernels.lists.attend_counted`, which caps no scores: then the device is asked how many rows are meant. On a
-    processor that multiplies bfloat16 by `kernels.causal_cpu`. q `[Hkv, G, d]`."""
-    if part.counts is not None and softcap is None:
-        return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
+    `kernels.lists.attend_counted`, which caps no scores. On a processor that multiplies bfloat16 by
+    `kernels.causal_cpu`. q `[Hkv, G, d]`."""
     if part.counts is not None:
-        meant = int(part.counts[0])
-        part = KVPart(part.k[:, :meant], part.v[:, :meant])
+        return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
     if (library := causal_cpu.takes(q)) is not None:
         if (rows := part.scattered) is not None:
             return causal_cpu.attend_scattered(library, q, rows, scale, softcap)
