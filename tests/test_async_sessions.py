@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from support.tiny_models import VOCAB, tiny_model
 
 from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams, SessionBusyError, StoreError
+from offload_rt.engine.swap import Swap
 from offload_rt.forward.prefill import Prefill
 from offload_rt.sessions import whole_prompts
 from offload_rt.sessions.session import Session
@@ -139,6 +141,27 @@ def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
             return found
 
     assert asyncio.run(run()).finished
+
+
+def test_a_turn_that_gives_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others' rows go to disk: a turn's are the session's, which has them there already."""
+    monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
+    model, params = tiny_model("llama", num_hidden_layers=2), SamplingParams(max_tokens=60, temperature=0)
+    prompts = [prompt(100, seed) for seed in (1, 2, 3, 4)]
+    roomy = LLM(model, policy="full", host_memory="8MiB").generate(prompts, params)
+    llm = LLM(model, policy="full", host_memory="256KiB", swap=tmp_path / "swap")  # eight chunks, each needs three
+
+    async def answer(engine: AsyncLLM, number: int) -> list[int]:
+        outputs = engine.generate(prompts[number], params, session=f"s{number}")
+        return [output async for output in outputs][-1].outputs[0].token_ids
+
+    async def run() -> list[list[int]]:
+        async with AsyncLLM(llm, store=tmp_path / "store") as engine:
+            return await asyncio.gather(*(answer(engine, number) for number in range(4)))
+
+    assert asyncio.run(run()) == [each.outputs[0].token_ids for each in roomy]
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
 
 
 def refuse(store: object, name: str, data: bytes) -> None:

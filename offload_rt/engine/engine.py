@@ -63,12 +63,12 @@ class Engine:
             request = BeamSearchRequest(prompt, params, model.tokenizer, model.eos_token_ids)
         else:
             request = SampledRequest(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
-        self.submit(request)
+        self.scheduler.add(request)
         return request
 
     def submit(self, request: Request) -> None:
-        """Queues a request that somebody else made, such as a turn of a session."""
-        self.scheduler.add(request)
+        """Queues a request that somebody else made, such as a turn of a session, whose rows are the session's."""
+        self.scheduler.add(request, swaps=False)
 
     @property
     def idle(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from weakref import WeakSet
 
 from ..errors import OffloadError, PoolFullError
 from ..forward.prefill import Prefill
@@ -26,6 +27,7 @@ class Scheduler:
     def __init__(self, runner: Runner, max_batch: int, swap: Swap | None = None) -> None:
         self._runner, self._max_batch, self._swap = runner, max_batch, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
+        self._stay: WeakSet[Request] = WeakSet()
         self.waiting: deque[Request] = deque()
         self.prefilling: tuple[Request, Prefill] | None = None
         self.running: list[Request] = []
@@ -45,9 +47,12 @@ class Scheduler:
         """Whether nothing waits, prefills or runs."""
         return not (self.waiting or self.holds)
 
-    def add(self, request: Request) -> None:
-        """Queues a request behind those that wait."""
+    def add(self, request: Request, *, swaps: bool = True) -> None:
+        """Queues a request behind those that wait. swaps: what it holds is its own, so that its rows may go to disk and
+        come back without it."""
         self.waiting.append(request)
+        if not swaps:
+            self._stay.add(request)
 
     def admit(self) -> None:
         """Starts the prefill of the next request, if none is running, one waits and it fits now; one that comes back
@@ -163,7 +168,7 @@ class Scheduler:
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
         """Writes the rows of a running request to disk where that is the cheaper way to have them again."""
-        if self._swap is None or request not in self.running or request.tokens is None:
+        if self._swap is None or request in self._stay or request not in self.running or request.tokens is None:
             return None
         [sequence] = request.sequences
         return self._swap.swap_out(sequence, sum(len(one.sequences) for one in self.running))
