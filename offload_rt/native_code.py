@@ -10,7 +10,6 @@ import functools
 import hashlib
 import logging
 import os
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,7 +25,8 @@ _TELLING = (b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features
 def load_library(source: Path, flags: Sequence[str], without: str) -> ctypes.CDLL | None:
     """The library that `source` compiles to with `flags`; None where it cannot be, and then the log says that what the
     code is for happens `without` it."""
-    named, *options = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    given = os.environ.get("CC", "").strip() or "cc"
+    named, *options = [given] if shutil.which(given) else given.split()
     compiler = shutil.which(named)
     if compiler is None:
         _log.info("%s: there is no compiler %s", without, named)

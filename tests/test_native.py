@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,13 +104,18 @@ def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
 
 
-def test_a_compiler_may_be_a_command_with_arguments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `ccache cc`."""
+@pytest.mark.parametrize("named", ["env cc", "a folder/cc", " "])
+def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `ccache cc`; or a path with spaces in it; or nothing."""
     if native.low_bit(32, 2, 1) is None:
         pytest.skip("no C compiler")
-    monkeypatch.setenv("CC", "env cc")
+    folder = cache.parents[1] / "a folder"
+    folder.mkdir()
+    (folder / "cc").symlink_to(str(shutil.which("cc")))
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("CC", named)
     native._load.cache_clear()
-    assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 4
+    assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == (2 if named == " " else 4)
 
 
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
