@@ -76,6 +76,8 @@ def test_foreign_names_and_foreign_pages(url: str, tokenizer: PreTrainedTokenize
     with served(scripted, cors_origins=("https://a.example",), allowed_hosts=("b.example",)) as address:
         allowed = httpx2.options(f"{address}/v1/models", headers=asks)
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        refused = httpx2.get(f"{address}/health", headers={"host": "c.example", "origin": "https://a.example"})
+        assert refused.status_code == 403 and refused.headers["access-control-allow-origin"] == "https://a.example"
         asks["origin"] = "https://c.example"
         assert "access-control-allow-origin" not in httpx2.options(f"{address}/v1/models", headers=asks).headers
         assert httpx2.get(f"{address}/health", headers={"host": "b.example"}).status_code == 200

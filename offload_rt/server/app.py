@@ -53,7 +53,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_tools(app, service)
     _add_state(app, service)
     add_page(app)
-    if options.cors_origins:
+    app.add_middleware(Gate, options=options)
+    if options.cors_origins:  # around the gate: a page from elsewhere is to read why it was refused
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -61,7 +62,6 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID],
         )
-    app.add_middleware(Gate, options=options)
     return app
 
 
