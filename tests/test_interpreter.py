@@ -50,3 +50,40 @@ def _unequal(a, out) -> None:
 def test_shapes_that_do_not_go_together_are_an_error() -> None:
     with pytest.raises(Exception, match="incompatible dimensions"):
         _unequal[(1,)](torch.zeros(4), torch.zeros(4))
+
+
+@triton.jit
+def _masked(a, bits, out, n) -> None:
+    """What is there of `a`, else -1, and its bits; of both halves what is positive, as a wider number."""
+    at = tl.arange(0, 2)[:, None].to(tl.int64) * 4 + tl.arange(0, 4)[None, :]
+    there = (at < n) & (at >= 1)
+    row = tl.load(a + at, mask=there, other=-1.0)
+    tl.store(bits + at, row.to(tl.int32, bitcast=True))
+    tl.store(out + at, row.to(tl.float64), mask=(row > 0.5) | (at == n))
+
+
+def test_loads_masks_and_casts_are_torchs() -> None:
+    """Bits that are taken for an integer are no number that is rounded to one."""
+    a = torch.tensor([9.0, 0.75, -2.0, 3.0, 0.5, 8.0, 7.0, 6.0])
+    bits, out = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.float64)
+    _masked[(1,)](a, bits, out, 6)
+    row = torch.tensor([-1.0, 0.75, -2.0, 3.0, 0.5, 8.0, -1.0, -1.0])
+    assert torch.equal(bits, row.view(torch.int32))
+    assert out.tolist() == [0, 0.75, 0, 3.0, 0, 8.0, -1.0, 0]
+
+
+@triton.jit
+def _wrong(a, out, KIND: tl.constexpr) -> None:
+    at = tl.arange(0, 4)
+    if KIND == "index":
+        tl.store(out + at, a + 1.5)
+    elif KIND == "mask":
+        tl.store(out + at, tl.load(a + at, mask=at[:, None] < 2, other=0.0))
+    else:
+        tl.store(out + tl.arange(0, 2), tl.load(a + at))
+
+
+@pytest.mark.parametrize("kind", ["index", "mask", "store"])
+def test_what_the_language_refuses_is_refused(kind: str) -> None:
+    with pytest.raises(Exception, match=r"IncompatibleType|incompatible|shape|Cannot"):
+        _wrong[(1,)](torch.zeros(4), torch.zeros(4), KIND=kind)

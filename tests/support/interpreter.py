@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from .interpreter_operators import operate_at_once
+
 
 def compiled(device: torch.device) -> bool:
     """Whether kernels on `device` run as hardware runs them, and may be given its sizes: on a simulated device they are
@@ -30,6 +32,7 @@ def interpreted_quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, _language_patched_once(interpreter, patch):
         _remember_types(interpreter, patch)
         _skip_what_changes_nothing(patch)
+        operate_at_once(interpreter, patch)
         yield
 
 

@@ -1,0 +1,266 @@
+"""Operators, loads and stores of Triton's language as one operation of numpy each, under the interpreter.
+
+Between an operator and numpy the interpreter has some thirty calls, which find out what becomes of two types and shapes.
+Where both operands have one type, or are signed integers, there is nothing to find out: numpy broadcasts and promotes as
+the language does. Everything else goes the interpreter's own way, errors included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+SIGNED = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}
+"""Bytes of the signed integers: of two the wider one is the result's."""
+
+FLOATS = ("fp16", "fp32", "fp64")
+"""What numpy computes itself; bfloat16 it does not know."""
+
+
+class Operators:
+    """The operators of `interpreter`, and what they have in common."""
+
+    def __init__(self, interpreter: Any) -> None:
+        from triton import language as tl
+
+        self.tl, self.interpreter, self.tensor = tl, interpreter, tl.tensor
+        self.builder, self.semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+        self.types: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self.filled: dict[tuple[float, str, tuple[int, ...]], Any] = {}
+        self.constants: dict[tuple[Any, str], np.ndarray[Any, Any]] = {}
+        self.numpy_types = {
+            one.name: interpreter._get_np_dtype(one)
+            for one in (tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.float16, tl.float32, tl.float64)
+        }
+        self.limits = {name: (np.iinfo(name).min, np.iinfo(name).max) for name in SIGNED}
+
+    def result(self, data: np.ndarray[Any, Any], dtype: Any, block: bool) -> Any:
+        """A tensor of the language: a block of the shape of `data`, or a number."""
+        kind = dtype
+        if block:
+            kind = self.types.get((dtype.name, data.shape))
+            if kind is None:
+                kind = self.types[dtype.name, data.shape] = self.tl.block_type(dtype, list(data.shape))
+        return self.tensor(self.handle(data, dtype), kind)
+
+    def handle(self, data: np.ndarray[Any, Any], dtype: Any) -> Any:
+        """What the interpreter computes with, without its check that numbers are no wider than `dtype`."""
+        made = object.__new__(self.interpreter.TensorHandle)
+        made.data, made.dtype, made.attr = data, dtype, {}
+        return made
+
+    def operands(self, lhs: Any, rhs: Any) -> tuple[Any, Any, Any, bool] | None:
+        """The arrays of both in the result's type, that type, and whether it is a block; None where the language has to
+        be asked."""
+        name = lhs.dtype.name
+        if type(rhs) is self.tensor:
+            block, other = lhs.type.is_block() or rhs.type.is_block(), rhs.dtype.name
+            if name == other and (name in SIGNED or name in FLOATS):
+                return lhs.handle.data, rhs.handle.data, lhs.dtype, block
+            if name in SIGNED and other in SIGNED:
+                dtype = lhs.dtype if SIGNED[name] > SIGNED[other] else rhs.dtype
+                to = self.numpy_types[dtype.name]
+                return lhs.handle.data.astype(to), rhs.handle.data.astype(to), dtype, block
+        elif type(rhs) is int and name in SIGNED and self.limits[name][0] <= rhs <= self.limits[name][1]:
+            return lhs.handle.data, self.constant(rhs, name), lhs.dtype, lhs.type.is_block()
+        elif type(rhs) is float and name == "fp32":
+            return lhs.handle.data, self.constant(rhs, name), lhs.dtype, lhs.type.is_block()
+        return None
+
+    def constant(self, value: float, name: str) -> np.ndarray[Any, Any]:
+        """`[1]`, which nobody writes to."""
+        if (value, name) not in self.constants:
+            self.constants[value, name] = np.array([value], dtype=self.numpy_types[name])
+        return self.constants[value, name]
+
+    def arithmetic(self, name: str, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
+        """A sum, difference or product. Integers that overflow are an error."""
+
+        def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
+            found = self.operands(lhs, rhs)
+            if found is None:
+                return usual(lhs, rhs, _semantic=self.semantic)
+            a, b, dtype, block = found
+            try:
+                if dtype.name not in SIGNED or dtype.name == "int64":
+                    return self.result(compute(a, b), dtype, block)
+                wide = compute(a, b, dtype=np.int64)
+            except ValueError:  # shapes that do not go together, which the language says
+                return usual(lhs, rhs, _semantic=self.semantic)
+            least, most = self.limits[dtype.name]
+            assert least <= wide.min() and wide.max() <= most, f"overflow of {dtype.name} in {name}"
+            return self.result(wide.astype(self.numpy_types[dtype.name]), dtype, block)
+
+        return operator
+
+    def sum(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        """Also of a pointer and a signed integer."""
+        of_numbers = self.arithmetic("__add__", usual, np.add)
+
+        def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
+            pointer = lhs.dtype
+            if not pointer.is_ptr():
+                return of_numbers(lhs, rhs)
+            if type(rhs) is int:
+                offset, block = np.array([rhs], dtype=np.int64), lhs.type.is_block()
+            elif type(rhs) is self.tensor and rhs.dtype.name in SIGNED:
+                offset, block = rhs.handle.data, lhs.type.is_block() or rhs.type.is_block()
+            else:
+                return usual(lhs, rhs, _semantic=self.semantic)
+            size = max(1, lhs.handle.get_element_ty().primitive_bitwidth // 8)
+            try:
+                return self.result(lhs.handle.data + size * offset.astype(np.uint64), pointer, block)
+            except ValueError:
+                return usual(lhs, rhs, _semantic=self.semantic)
+
+        return operator
+
+    def comparison(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
+        """Of two numbers each."""
+
+        def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
+            found = self.operands(lhs, rhs)
+            try:
+                if found is not None:
+                    return self.result(compute(found[0], found[1]), self.tl.int1, found[3])
+            except ValueError:
+                pass
+            return usual(lhs, rhs, _semantic=self.semantic)
+
+        return operator
+
+    def logic(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
+        """Of masks."""
+
+        def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
+            if type(rhs) is self.tensor and lhs.dtype.name == rhs.dtype.name == "int1":
+                try:
+                    data = compute(lhs.handle.data, rhs.handle.data)
+                    return self.result(data, lhs.dtype, lhs.type.is_block() or rhs.type.is_block())
+                except ValueError:
+                    pass
+            return usual(lhs, rhs, _semantic=self.semantic)
+
+        return operator
+
+    def index(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        """Further axes of one: `[:, None]`."""
+
+        def operator(block: Any, at: Any, _semantic: Any = None) -> Any:
+            plain = type(at) is tuple and all(one is None or one == slice(None) for one in at)
+            if plain and block.type.is_block():
+                return self.result(block.handle.data[at], block.dtype, True)
+            return usual(block, at, _semantic=self.semantic)
+
+        return operator
+
+    def cast(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        """Between signed integers, and to floats."""
+
+        def operator(value: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
+            name, to = value.dtype.name, getattr(dtype, "name", None)
+            numbers = to in FLOATS and name in FLOATS or name in SIGNED and (to in SIGNED or to in FLOATS)
+            if numbers and not rest and not named:
+                data = value.handle.data
+                data = data if name == to else data.astype(self.numpy_types[to])
+                return self.result(data, dtype, value.type.is_block())
+            return usual(value, dtype, *rest, **named | {"_semantic": self.semantic})
+
+        return operator
+
+    def load(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        """What pointers point to, where the mask says so, elsewhere `other`."""
+
+        def operator(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
+            element = getattr(pointer.dtype, "element_ty", None)
+            block = pointer.type.is_block()
+            known = element is not None and (element.name in SIGNED or element.name in FLOATS)
+            if not known or named or not self._masks(mask, block) or (mask is None and other is not None):
+                return usual(pointer, mask, other, **named, _semantic=self.semantic)
+            at = pointer.handle.data
+            instead = self._instead(other, element, at.shape)
+            try:
+                seen = self._seen(mask, at.shape)
+            except ValueError:
+                seen = None
+            if seen is None or instead is None:
+                return usual(pointer, mask, other, _semantic=self.semantic)
+            found = self.builder.create_masked_load(pointer.handle, seen, instead, None, None, False)
+            return self.result(found.data, element, block)
+
+        return operator
+
+    def store(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        """Numbers of the type that pointers point to, where the mask says so."""
+
+        def operator(pointer: Any, value: Any, mask: Any = None, **named: Any) -> Any:
+            element, block = getattr(pointer.dtype, "element_ty", None), pointer.type.is_block()
+            known = type(value) is self.tensor and element is not None and element.name == value.dtype.name
+            if not known or named or element.name not in self.numpy_types or element.name == "int1" or not block:
+                return usual(pointer, value, mask, **named, _semantic=self.semantic)
+            shape = pointer.handle.data.shape
+            try:
+                seen = self._seen(mask, shape) if self._masks(mask, block) else None
+                data = np.broadcast_to(value.handle.data, shape)
+            except ValueError:
+                seen = None
+            if seen is None or pointer.dtype.is_const():
+                return usual(pointer, value, mask, _semantic=self.semantic)
+            self.builder.create_masked_store(pointer.handle, self.handle(data, element), seen, None, None)
+            return None
+
+        return operator
+
+    def _masks(self, mask: Any, block: bool) -> bool:
+        """Whether it is a mask, for pointers that are a block or one."""
+        return mask is None or (
+            type(mask) is self.tensor and mask.dtype.name == "int1" and (block or not mask.type.is_block())
+        )
+
+    def _seen(self, mask: Any, shape: tuple[int, ...]) -> Any:
+        """The mask of pointers of this shape. Raises ValueError where it is of another."""
+        if mask is None:
+            return self._filled(True, self.tl.int1, shape)
+        data = mask.handle.data
+        return mask.handle if data.shape == shape else self.handle(np.broadcast_to(data, shape), self.tl.int1)
+
+    def _instead(self, other: Any, element: Any, shape: tuple[int, ...]) -> Any:
+        """What is loaded where a mask does not show what is there; None where the language must convert it."""
+        if other is None or (type(other) is int and other == 0) or (type(other) is float and element.name in FLOATS):
+            return self._filled(other or 0, element, shape)
+        return None
+
+    def _filled(self, value: float, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """The same number everywhere, which nobody writes to."""
+        key = value, dtype.name, shape
+        if key not in self.filled:
+            self.filled[key] = self.handle(np.full(shape, value, dtype=self.numpy_types[dtype.name]), dtype)
+        return self.filled[key]
+
+
+def operate_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Puts the operators in, before the interpreter puts its own around the language's."""
+    operators = Operators(interpreter)
+    tensor, tl = operators.tensor, operators.tl
+    patch.setattr(tensor, "__add__", operators.sum(tensor.__add__))
+    for name, compute in {
+        "__radd__": np.add,
+        "__sub__": np.subtract,
+        "__mul__": np.multiply,
+        "__rmul__": np.multiply,
+    }.items():
+        patch.setattr(tensor, name, operators.arithmetic(name, getattr(tensor, name), compute))
+    for name, compare in {
+        "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal,
+        "__eq__": np.equal, "__ne__": np.not_equal,
+    }.items():  # fmt: skip
+        patch.setattr(tensor, name, operators.comparison(getattr(tensor, name), compare))
+    for name, join in {"__and__": np.bitwise_and, "__or__": np.bitwise_or}.items():
+        patch.setattr(tensor, name, operators.logic(getattr(tensor, name), join))
+    patch.setattr(tensor, "__getitem__", operators.index(tensor.__getitem__))
+    patch.setattr(tensor, "to", operators.cast(tensor.to))
+    patch.setattr(tl, "load", operators.load(tl.load))
+    patch.setattr(tl, "store", operators.store(tl.store))
