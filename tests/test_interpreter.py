@@ -58,12 +58,14 @@ def _masked(a, bits, out, n) -> None:
     at = tl.arange(0, 2)[:, None].to(tl.int64) * 4 + tl.arange(0, 4)[None, :]
     there = (at < n) & (at >= 1)
     row = tl.load(a + at, mask=there, other=-1.0)
-    tl.store(bits + at, row.to(tl.int32, bitcast=True))
+    taken = row.to(tl.int32, bitcast=True)
+    tl.store(bits + at, taken)
+    row = taken.to(tl.float32, bitcast=True)
     tl.store(out + at, row.to(tl.float64), mask=(row > 0.5) | (at == n))
 
 
 def test_loads_masks_and_casts_are_torchs() -> None:
-    """Bits that are taken for an integer are no number that is rounded to one."""
+    """Bits that are taken for an integer, and for a number again, are no number that is rounded."""
     a = torch.tensor([9.0, 0.75, -2.0, 3.0, 0.5, 8.0, 7.0, 6.0])
     bits, out = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.float64)
     _masked[(1,)](a, bits, out, 6)

@@ -1,8 +1,8 @@
 """Operators, loads and stores of Triton's language as one operation of numpy each, under the interpreter.
 
-Between an operator and numpy the interpreter has some thirty calls, which find out what becomes of two types and shapes.
-Where both operands have one type, or are signed integers, there is nothing to find out: numpy broadcasts and promotes as
-the language does. Everything else goes the interpreter's own way, errors included.
+Between an operator and numpy the interpreter has some thirty calls, which find out what becomes of two types and
+shapes. Where both operands have one type, or are signed integers, there is nothing to find out: numpy broadcasts and
+promotes as the language does. Everything else goes the interpreter's own way, errors included.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Operators:
                 dtype = lhs.dtype if SIGNED[name] > SIGNED[other] else rhs.dtype
                 to = self.numpy_types[dtype.name]
                 return lhs.handle.data.astype(to), rhs.handle.data.astype(to), dtype, block
-        elif type(rhs) is int and name in SIGNED and self.limits[name][0] <= rhs <= self.limits[name][1]:
-            return lhs.handle.data, self.constant(rhs, name), lhs.dtype, lhs.type.is_block()
-        elif type(rhs) is float and name == "fp32":
+            return None
+        whole = type(rhs) is int and name in SIGNED and self.limits[name][0] <= rhs <= self.limits[name][1]
+        if whole or (type(rhs) is float and name == "fp32"):
             return lhs.handle.data, self.constant(rhs, name), lhs.dtype, lhs.type.is_block()
         return None
 
@@ -162,8 +162,8 @@ class Operators:
 
         def operator(value: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
             name, to = value.dtype.name, getattr(dtype, "name", None)
-            numbers = to in FLOATS and name in FLOATS or name in SIGNED and (to in SIGNED or to in FLOATS)
-            if numbers and not rest and not named:
+            known = (name in SIGNED and (to in SIGNED or to in FLOATS)) or (name in FLOATS and to in FLOATS)
+            if known and not rest and not named:
                 data = value.handle.data
                 data = data if name == to else data.astype(self.numpy_types[to])
                 return self.result(data, dtype, value.type.is_block())
