@@ -30,7 +30,8 @@ def run(*command: str, cwd: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the working tree as a clone would have it, with a module in every linked folder."""
+    """A copy of the working tree as a clone would have it, with a module in every linked folder. Of the models' weights
+    only the beginning: 22 MB would be compressed three times, and nothing is said of what they hold."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the list of files comes from git")
     copy = tmp_path_factory.mktemp("tree")
@@ -38,6 +39,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+        if name.endswith(".safetensors"):
+            os.truncate(copy / name, 1000)
     for name in LINKED:
         (copy / name).mkdir(exist_ok=True)
         (copy / name / "probe.py").write_text(f'NAME = "{name}"\n')
@@ -48,14 +51,18 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Names inside the wheel built from the tree, inside the sdist, and inside the wheel built from the sdist."""
     out = tmp_path_factory.mktemp("out")
-    build = "import setuptools.build_meta as b, sys; getattr(b, 'build_' + sys.argv[1])(sys.argv[2])"
-    run(sys.executable, "-c", build, "sdist", str(out), cwd=tree)
+    build = (
+        "import setuptools.build_meta as b, sys\n"
+        "_, out, *kinds = sys.argv\n"
+        "for kind in kinds:\n"
+        "    getattr(b, 'build_' + kind)(out)\n"
+    )
+    run(sys.executable, "-c", build, str(out), "sdist", "wheel", cwd=tree)
     sdist = next(out.glob("*.tar.gz"))
     with tarfile.open(sdist) as archive:
         in_sdist = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
         archive.extractall(out, filter="data")
-    run(sys.executable, "-c", build, "wheel", str(out / "again"), cwd=out / sdist.name.removesuffix(".tar.gz"))
-    run(sys.executable, "-c", build, "wheel", str(out), cwd=tree)
+    run(sys.executable, "-c", build, str(out / "again"), "wheel", cwd=out / sdist.name.removesuffix(".tar.gz"))
     return {
         "sdist": in_sdist,
         "wheel": set(zipfile.ZipFile(next(out.glob("*.whl"))).namelist()),
