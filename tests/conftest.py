@@ -61,6 +61,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_apart() -> None:
+    """What a file's tests find there, a million objects of imports and caches, is looked at no more: not for garbage
+    (each look took most of a second), nor by those that count the tensors they have made."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where there is no CUDA device, the simulated one of a test that is marked `gpu` and `simulated`."""

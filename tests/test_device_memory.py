@@ -4,7 +4,6 @@ moment, counted by the allocator (`allocations.py`)."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.allocations import count, device_selection, older_objects_apart
+from support.allocations import count, device_selection
 from support.device_link import staged
 from support.outputs import completed
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
@@ -88,13 +87,6 @@ def unlimited(folder: Any) -> Any:
 def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first start takes more than these short contexts (`test_device_limit.py`)."""
     monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_counts() -> Iterator[None]:
-    """Of the hundreds of thousands of objects that imports leave, none is a tensor of a run."""
-    with older_objects_apart():
-        yield
 
 
 def costs_of(folder: Path, policy: str, options: dict[str, Any], *, rounded: bool = False) -> DeviceCosts:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.allocations import count, device_selection, older_objects_apart
+from support.allocations import count, device_selection
 from support.architectures import VOCAB, architecture
 from support.outputs import completed
 from transformers import PreTrainedModel
@@ -249,18 +249,12 @@ def test_what_cannot_be_placed_is_refused(folder: Any, tmp_path: Path) -> None:
     assert runtime(folder("mixtral"), experts_on_device=EXPERTS).runner.weights is None
 
 
-@pytest.fixture
-def few_objects() -> Iterator[None]:
-    with older_objects_apart():
-        yield
-
-
 WIDE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
 
 
 @pytest.mark.parametrize(("name", "more", "slots"), [("qwen3_moe", WIDE, 15), ("gpt_oss", {}, 1)])
 def test_the_allocator_never_holds_more_than_the_limit(
-    name: str, more: dict[str, Any], slots: int, tmp_path: Path, few_objects: None
+    name: str, more: dict[str, Any], slots: int, tmp_path: Path
 ) -> None:
     """Where what a token's eight experts make of it takes the most there, and where scores with a sink do."""
     architecture(name, **more).save_pretrained(tmp_path)

@@ -50,20 +50,10 @@ def _select_from_scores(
     return selection.select_tokens_reference(scores, alpha, max_fraction)
 
 
-@contextmanager
-def older_objects_apart() -> Iterator[None]:
-    """Nothing that exists now is looked at any more: not by the garbage collector, nor by `live_storages`, which counts
-    what is made later. A tensor made later on older memory would be counted too much, never too little."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def live_storages() -> dict[int, int]:
-    """Address and bytes of the memory of every tensor there is."""
+    """Address and bytes of the memory of every tensor there is, but for those that the test's file found
+    (`conftest.older_objects_apart`): a tensor made later on their memory would be counted too much, never too
+    little."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
