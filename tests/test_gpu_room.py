@@ -97,6 +97,7 @@ def run_all_parts(out: Path, data: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_DATA", str(data))
         patch.setattr(kernels, "WARM_UP", 0)
+        patch.setattr(kernels, "REPLAYED", 2)
         for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32}.items():
             patch.setattr(kernels, name, value)
         patch.setattr(gpu_parts, "RUNS", out / "runs")

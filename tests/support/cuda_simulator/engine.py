@@ -117,8 +117,8 @@ class Late:
 
     def advance(self, engine: Engine) -> None:
         """Runs all streams but the late ones until nothing can go on."""
-        others = [queue for queue in engine.queues if queue.number not in self.numbers]
-        while sum(engine.run(queue) for queue in others):
+        others = [queue for queue in engine.queues if queue.entries and queue.number not in self.numbers]
+        while sum([engine.run(queue) for queue in others]):
             pass
 
 
