@@ -64,11 +64,11 @@ def attend_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of queries q `[Hkv, G, d]`, each over all rows k, v `[Hkv, n, d]`, n >= 1: out `[Hkv, G, d]` and lse `[Hkv, G]`,
     both float32, as `reference.attend_part` defines them (scores capped where there is a softcap)."""
-    out = torch.empty(q.shape, dtype=torch.float32)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    queries, outs = (x.flatten(0, 1).unsqueeze(1) for x in (q, out))
-    _attend(library, queries, k, v, outs, scale, k.shape[1], softcap, None, lse)
-    return out, lse
+    kv_heads, group, d = q.shape
+    out = torch.empty(kv_heads * group, 1, d, dtype=torch.float32)
+    lse = torch.empty(kv_heads, group, dtype=torch.float32)
+    _attend(library, q.reshape(-1, 1, d), k, v, out, scale, k.shape[1], softcap, None, lse)
+    return out.view(kv_heads, group, d), lse
 
 
 def attend_further(
@@ -127,12 +127,13 @@ def _attend(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tiles = -(-heads // kv_heads * m // library.tile_rows())
     packed = torch.empty(kv_heads, -(-(n - first) // KEYS), KEYS * d, dtype=torch.int32) if tiles > 1 else None
+    places = [None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse, ids)]
+    (q_head, q_token, _), (k_head, k_token, _) = q.stride(), k.stride()
+    (v_head, v_token, _), (out_head, out_token, _) = v.stride(), out.stride()
     call = _Call(
-        *(None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse, ids)),
-        *(step for x in (q, k, v, out) for step in x.stride()[:2]),
-        *(kv_heads, heads // kv_heads, m, n, first, window, reach, begun),
-        *(scale, softcap or 0.0),
-    )
+        *places, q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token,
+        kv_heads, heads // kv_heads, m, n, first, window, reach, begun, scale, softcap or 0.0,
+    )  # fmt: skip
     threads = torch.get_num_threads() if 2 * heads * m * (n - first) * d > WORTH_THREADS else 1
     if packed is not None:
         _run(library.pack, call, kv_heads, min(threads, kv_heads))

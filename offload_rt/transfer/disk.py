@@ -199,17 +199,15 @@ class _RowsTicket:
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        own = [] if self.residency is None or self.visible is None else self.residency.part(self.layer, self.visible)
-        exact = self.state.pool.format.exact
-        at = 0
-        for part in own if exact else ():  # while the others are still being read
-            self.staged[:, at : at + part.k.shape[1], 0] = part.k
-            self.staged[:, at : at + part.k.shape[1], 1] = part.v
-            at += part.k.shape[1]
+        own, format = [], self.state.pool.format
+        if self.residency is not None and self.visible is not None:
+            if format.exact:  # while the others are still being read
+                self.residency.copy_to(self.layer, self.visible, self.staged.permute(2, 0, 1, 3))
+            else:
+                own = self.residency.part(self.layer, self.visible)
         self.reading.result()
-        rows = self.staged.to(self.state.device, non_blocking=True)
-        whole = KVPart(*(self.state.pool.format.decode(rows[:, :, kv]) for kv in (0, 1)))
-        return [whole] if exact else [*own, whole]
+        k, v = self.staged.to(self.state.device, non_blocking=True).unbind(2)
+        return [*own, KVPart(format.decode(k), format.decode(v))]
 
 
 class DiskRows:

@@ -75,6 +75,14 @@ class Residency:
         pieces = [self._rows[layer][:, :, run.start : run.stop] for run in self._runs(layer, visible) if run]
         return [KVPart(piece[0], piece[1]) for piece in pieces]
 
+    def copy_to(self, layer: int, visible: Visible, rows: torch.Tensor) -> None:
+        """The resident rows of `visible` in token order become the first of rows `[2, Hkv, n, d]`, K and V."""
+        own, at = self._rows[layer], 0
+        for run in self._runs(layer, visible):
+            if size := len(run):
+                rows.narrow(2, at, size).copy_(own.narrow(2, run.start, size))
+                at += size
+
     def _runs(self, layer: int, visible: Visible) -> list[range]:
         """Neighbouring places of the resident tokens of `visible`, in token order."""
         (sinks, size), recent = self._sizes[layer], visible.recent
