@@ -223,7 +223,7 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.storage.chunk_file.LAYOUT_VERSION", 0)
+        patch.setattr("offload_rt.storage.chunk_file.FILE_VERSION", 1)
         older = open_store(tmp_path)
         save(older, 5)
         older.close()

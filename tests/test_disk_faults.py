@@ -21,7 +21,7 @@ from support.disk_chunks import KILLS
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.disk.direct_file import DirectFile
+from offload_rt.disk.block_file import BlockFile
 from offload_rt.engine import drafting, segments
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import DiskError
@@ -141,15 +141,15 @@ class FullDisk:
 
     def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.writes = at, 0
-        real = DirectFile.write
+        real = BlockFile.write
 
-        def write(file: DirectFile, offset: int, data: torch.Tensor) -> None:
+        def write(file: BlockFile, offset: int, data: torch.Tensor) -> None:
             self.writes += 1
             if self.writes > self.at:
                 raise OSError(errno.ENOSPC, "No space left on device")
             real(file, offset, data)
 
-        monkeypatch.setattr(DirectFile, "write", write)
+        monkeypatch.setattr(BlockFile, "write", write)
 
     def free(self) -> None:
         """There is room again."""

@@ -16,13 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.disk_arena import LAYOUT, WIDTH, arena
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.commands.tables import stats_table
 from offload_rt.core import CHUNK, KVPart
-from offload_rt.disk import direct_file, extents, requests, row_copy, speed
+from offload_rt.disk import block_file, direct_file, extents, requests, row_copy, speed
 from offload_rt.disk.direct_file import BLOCK, DirectFile, aligned
 from offload_rt.disk.extents import Reads, merged
 from offload_rt.disk.requests import Reader, Requests, RingReader, ThreadReader
@@ -33,8 +34,6 @@ from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.pool import row_cache
 from offload_rt.pool.disk_tier import DiskTier
-from offload_rt.pool.file_arena import FileArena
-from offload_rt.pool.layout import ArenaLayout
 from offload_rt.pool.pool import HostPool
 from offload_rt.pool.row_cache import RowCache
 from offload_rt.transfer.disk import DiskState
@@ -147,7 +146,7 @@ def test_nobody_sees_the_file_and_it_goes_with_its_owner(tmp_path: Path) -> None
     except OSError:
         pytest.skip("a file system that knows no direct access")
     assert file.direct
-    handle = file._file
+    handle = file.handle
     del file
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(handle)
@@ -162,7 +161,7 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
         return real(path, flags, *args, **named)
 
     monkeypatch.setattr(os, "open", refusing)
-    monkeypatch.setattr(direct_file, "_set_direct", lambda handle: False)
+    monkeypatch.setattr(block_file, "_set_direct", lambda handle: False)
     (tmp_path / f"{direct_file.NAMED}left.rows").write_bytes(b"of a process that was killed before it could unlink")
     file = DirectFile(tmp_path)
     assert list(tmp_path.iterdir()) == [] and not file.direct
@@ -182,11 +181,6 @@ def test_a_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- rows
-
-LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=3, slabs=2)
-"""Rows that are no whole number of anything, and pieces that are padded to blocks."""
-
-WIDTH = 2 * LAYOUT.head_dim
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 30), st.booleans()), max_size=30))
@@ -228,13 +222,6 @@ def test_what_leaves_scores_least_and_was_not_used_just_now() -> None:
         held = set(cache.owners(cache.held).tolist())
         assert held >= set(wanted)
         assert wanted[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
-
-
-def arena(folder: Path, limit: int = 107_500) -> FileArena:
-    made = FileArena(LAYOUT, torch.float32, DirectFile(folder), limit)
-    while made.active < LAYOUT.slabs:
-        made.activate()
-    return made
 
 
 FILL = st.tuples(st.just("fill"), st.integers(0, 1), st.integers(0, 1), st.integers(0, 191), st.integers(1, 192))
@@ -468,11 +455,11 @@ class FailingReader(ThreadReader):
         super().__init__(2)
         self.at, self.code = at, code
 
-    def read(self, file: int, requests: Requests, buffer: memoryview, copies: Any = None) -> None:
+    def read(self, files: Any, requests: Requests, buffer: memoryview, copies: Any = None) -> None:
         self.at -= 1
         if self.at < 0:
             raise OSError(self.code, os.strerror(self.code))
-        super().read(file, requests, buffer, copies)
+        super().read(files, requests, buffer, copies)
 
 
 def test_a_read_that_fails_ends_the_request_and_not_the_runtime(

@@ -116,9 +116,9 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
     if damage == "late":
         real, calls = ChunkLoader._fill, []
 
-        def fill(self: ChunkLoader, chunk: Any, layer: int, span: Any) -> bool:
+        def fill(self: ChunkLoader, chunk: Any, layer: int, *where: Any) -> bool:
             calls.append(layer)
-            return real(self, chunk, layer, span) and not (layer == 2 and len(calls) == 2 * len(self._chunks) + 2)
+            return real(self, chunk, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._chunks) + 2)
 
         monkeypatch.setattr(ChunkLoader, "_fill", fill)
     for path in paths if damage != "late" else []:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...llm import LLM
-from ...pool.file_arena import DiskUse
+from ...pool.disk_use import DiskUse
 from ...sampling_params import SamplingParams
 from ..core.report import Column, Report, Row
 

@@ -1,4 +1,4 @@
-/* Many reads of one file at once, through a submission ring of the kernel (io_uring), without liburing. */
+/* Many reads of open files at once, through a submission ring of the kernel (io_uring), without liburing. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -65,25 +65,27 @@ struct ring *ring_open(unsigned depth) {
     return r;
 }
 
-/* Whether requests lie within the buffer, and rows within it and within `out`. */
-static int within(int64_t n, int64_t rows, int64_t bytes, const int64_t *size, const int64_t *at, const int64_t *first,
-                  const int64_t *row_at, const int64_t *into, int64_t row, int64_t out_rows) {
+/* Whether requests are of files that there are and lie within the buffer, and rows within it and within `out`. */
+static int within(int64_t files, int64_t bits, int64_t n, int64_t rows, int64_t bytes, const int64_t *offset,
+                  const int64_t *size, const int64_t *at, const int64_t *first, const int64_t *row_at,
+                  const int64_t *into, int64_t row, int64_t out_rows) {
     for (int64_t i = 0; i < n; i++)
-        if (size[i] < 0 || at[i] < 0 || at[i] > bytes - size[i] || first[i] < 0 || first[i] > first[i + 1]) return 0;
+        if (offset[i] < 0 || offset[i] >> bits >= files || size[i] < 0 || at[i] < 0 || at[i] > bytes - size[i] || first[i] < 0 || first[i] > first[i + 1]) return 0;
     if (row && first[n] > rows) return 0;
     for (int64_t j = 0; row && j < first[n]; j++)
         if (row_at[j] < 0 || row_at[j] > bytes - row || into[j] < 0 || into[j] >= out_rows) return 0;
     return 1;
 }
 
-/* Reads request i, size[i] bytes from offset[i] of `file`, to buffer + at[i]; a request that comes back short goes on
-   where it stopped. As soon as it has come its rows j, first[i] <= j < first[i + 1], are copied: `row` bytes at buffer +
+/* Reads request i, size[i] bytes to buffer + at[i]: the bits of offset[i] from `bits` on say which file, those below
+   where in it. A request that comes back short goes on where it stopped. As soon as it has come its rows j, first[i] <= j < first[i + 1], are copied: `row` bytes at buffer +
    row_at[j] become row into[j] of `out`. Returns 0, or the first error as -errno (-ENODATA where the file ends early).
    What is in flight has come back when it returns, whatever happened: nothing writes to the buffer any more. */
-int64_t ring_read(struct ring *r, int file, int64_t n, int64_t rows, int64_t bytes, char *buffer, const int64_t *offset,
-                  const int64_t *size, const int64_t *at, const int64_t *first, const int64_t *row_at,
-                  const int64_t *into, int64_t row, char *out, int64_t out_rows) {
-    if (!within(n, rows, bytes, size, at, first, row_at, into, row, out_rows)) return -EINVAL;
+int64_t ring_read(struct ring *r, const int32_t *files, int64_t file_count, int64_t bits, int64_t n, int64_t rows,
+                  int64_t bytes, char *buffer, const int64_t *offset, const int64_t *size, const int64_t *at,
+                  const int64_t *first, const int64_t *row_at, const int64_t *into, int64_t row, char *out,
+                  int64_t out_rows) {
+    if (!within(file_count, bits, n, rows, bytes, offset, size, at, first, row_at, into, row, out_rows)) return -EINVAL;
     int64_t next = 0, failed = 0, again = 0;
     unsigned flying = 0, unsent = 0;
     int64_t *done = calloc((size_t)(n ? n : 1), sizeof *done), *retry = malloc(sizeof *retry * r->depth);
@@ -96,10 +98,10 @@ int64_t ring_read(struct ring *r, int file, int64_t n, int64_t rows, int64_t byt
             struct io_uring_sqe *e = &r->sqes[tail & *r->sq_mask];
             memset(e, 0, sizeof *e);
             e->opcode = IORING_OP_READ;
-            e->fd = file;
+            e->fd = files[offset[i] >> bits];
             e->addr = (uint64_t)(uintptr_t)(buffer + at[i] + done[i]);
             e->len = (unsigned)(size[i] - done[i]);
-            e->off = (uint64_t)(offset[i] + done[i]);
+            e->off = (uint64_t)((offset[i] & (((int64_t)1 << bits) - 1)) + done[i]);
             e->user_data = (uint64_t)i;
             r->sq_array[tail & *r->sq_mask] = tail & *r->sq_mask;
             tail++, unsent++, flying++;

@@ -1,4 +1,4 @@
-"""Many reads of one file at once: through a ring of the kernel where there is one, else by threads."""
+"""Many reads of open files at once: through a ring of the kernel where there is one, else by threads."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..native_code import load_library
+from .file_table import FILE_BITS
 from .row_copy import RowCopies, address, copy_rows
 
 SOURCE = Path(__file__).with_name("requests.c")
@@ -27,10 +28,12 @@ THREADS = 16
 """Where there is no ring."""
 
 Offsets = NDArray[np.int64]
+Handles = NDArray[np.int32]
 
 
 class Requests(NamedTuple):
-    """Reads of one file: `size` bytes from `offset` on, to byte `at` of a buffer; int64 `[n]` each."""
+    """Reads of files: `size` bytes from `offset` on, a place (`file_table.place`), to byte `at` of a buffer; int64
+    `[n]` each."""
 
     offset: Offsets
     size: Offsets
@@ -38,11 +41,11 @@ class Requests(NamedTuple):
 
 
 class Reader(Protocol):
-    """Reads many pieces of a file."""
+    """Reads many pieces of files."""
 
-    def read(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """All of `requests`, of the open `file`, to `buffer`, and `copies` of what came. Raises OSError for the first
-        that fails, also where the file ends early; then nobody writes to the buffer any more."""
+    def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
+        """All of `requests`, of the open `files` (`FileTable.handles`), to `buffer`, and `copies` of what came. Raises
+        OSError for the first that fails, also where a file ends early; then nobody writes to the buffer any more."""
         ...
 
 
@@ -61,7 +64,7 @@ class RingReader:
             return None
         return cls(library, ring)
 
-    def read(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
+    def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
         """`Reader.read`: rows are copied while others are read."""
         if not (count := len(requests.size)):
             return
@@ -69,8 +72,8 @@ class RingReader:
         assert out.is_contiguous() and len(first) == count + 1 and len(at) == len(into)
         lists = [np.ascontiguousarray(each, np.int64) for each in (*requests, first, at, into)]
         given = (count, len(at), len(buffer), address(np.frombuffer(buffer, np.uint8)), *map(address, lists))
-        row_bytes = out.shape[1] * out.itemsize
-        if result := self._library.ring_read(self._ring, file, *given, row_bytes, out.data_ptr(), out.shape[0]):
+        opened, row_bytes = (address(files), len(files), FILE_BITS), out.shape[1] * out.itemsize
+        if result := self._library.ring_read(self._ring, *opened, *given, row_bytes, out.data_ptr(), out.shape[0]):
             raise _error(-result)
 
 
@@ -81,10 +84,10 @@ class ThreadReader:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
-    def read(self, file: int, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
+    def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
         """`Reader.read`: rows are copied when everything has come."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
-        jobs = [self._threads.submit(_read, file, offset, buffer[at : at + size]) for offset, size, at in pieces]
+        jobs = [self._threads.submit(_read, files, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]
         for failure in failures:
             if failure is not None:
@@ -98,7 +101,9 @@ def reader(depth: int = DEPTH) -> Reader:
     return RingReader.open(depth) or ThreadReader()
 
 
-def _read(file: int, offset: int, into: memoryview) -> None:
+def _read(files: Handles, place: int, into: memoryview) -> None:
+    number, offset = divmod(place, 1 << FILE_BITS)
+    file = int(files[number])
     while into:
         count = os.preadv(file, [into], offset)
         if count == 0:
@@ -127,6 +132,7 @@ def _library() -> ctypes.CDLL | None:
         numbers, pointers = [ctypes.c_int64] * 3, [ctypes.c_void_p] * 7
         library.ring_read.restype = ctypes.c_int64
         library.ring_read.argtypes = [
-            ctypes.c_void_p, ctypes.c_int, *numbers, *pointers, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+            *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *numbers, *pointers,
+            ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
         ]  # fmt: skip
     return library

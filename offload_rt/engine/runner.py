@@ -26,7 +26,7 @@ from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan, prefill_slices
-from ..pool.file_arena import DiskUse
+from ..pool.disk_use import DiskUse
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse

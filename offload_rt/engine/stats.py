@@ -11,7 +11,7 @@ from ..forward.sequence import Sequence
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
-from ..pool.file_arena import DiskUse
+from ..pool.disk_use import DiskUse
 from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.host_weights import HostWeights

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..core import Visible
-from ..pool.file_arena import DiskUse
+from ..pool.disk_use import DiskUse
 from ..transfer.host_weights import NOTHING_USED, WeightUse
 from ..transfer.link import Ticket
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from queue import SimpleQueue
 
 import numpy as np
 import torch
 
-from ..core import CHUNK, KVPart
+from ..core import CHUNK, KVPart, ranges_of
 from ..disk.direct_file import BLOCK, DirectFile, aligned
 from ..disk.extents import merged
 from ..disk.requests import Offsets, Requests
@@ -19,38 +18,29 @@ from ..disk.row_copy import RowCopies
 from ..disk.speed import USUAL, DiskSpeed
 from ..errors import DiskError, PoolFullError
 from ..units import format_size
+from .disk_use import DiskUse
 from .file_layout import FileLayout
+from .homes import Home, Homes
 from .host_shares import HostShares
 from .layout import ArenaLayout
 from .row_cache import RowCache
-from .write_behind import WriteBehind
+from .write_behind import Piece, WriteBehind
 
 AT_ONCE = 2
 """Layers whose rows are read at the same time: a disk is not idle while the rows of one are looked up."""
-
-
-@dataclass
-class DiskUse:
-    """What reading and writing rows has cost so far. `wanted`: rows (K and V of a token, layer and head) that were
-    asked for one by one; `cached`: those of them that were in memory. `requests`: reads of the disk."""
-
-    wanted: int = 0
-    cached: int = 0
-    requests: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    def since(self, before: DiskUse) -> DiskUse:
-        """What has come since `before`."""
-        return DiskUse(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
 class FileArena:
     """Places of rows, as `Arena`, in a file. Chunks that are being filled are in memory until others need their buffer;
     whole chunks are written behind. Rows that were gathered stay in memory as long as they are used (`RowCache`).
 
-    `view` belongs to one thread at a time, `gather` to one for each layer, `fill` and `copy` to another, and no row is
-    read while it is written: who calls orders that. Raises DiskError where the disk fails.
+    A chunk may have a home (`homes.py`), a file of a store in which its rows lie instead of here: layers of it that are
+    filled whole go there, each once. Whatever else is written to such a chunk makes it leave its home first, with what
+    is there, so that a file of a store is never changed. A chunk has rows in one place: in a buffer, at home, or in the
+    pool's own file.
+
+    Any thread may call; of a chunk one at a time fills it or gives it a home, `gather` belongs to one thread for each
+    layer, and no row is read while it is written: who calls orders that. Raises DiskError where the disk fails.
     """
 
     def __init__(
@@ -64,11 +54,12 @@ class FileArena:
         self.active = 0
         self.use = DiskUse()
         self._cache = RowCache(self.shares.slots, self.places.pairs, 2 * layout.head_dim, dtype)
-        self._writer = WriteBehind(file, self.shares.staged)
+        self._writer = WriteBehind(file.folder, self.shares.staged)
+        self._homes = Homes(file, self.places)
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
         """Chunks that are being filled, uint8 `[layers * Hkv * piece]` each, the least recently filled first."""
         self._written = np.zeros(layout.chunks, bool)
-        """Chunks of which the file has something."""
+        """Chunks of which the pool's own file has something."""
         self._mutex = threading.RLock()
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         """Of those that gather at the same time, one buffer each; others wait."""
@@ -104,8 +95,51 @@ class FileArena:
         with self._mutex:
             for chunk in chunks:
                 self._buffers.pop(chunk, None)
+                self._forget_all(chunk)
+                self._homes.leave(chunk)
             self._written[chunks] = False
             self._writer.forgive(chunks)
+
+    # --------------------------------------------------------------------------------------------------------- homes
+
+    def home(self, chunk: int) -> Home | None:
+        """The home of a chunk, once everything that is on its way there has arrived. Raises DiskError where something
+        of it could not be written."""
+        self._writer.wait([(chunk, place) for place in range(self.layout.layers)])
+        with self._mutex:
+            return self._homes.get(chunk)
+
+    def blank(self, chunk: int) -> bool:
+        """Whether a chunk has no rows yet, and may have a home."""
+        with self._mutex:
+            nowhere = chunk not in self._homes and chunk not in self._buffers and not self._written[chunk]
+            return nowhere and self._homes.room()
+
+    def buffered(self, chunk: int) -> bool:
+        """Whether all that a chunk has is in memory, and it may have a home."""
+        with self._mutex:
+            return chunk in self._buffers and self._homes.room()
+
+    def house(self, chunk: int, home: Home, places: range = range(0)) -> bool:
+        """A `blank` chunk has a home from now on, where rows of the layers at `places` are. False where it is not
+        blank any more."""
+        with self._mutex:
+            if blank := self.blank(chunk):
+                self._forget_all(chunk)
+                self._homes.enter(chunk, home, places)
+            return blank
+
+    def bring_home(self, chunk: int, home: Home, layers: int) -> bool:
+        """The rows of a `buffered` chunk, all 64 of its first `layers` layers, go home, where they are from now on.
+        False where they are not in memory any more."""
+        with self._mutex:
+            if buffered := self.buffered(chunk):
+                rows = self._rows(self._buffers.pop(chunk))[:layers]
+                self._written[chunk] = False
+                self._homes.enter(chunk, home)
+                for place, own in enumerate(rows):
+                    self._write_homes(range(chunk, chunk + 1), place, own)
+            return buffered
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -115,7 +149,7 @@ class FileArena:
         while done < total:
             slot, first = divmod(offset + done, CHUNK)
             chunk = slab * self.layout.slab_chunks + slot
-            whole = 0 if first else self._unbuffered(chunk, (total - done) // CHUNK)
+            whole = 0 if first else self._taken_whole(chunk, place, (total - done) // CHUNK)
             count = whole * CHUNK or min(CHUNK - first, total - done)
             own_k, own_v = k[:, done : done + count], v[:, done : done + count]
             self._forget(range(chunk, chunk + max(1, whole)), place)
@@ -130,23 +164,37 @@ class FileArena:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the first `tokens` slots of chunk `source` to chunk `target`, all layers."""
         with self._mutex:
-            rows = self._rows(self._buffered(source))[:, :, :tokens].clone()
+            held = self._read_chunk(source) if source in self._homes else self._buffered(source)
+            rows = self._rows(held)[:, :, :tokens].clone()
             self._rows(self._buffered(target))[:, :, :tokens] = rows
             for place in range(self.layout.layers):
                 self._forget(range(target, target + 1), place)
 
-    def _unbuffered(self, chunk: int, most: int) -> int:
-        """How many chunks from `chunk` on, at most `most`, are not being filled."""
+    def _taken_whole(self, chunk: int, place: int, most: int) -> int:
+        """How many chunks from `chunk` on, at most `most`, take a layer in one piece: they are not being filled row by
+        row, and if they have a home it has nothing of the layer."""
         with self._mutex:
-            return next((i for i in range(most) if chunk + i in self._buffers), most)
+            takes = (chunk + i not in self._buffers and self._homes.takes(chunk + i, place) for i in range(most))
+            return next((i for i, whole in enumerate(takes) if not whole), most)
 
     def _forget(self, chunks: range, place: int) -> None:
         with self._mutex:
             for chunk in chunks:
                 self._cache.forget(self.places.ids_of(chunk, place))
 
+    def _forget_all(self, chunk: int) -> None:
+        """Rows of the chunk that stay are nobody's."""
+        pairs = self.places.chunk_pairs
+        self._cache.forget(range(chunk * pairs, (chunk + 1) * pairs))
+
     def _write_behind(self, chunks: range, place: int, rows: torch.Tensor) -> None:
-        """Writes rows `[Hkv, chunks * 64, 2, width]` of whole chunks, a piece of a head at a time."""
+        """Writes rows `[Hkv, chunks * 64, 2, width]` of whole chunks: to their homes, or side by side."""
+        for write, home in ((self._write_homes, True), (self._write_planes, False)):
+            for run in ranges_of(chunk for chunk in chunks if (chunk in self._homes) == home):
+                write(run, place, rows[:, (run.start - chunks.start) * CHUNK : (run.stop - chunks.start) * CHUNK])
+
+    def _write_planes(self, chunks: range, place: int, rows: torch.Tensor) -> None:
+        """To the pool's own file, a piece of a head at a time."""
         slab, slot = divmod(chunks.start, self.layout.slab_chunks)
         self._written[chunks.start : chunks.stop] = True
         for head, own in enumerate(rows):
@@ -155,7 +203,17 @@ class FileArena:
             pieces[:, : CHUNK * self.places.pair_bytes] = own.reshape(len(chunks), -1).view(torch.uint8)
             self.use.bytes_written += len(data)
             where = self.places.offset(slab, place, head, slot)
-            self._writer.add([(chunk, place) for chunk in chunks], [(where, data)])
+            self._writer.add([(chunk, place) for chunk in chunks], [Piece(self.file, where, data)])
+
+    def _write_homes(self, chunks: range, place: int, rows: torch.Tensor) -> None:
+        """To the homes of chunks, a layer of each."""
+        blocks = aligned(len(chunks) * self.places.layer).view(len(chunks), -1)
+        self._home_rows(blocks)[:] = rows.unflatten(1, (len(chunks), CHUNK)).transpose(0, 1)
+        self.use.bytes_written += blocks.numel()
+        with self._mutex:
+            homes = [self._homes.give(chunk, place) for chunk in chunks]
+        pieces = [Piece(home, home.at(place), block) for home, block in zip(homes, blocks, strict=True)]
+        self._writer.add([(chunk, place) for chunk in chunks], pieces)
 
     def _buffered(self, chunk: int) -> torch.Tensor:
         """The buffer of a chunk, which is read where it is not there; another leaves where there are too many."""
@@ -164,34 +222,41 @@ class FileArena:
             return self._buffers[chunk]
         while len(self._buffers) >= self.shares.chunk_buffers:
             self._write_buffer(*self._buffers.popitem(last=False))
-        if self._written[chunk]:
+        if self._written[chunk] or chunk in self._homes:
             self._buffers[chunk] = self._read_chunk(chunk)
+            self._homes.leave(chunk)
         else:
             self._buffers[chunk] = aligned(self.layout.layers * self.layout.kv_heads * self.places.piece)
         return self._buffers[chunk]
 
     def _write_buffer(self, chunk: int, data: torch.Tensor) -> None:
-        heads, offsets = self.layout.kv_heads, self._piece_offsets(chunk)
+        heads, offsets = self.layout.kv_heads, self.places.piece_offsets(chunk)
         self._written[chunk] = True
         self.use.bytes_written += len(data)
-        pieces = [(int(at), data[i * self.places.piece :][: self.places.piece]) for i, at in enumerate(offsets)]
+        size = self.places.piece
+        pieces = [Piece(self.file, int(at), data[i * size : (i + 1) * size]) for i, at in enumerate(offsets)]
         for place in range(self.layout.layers):
             self._writer.add([(chunk, place)], pieces[place * heads : (place + 1) * heads])
 
     def _read_chunk(self, chunk: int) -> torch.Tensor:
-        offsets = self._piece_offsets(chunk)
+        """What a chunk has on disk, as a buffer."""
+        offsets = self.places.piece_offsets(chunk)
         data = aligned(len(offsets) * self.places.piece)
         self._writer.wait([(chunk, place) for place in range(self.layout.layers)])
+        if at_home := self._homes.layers(range(chunk, chunk + 1), 0):
+            size = self.layout.layers * self.places.layer
+            one = np.array([[at_home[0]], [size], [0]], np.int64)
+            self._read(Requests(*one), stored := aligned(size))
+            self._rows(data)[:] = self._home_rows(stored.view(-1, self.places.layer))
+            return data
         at = np.arange(len(offsets), dtype=np.int64) * self.places.piece
         self._read(Requests(offsets, np.full(len(offsets), self.places.piece, np.int64), at), data)
         return data
 
-    def _piece_offsets(self, chunk: int) -> Offsets:
-        """Where the pieces of a chunk are, layer by layer and head by head."""
-        places, heads = np.divmod(np.arange(self.layout.layers * self.layout.kv_heads), self.layout.kv_heads)
-        slab, slot = divmod(chunk, self.layout.slab_chunks)
-        found: Offsets = slab * self.places.slab + (places * self.layout.kv_heads + heads) * self.places.plane
-        return found + slot * self.places.piece
+    def _home_rows(self, blocks: torch.Tensor) -> torch.Tensor:
+        """`[n, Hkv, 64, 2, width]`, a view, of n layers as they are at homes, uint8 `[n, layer]`."""
+        own = blocks[:, : self.layout.kv_heads * CHUNK * self.places.pair_bytes].view(self.dtype)
+        return own.view(len(blocks), self.layout.kv_heads, CHUNK, 2, self.layout.head_dim)
 
     def _rows(self, pieces: torch.Tensor) -> torch.Tensor:
         """`[layers, Hkv, 64, 2, width]` of a chunk's buffer."""
@@ -207,37 +272,74 @@ class FileArena:
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
         """K and V `[Hkv, size, width]` of neighbouring slots of a slab in one layer, a copy."""
         first, stop = offset // CHUNK, -(-(offset + size) // CHUNK)
-        count, heads = stop - first, self.layout.kv_heads
-        chunks = range(slab * self.layout.slab_chunks + first, slab * self.layout.slab_chunks + stop)
-        data = aligned(heads * count * self.places.piece)
-        with self._mutex:
-            held = {
-                chunk: self._rows(self._buffers[chunk])[place].clone() for chunk in chunks if chunk in self._buffers
-            }
-            self._writer.wait([(chunk, place) for chunk in chunks if chunk not in held])
-        if len(held) < count:
-            sizes = np.full(heads, count * self.places.piece, np.int64)
-            offsets = np.array([self.places.offset(slab, place, head, first) for head in range(heads)], np.int64)
-            self._read(Requests(offsets, sizes, np.arange(heads, dtype=np.int64) * sizes), data)
-        rows = self._decoded(data).view(heads, count, CHUNK, 2, -1)
+        start = slab * self.layout.slab_chunks
+        chunks = range(start + first, start + stop)
+        with self._homes:
+            with self._mutex:
+                held = {
+                    chunk: self._rows(self._buffers[chunk])[place].clone() for chunk in chunks if chunk in self._buffers
+                }
+                at_home = self._homes.layers(chunks, place)
+                self._writer.wait([(chunk, place) for chunk in chunks if chunk not in held])
+            planes = [i for i, chunk in enumerate(chunks) if chunk not in held and i not in at_home]
+            rows = self._read_layer(chunks, place, range(planes[0], planes[-1] + 1) if planes else range(0), at_home)
         for chunk, own in held.items():
             rows[:, chunk - chunks.start] = own
         flat = rows.flatten(1, 2)[:, offset - first * CHUNK :][:, :size]
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
+    def _read_layer(self, chunks: range, place: int, planes: range, at_home: dict[int, int]) -> torch.Tensor:
+        """`[Hkv, chunks, 64, 2, width]` of one layer: of the chunks `planes` of these from the pool's own file, a head
+        at a time, of those at `at_home` from there."""
+        count, heads, piece = len(chunks), self.layout.kv_heads, self.places.piece
+        data = aligned(heads * count * piece)
+        if planes:
+            slab, slot = divmod(chunks.start + planes.start, self.layout.slab_chunks)
+            sizes = np.full(heads, len(planes) * piece, np.int64)
+            offsets = np.array([self.places.offset(slab, place, head, slot) for head in range(heads)], np.int64)
+            at = np.arange(planes.start, heads * count, count, dtype=np.int64) * piece
+            self._read(Requests(offsets, sizes, at), data)
+        rows = self._decoded(data).view(heads, count, CHUNK, 2, -1)
+        if not at_home:
+            return rows
+        data = aligned(heads * count * CHUNK * self.places.pair_bytes)
+        stored = data.view(self.dtype).view(rows.shape)
+        stored[:, planes.start : planes.stop] = rows[:, planes.start : planes.stop]
+        into = (np.array([*at_home])[:, None] + np.arange(heads) * count).reshape(-1)
+        self._read_homes(np.array([*at_home.values()]), data.view(heads * count, -1), into)
+        return stored
+
+    def _read_homes(self, offsets: Offsets, out: torch.Tensor, into: Offsets) -> None:
+        """Layers at `offsets` int64 `[n]` of homes to `into` int64 `[n * Hkv]` of out `[m, 64 * pair_bytes]`, as many
+        at a time as the staging buffer takes."""
+        layer, heads, staging = self.places.layer, self.layout.kv_heads, self._staging.get()
+        try:
+            buffer = staging if len(staging) >= layer else aligned(layer)
+            for done in range(0, len(offsets), most := len(buffer) // layer):
+                own = offsets[done : done + most]
+                at = np.arange(len(own), dtype=np.int64) * layer
+                row_at = (at[:, None] + np.arange(heads) * out.shape[1]).reshape(-1)
+                first = np.arange(len(own) + 1, dtype=np.int64) * heads
+                copies = RowCopies(first, row_at, into[done * heads :][: len(row_at)], out)
+                self._read(Requests(own, np.full(len(own), layer, np.int64), at), buffer, copies)
+        finally:
+            self._staging.put(staging)
+
     def gather(self, place: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
         """Rows `ids` int64 `[n]` (`FileLayout.ids`) of one layer, no two of them the same, to the rows `into` int64
         `[n]` of out `[m, 2 * width]`, in one piece."""
-        with self._mutex:
-            self._cache.pass_time(1 / self.layout.layers)
-            self.use.wanted += (wanted := len(ids))
-            ids, into = self._from_buffers(*self._cache.take(ids, out, into), out)
-            self._writer.wait_for(place, ids // self.places.chunk_pairs)
-            self.use.cached += wanted - len(ids)
-        if len(ids):
-            self._read_rows(self.places.offsets(ids), into, out)
+        with self._homes:
             with self._mutex:
-                self._cache.enter(ids, out, into)
+                self._cache.pass_time(1 / self.layout.layers)
+                self.use.wanted += (wanted := len(ids))
+                ids, into = self._from_buffers(*self._cache.take(ids, out, into), out)
+                self._writer.wait_for(place, ids // self.places.chunk_pairs)
+                self.use.cached += wanted - len(ids)
+                bases = self._homes.bases(ids)
+            if len(ids):
+                self._read_rows(self._homes.offsets(ids, bases), into, out)
+                with self._mutex:
+                    self._cache.enter(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
         """Takes those of the rows whose chunk is being filled; returns the others, and where they are to go."""
@@ -252,7 +354,7 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Rows at `offsets` of the file to the rows `into` of out, as much at a time as the staging buffer takes."""
+        """Rows at `offsets` of the files to the rows `into` of out, as much at a time as the staging buffer takes."""
         staging = self._staging.get()
         try:
             room = len(staging)
@@ -279,12 +381,14 @@ class FileArena:
         self._writer.drain()
         with self._mutex:
             self._cache.check_integrity()
+            self._homes.check_integrity()
             assert len(self._buffers) <= self.shares.chunk_buffers
+            assert not any(chunk in self._homes for chunk in self._buffers)
             slots = self._cache.held
             for place, which in self.places.layers(owners := self._cache.owners(slots)):
                 kept = self._cache.rows[torch.from_numpy(slots[which])]
                 stored = torch.empty_like(kept)
                 ids, into = self._from_buffers(owners[which], np.arange(len(which)), stored)
-                self._read_rows(self.places.offsets(ids), into, stored)
+                self._read_rows(self._homes.offsets(ids, self._homes.bases(ids)), into, stored)
                 same = torch.equal(kept.view(torch.uint8), stored.view(torch.uint8))
                 assert same, f"a row that stays, of the layer at place {place}, is another one on disk"

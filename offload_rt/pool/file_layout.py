@@ -6,7 +6,8 @@ A file of equal slabs, each
 
 K and V of a token lie side by side, since whoever wants one wants the other and a disk reads whole blocks; tokens of
 one layer and KV head lie in a long run, since a head selects many tokens of one layer at once, and neighbours often
-(measured: `eval/results/disk`). Chunks begin on blocks of the disk.
+(measured: `eval/results/disk`). Chunks begin on blocks of the disk. A chunk that has a home (`pool.homes`) lies in a
+file of a store instead, layer by layer, `[layer, kv_head, 64 tokens, 2 (K, V), d]`, each layer in whole blocks.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class FileLayout:
         return whole_blocks(CHUNK * self.pair_bytes)
 
     @cached_property
+    def layer(self) -> int:
+        """Of one layer of a chunk in a file of its own (`pool.homes`), whole blocks."""
+        return chunk_layer_bytes(CHUNK, self.arena)
+
+    @cached_property
     def plane(self) -> int:
         """Of one layer and head of a slab."""
         return self.arena.slab_chunks * self.piece
@@ -67,6 +73,13 @@ class FileLayout:
     def offset(self, slab: int, place: int, head: int, slot: int) -> int:
         """Where chunk slot `slot` of a slab begins, of the layer at `place` and a head."""
         return slab * self.slab + (place * self.arena.kv_heads + head) * self.plane + slot * self.piece
+
+    def piece_offsets(self, chunk: int) -> Offsets:
+        """Where the pieces of a chunk are, layer by layer and head by head."""
+        slab, slot = divmod(chunk, self.arena.slab_chunks)
+        planes = np.arange(self.arena.layers * self.arena.kv_heads, dtype=np.int64)
+        found: Offsets = slab * self.slab + planes * self.plane + slot * self.piece
+        return found
 
     def ids(self, place: int, chunks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
         """A number for each row of the layer at `place`, from its chunk, its slot there and its head, int64 that
@@ -98,6 +111,13 @@ class FileLayout:
 def whole_blocks(size: int) -> int:
     """`size` bytes rounded up to blocks of the disk."""
     return -(-size // BLOCK) * BLOCK
+
+
+def chunk_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
+    """Of a layer `[Hkv, n, 2 (K, V), width]` of a chunk of n tokens in a file of its own: whole blocks where it is a
+    full one, so that its rows can be read there past the page cache."""
+    own = arena.kv_heads * tokens * 2 * arena.row_bytes
+    return whole_blocks(own) if tokens == CHUNK else own
 
 
 def fitting(layout_bytes: int, row_bytes: int) -> int:

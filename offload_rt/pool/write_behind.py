@@ -1,4 +1,4 @@
-"""Writes to a file that go on while others compute, a limited number of bytes behind."""
+"""Writes to files that go on while others compute, a limited number of bytes behind."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..disk.direct_file import DirectFile
 from ..errors import DiskError
 
-Piece = tuple[int, torch.Tensor]
-"""An offset, and what is written there (`direct_file.aligned`)."""
+
+class Target(Protocol):
+    """What is written to: the pool's file, or a chunk's home."""
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Writes whole blocks from `offset` on. Raises OSError."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Whole blocks (`direct_file.aligned`), and where they go."""
+
+    target: Target
+    offset: int
+    data: torch.Tensor
 
 
 class WriteBehind:
-    """A thread that writes to `file`, in order. Every write belongs to places `(chunk, layer's place)`: whoever reads
-    one waits for it first (`wait`), and learns there that it could not be written. `add` waits where more than `limit`
-    bytes are on their way."""
+    """A thread that writes, in order, for the pool with its file in `folder`. Every write belongs to places `(chunk,
+    layer's place)`: whoever reads one waits for it first (`wait`), and learns there that it could not be written. `add`
+    waits where more than `limit` bytes are on their way."""
 
-    def __init__(self, file: DirectFile, limit: int) -> None:
-        self._file, self._limit = file, limit
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._bytes = 0
         self._lost: dict[tuple[int, int], str] = {}
@@ -37,7 +51,7 @@ class WriteBehind:
 
     def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> None:
         """Writes `pieces`, all that `places` have, behind what was added before."""
-        size = sum(len(data) for _, data in pieces)
+        size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
             self._waiting.update(places)
@@ -46,12 +60,12 @@ class WriteBehind:
         self._thread.submit(self._write, places, pieces, size)
 
     def wait(self, places: Sequence[tuple[int, int]]) -> None:
-        """Returns when `places` are in the file. Raises DiskError where one of them could not be written."""
+        """Returns when `places` are written. Raises DiskError where one of them could not be written."""
         with self._changed:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
-                raise DiskError(f"cannot write rows to {str(self._file.folder)!r}: {why}; what was computed is lost")
+                raise DiskError(f"cannot write rows to {str(self._folder)!r}: {why}; what was computed is lost")
 
     def wait_for(self, place: int, chunks: NDArray[np.int64]) -> None:
         """`wait` of one layer's place in `chunks`, any of them more than once."""
@@ -93,8 +107,8 @@ class WriteBehind:
     def _written(self, pieces: Sequence[Piece]) -> str:
         """Why they could not be written; empty where they were."""
         try:
-            for offset, data in pieces:
-                self._file.write(offset, data)
+            for piece in pieces:
+                piece.target.write(piece.offset, piece.data)
         except OSError as error:
             return error.strerror or str(error)
         return ""

@@ -15,6 +15,7 @@ from ..errors import ConfigError, InputError, StoreError
 from ..storage.chunk_file import LAYOUT_VERSION
 from ..storage.chunk_store import StorageTier
 from ..storage.disk_store import DiskStore
+from ..storage.home_saver import HomeSaver
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
 from .context import SessionContext
@@ -48,7 +49,8 @@ class SessionStore:
         _check_restorable(runner)
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
         storage = open_tier(namespace, runner.pool.groups.layers)
-        saver = Saver(storage, runner.pool, runner.link.storage)
+        make_saver = Saver if runner.pool.file is None else HomeSaver
+        saver = make_saver(storage, runner.pool, runner.link.storage)
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
         self.closed = False

@@ -3,10 +3,13 @@
     magic, header length, xxh3-64 of the header     (fixed, 24 bytes)
     header: JSON                                    (namespace, lineage, parent key, tokens, layers, checksums)
     zeros up to the next multiple of 4096
-    layer 0, layer 1, ...                           (`[Hkv, 2 (K, V), n, d]` each, as the pool's numbers are)
+    layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, as the pool's numbers are)
 
-A chunk of fewer than 64 tokens is the tail of a session. Everything in a header is compared with what is looked for,
-the tokens one by one: a file of other tokens, another model or another layout is a miss, and so is a damaged one.
+A chunk of fewer than 64 tokens is the tail of a session. The layers of a full one end with zeros up to a multiple of
+4096: its rows can be read where they are, past the page cache, and a pool on disk does so (`pool.homes`).
+
+Everything in a header is compared with what is looked for, the tokens one by one: a file of other tokens, another model
+or another layout is a miss, and so is a damaged one.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ import xxhash
 from ..core import CHUNK
 
 LAYOUT_VERSION = 1
-"""The version of the file and of the order of numbers in a layer's block. It is part of every namespace, so that other
-layouts miss."""
+"""The version of what keys and histories mean. It is part of every namespace, so that others miss."""
+
+FILE_VERSION = 2
+"""The version of the file and of the order of numbers in a layer's block: chunks of another one are misses, which are
+computed again, while the histories that name them are kept. 1: `[Hkv, 2 (K, V), n, d]`, no zeros."""
 
 MAGIC = b"OFFLDKV\n"
 ALIGNMENT = 4096
@@ -47,11 +53,13 @@ class ChunkName:
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """The header of a chunk's file. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each layer's."""
+    """The header of a chunk's file. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each layer's. What a
+    file of another `version` is of can be said, and its rows cannot be read."""
 
     name: ChunkName
     layer_bytes: int
     checksums: tuple[int, ...]
+    version: int = FILE_VERSION
 
     @property
     def data_offset(self) -> int:
@@ -71,7 +79,7 @@ class ChunkHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> ChunkHeader | None:
-        """Returns the header at the start of `data`; None where there is none that is whole and of this version."""
+        """Returns the header at the start of `data`; None where there is none that is whole and not newer."""
         if len(data) < _FIXED.size:
             return None
         magic, size, digest = _FIXED.unpack_from(data)
@@ -85,15 +93,15 @@ class ChunkHeader:
 
     @classmethod
     def _of(cls, fields: Any) -> ChunkHeader | None:
-        """The header that these fields say; None where they are of another version. Raises ValueError, KeyError and
+        """The header that these fields say; None where they are of a newer version. Raises ValueError, KeyError and
         TypeError where they are nobody's."""
-        if fields["version"] != LAYOUT_VERSION:
+        if fields["version"] not in range(1, FILE_VERSION + 1):
             return None
         parent, tokens = bytes.fromhex(fields["parent"]), bytes.fromhex(fields["tokens"])
         name = ChunkName(str(fields["namespace"]), parent, str(fields["lineage"]), tokens)
         layer_bytes, checksums = fields["layer_bytes"], tuple(int(checksum, 16) for checksum in fields["checksums"])
         whole = type(layer_bytes) is int and layer_bytes > 0 and 0 < len(tokens) <= 8 * CHUNK and len(tokens) % 8 == 0
-        return cls(name, layer_bytes, checksums) if whole else None
+        return cls(name, layer_bytes, checksums, fields["version"]) if whole else None
 
 
 def header_bytes(data: bytes) -> int:
@@ -117,7 +125,7 @@ def checksum(block: bytes | bytearray | memoryview) -> int:
 
 def _body(name: ChunkName, layer_bytes: int, checksums: tuple[int, ...]) -> bytes:
     fields = asdict(name) | {
-        "version": LAYOUT_VERSION,
+        "version": FILE_VERSION,
         "parent": name.parent.hex(),
         "tokens": name.tokens.hex(),
         "layer_bytes": layer_bytes,

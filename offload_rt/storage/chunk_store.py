@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ..pool.homes import Home
 from ..pool.prefix_tree import chunk_key
 
 
@@ -54,8 +55,17 @@ class StoredChunk(Protocol):
         ...
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Fills `into`, which has exactly `layer_bytes` bytes, with the block `[Hkv, 2 (K, V), n, width]` of `layer`.
+        """Fills `into`, which has exactly `layer_bytes` bytes, with the block `[Hkv, n, 2 (K, V), width]` of `layer`.
         Returns whether they are the bytes that were written; False is a miss. Any thread may call."""
+        ...
+
+    def home(self) -> Home | None:
+        """The chunk's file, open, for a pool on disk to read rows from as long as it likes, whatever becomes of the
+        chunk here; None where there is none that can be read so."""
+        ...
+
+    def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
+        """`read_layer` from what `home` gave, to whole blocks of memory (`disk.direct_file.aligned`)."""
         ...
 
 
@@ -69,14 +79,21 @@ class PlacedChunk(NamedTuple):
 
 class ChunkWriter(Protocol):
     """A chunk on its way into a store: one `write` for each layer, in any order and from any one thread, then `commit`
-    or `abort`. Nobody finds the chunk before `commit`."""
+    or `abort`. Nobody finds the chunk before `commit`. A block is `[Hkv, n, 2 (K, V), width]`, and of a full chunk
+    zeros up to whole blocks of a disk (`pool.file_layout.chunk_layer_bytes`)."""
+
+    def home(self) -> Home | None:
+        """The chunk's file, for a pool on disk to write layers to in place of `write` and to read them from as long as
+        it likes, whatever becomes of the chunk here; None where there is none that can be used so."""
+        ...
 
     def write(self, layer: int, block: memoryview) -> None:
-        """Takes the block `[Hkv, 2 (K, V), n, width]` of `layer`, as bytes."""
+        """Takes the block `[Hkv, n, 2 (K, V), width]` of `layer`, as bytes."""
         ...
 
     def commit(self) -> bool:
-        """Makes the chunk durable, as far as the tier can, and then visible. Returns False where the tier refused."""
+        """Makes the chunk durable, as far as the tier can, and then visible. Returns False where the tier refused, or a
+        layer is missing."""
         ...
 
     def abort(self) -> None:

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import StoreOptions
+from ..core import CHUNK
+from ..disk.block_file import BlockFile
+from ..pool.homes import Home
 from ..pool.prefix_tree import chunk_key, root_key
-from .chunk_file import ChunkHeader, ChunkName, checksum, data_offset
+from .chunk_file import FILE_VERSION, ChunkHeader, ChunkName, checksum, data_offset
 from .chunk_store import Document
 from .documents import Documents
 from .files import open_regular, read_header
@@ -41,6 +44,19 @@ class DiskChunk:
         """Fills `into` with one layer's block; False is a miss (`DiskStore.read_layer`)."""
         return self.store.read_layer(self, layer, into)
 
+    def home(self) -> Home | None:
+        """The file, open to be read; None where it cannot be, or its layers are no whole blocks."""
+        if self.count < CHUNK:
+            return None
+        try:
+            return Home(BlockFile(open_regular(self.path)), self.header.data_offset, self.layer_bytes)
+        except OSError:
+            return None
+
+    def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
+        """`read_layer` of the file that `home` opened, to whole blocks of memory."""
+        return self.store.check_layer(self, layer, home.file.handle, into)
+
 
 class DiskStore:
     """Chunks and small documents in a folder (`chunk_store.StorageTier`), within `options.limit` bytes of files.
@@ -50,7 +66,7 @@ class DiskStore:
     between two calls, is a miss; a damaged file is removed by the writer.
 
     One process writes, any number read, without an index: a file is there or not, and is never changed after its name
-    appeared. Files are open only during a call, so the limit on open files does not matter. Any thread may call.
+    appeared. Files are open only during a call, or as long as somebody has the `home` of a chunk. Any thread may call.
     Raises StoreError where the folder cannot be used or another process writes to it.
     """
 
@@ -95,7 +111,7 @@ class DiskStore:
         if not self._folder.read_only and path not in self._folder:
             return None
         header = read_header(path)
-        if header is None:
+        if header is None or header.version != FILE_VERSION:
             self._folder.discard(path)
         elif header.name == name and len(header.checksums) == self.layers:
             return DiskChunk(self, key, path, header)
@@ -103,19 +119,24 @@ class DiskStore:
 
     def read_layer(self, chunk: DiskChunk, layer: int, into: memoryview) -> bool:
         """Fills `into` (exactly one layer's bytes). Returns whether they are what was written; False is a miss."""
-        header = chunk.header
-        if len(into) != header.layer_bytes:
+        if len(into) != chunk.header.layer_bytes:
             return False
         try:
             handle = open_regular(chunk.path)
         except OSError:
             return False
         try:
+            return self.check_layer(chunk, layer, handle, into)
+        finally:
+            os.close(handle)
+
+    def check_layer(self, chunk: DiskChunk, layer: int, handle: int, into: memoryview) -> bool:
+        """`read_layer` of a chunk's file that is open."""
+        header = chunk.header
+        try:
             whole = os.preadv(handle, [into], header.data_offset + layer * header.layer_bytes) == header.layer_bytes
         except OSError:
             whole = False
-        finally:
-            os.close(handle)
         if whole and checksum(into) == header.checksums[layer]:
             return True
         self._folder.discard(chunk.path)

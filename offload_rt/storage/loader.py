@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ..core import CHUNK, BlockTable
+from ..disk.direct_file import aligned
+from ..pool.homes import Home
 from ..pool.pool import HostPool
 from ..pool.stored_rows import Span
 from .chunk_store import PlacedChunk, StoredChunk
@@ -46,6 +48,9 @@ class ChunkLoader:
     that is being computed: it begins at once with the first `ahead`, before any computation. With 0 a layer is loaded
     when it is asked for, and the computation waits for all of it.
 
+    Full chunks that come to a pool on disk stay where they are: their files become their homes (`pool.homes`), and
+    loading a layer checks it there.
+
     The block table must hold the chunks and be nobody else's; it must not be given back before `close`. Rows are
     written only by its readers, each chunk's by one of them, and read only after `wait` of their layer: the thread has
     waited for all of a layer's chunks by then, and an event orders the two.
@@ -59,9 +64,10 @@ class ChunkLoader:
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(chunks, tokens, strict=True)]
         largest = max((placed.chunk.layer_bytes for placed in chunks), default=0)
         # One for each reader: touching fresh memory takes longer than reading a cached file.
-        self._blocks: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
-            self._blocks.put(bytearray(largest))
+            self._blocks.put(aligned(max(1, largest)))
+        self._homes = [adopt(pool, placed.chunk, span) for placed, span in zip(chunks, self._spans, strict=True)]
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
         self._closed = False
@@ -123,10 +129,10 @@ class ChunkLoader:
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
         """Loads all chunks of a layer; returns the key of the first that is damaged."""
-        group, pairs = self._pool.groups.group[layer], zip(self._chunks, self._spans, strict=True)
-        mine = [(placed.chunk, span) for placed, span in pairs if placed.group == group]
-        whole = list(readers.map(lambda each: self._fill(each[0], layer, each[1]), mine))
-        return next((chunk.key for (chunk, _), right in zip(mine, whole, strict=True) if not right), None)
+        group, parts = self._pool.groups.group[layer], zip(self._chunks, self._spans, self._homes, strict=True)
+        mine = [(placed.chunk, span, home) for placed, span, home in parts if placed.group == group]
+        whole = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
+        return next((chunk.key for (chunk, *_), right in zip(mine, whole, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
         """Waits until the layer is near enough; False where nothing more is wanted."""
@@ -134,17 +140,28 @@ class ChunkLoader:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
 
-    def _fill(self, chunk: StoredChunk, layer: int, span: Span) -> bool:
-        """Loads one layer of one chunk, which is checked before it is copied to its rows."""
-        layout, format = self._pool.layout, self._pool.format
-        size = 2 * layout.kv_heads * span.size * layout.row_bytes
+    def _fill(self, chunk: StoredChunk, layer: int, span: Span, home: Home | None) -> bool:
+        """Loads one layer of one chunk, which is checked before it is copied to its rows, or read at home."""
+        layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
         block = self._blocks.get()
         try:
-            if not chunk.read_layer(self._pool.groups.place[layer], memoryview(block)[:size]):
+            own = block.numpy().data[: chunk.layer_bytes]
+            if home is not None:
+                return chunk.check_layer(place, home, own)
+            if not chunk.read_layer(place, own):
                 return False
-            rows = torch.frombuffer(block, dtype=format.storage, count=size // format.storage.itemsize)
-            rows = rows.view(layout.kv_heads, 2, span.size, format.width)
-            self._pool.fill_span(layer, span, rows[:, 0], rows[:, 1])
+            rows = block[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
+            rows = rows.view(layout.kv_heads, span.size, 2, format.width)
+            self._pool.fill_span(layer, span, rows[:, :, 0], rows[:, :, 1])
             return True
         finally:
             self._blocks.put(block)
+
+
+def adopt(pool: HostPool, chunk: StoredChunk, span: Span) -> Home | None:
+    """The file of a stored chunk, if it is the home of the pool's chunk at `span` from now on."""
+    file, number = pool.file, span.slab * pool.layout.slab_chunks + span.offset // CHUNK
+    if file is None or span.size < CHUNK or not file.blank(number):
+        return None
+    home = chunk.home()
+    return home if home is not None and file.house(number, home, range(pool.layout.layers)) else None

@@ -11,6 +11,8 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..errors import DiskError
+from ..pool.file_layout import chunk_layer_bytes
+from ..pool.homes import Home
 from ..pool.pool import HostPool
 from ..pool.stored_rows import Span
 from ..transfer.link import KVStorage
@@ -22,13 +24,19 @@ WRITE_BUFFER = 1 << 28
 
 @dataclass(eq=False)
 class Saving:
-    """Chunks on their way: their places in the pool, and what writes them once the worker has begun."""
+    """Chunks on their way: their places in the pool, and what writes them. homes: of those whose rows go where they are
+    written to by themselves (`HomeSaver`); refused: those that the store did not want. buffered: how many wait in the
+    write buffer."""
 
     blocks: BlockTable
-    chunks: Seq[NamedChunk]
-    ids: Seq[int]
-    spans: Seq[Span]
-    writers: list[ChunkWriter | None] | None = None
+    chunks: list[NamedChunk] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    writers: dict[int, ChunkWriter] = field(default_factory=dict)
+    homes: dict[int, Home] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    buffered: int = 0
+    begun: bool = False
     moved: set[int] = field(default_factory=set)
     ended: bool = False
 
@@ -62,15 +70,28 @@ class Saver:
     def begin(self, blocks: BlockTable, chunks: Seq[NamedChunk]) -> Saving | None:
         """Takes as many of `chunks`, from the first on, as the buffer has room for. Returns None where that is none."""
         with self._mutex:
-            room = (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes
-            taken = chunks[: max(0, room)]
-            self._waiting += len(taken) * self._pool.chunk_bytes
-        if not taken:
+            room = max(0, (self._buffer_bytes - self._waiting) // self._pool.chunk_bytes)
+        saving = Saving(blocks)
+        for i, chunk in enumerate(chunks):
+            identity = self._identity(blocks, chunk)
+            if not self._house(saving, i, chunk, identity):
+                if saving.buffered == room:
+                    break
+                saving.buffered += 1
+            tokens = range(chunk.index * CHUNK, chunk.index * CHUNK + chunk.count)
+            saving.chunks.append(chunk)
+            saving.ids.append(identity)
+            saving.spans += self._pool.spans(blocks, chunk.group, tokens)
+        if not saving.chunks:
             return None
-        spans = [self._pool.spans(blocks, c.group, range(c.index * CHUNK, c.index * CHUNK + c.count))[0] for c in taken]
-        saving = Saving(blocks, taken, [self._identity(blocks, c) for c in taken], spans)
+        with self._mutex:
+            self._waiting += saving.buffered * self._pool.chunk_bytes
         self._active.append(saving)
         return saving
+
+    def _house(self, saving: Saving, i: int, chunk: NamedChunk, identity: int) -> bool:
+        """Whether the i-th chunk, with this id in the pool, need not wait in the buffer."""
+        return False
 
     def layer_done(self, saving: Saving, layer: int) -> None:
         """Takes note that layer `layer` of these chunks is in the pool, or will be when the link has settled. Layers
@@ -140,52 +161,63 @@ class Saver:
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
-        if saving.writers is None:
-            saving.writers = [
-                self._store.begin(c.parent, c.lineage, c.tokens, c.count * self._token_bytes) for c in saving.chunks
-            ]
+        if not saving.begun:
+            saving.begun = True
+            for i, chunk in enumerate(saving.chunks):
+                self._begin_writer(saving, i, chunk)
         groups = self._pool.groups
-        for chunk, writer, span in zip(saving.chunks, saving.writers, saving.spans, strict=True):
-            if writer is not None and chunk.group == groups.group[layer]:
-                writer.write(groups.place[layer], layer_block(self._pool, layer, span))
+        for i, writer in saving.writers.items():
+            if saving.chunks[i].group == groups.group[layer]:
+                writer.write(groups.place[layer], layer_block(self._pool, layer, saving.spans[i]))
         if layer == len(groups.group) - 1:
-            for i, (chunk, writer) in enumerate(zip(saving.chunks, saving.writers, strict=True)):
-                if writer is not None:
-                    self._fill_up(writer, chunk)
-                    with self._mutex:  # everything has been read: what moves after the question cannot matter
-                        moved = i in saving.moved
-                    writer.abort() if moved else writer.commit()
+            for i, writer in saving.writers.items():
+                self._appear(saving, i, writer)
             self._end(saving)
+
+    def _begin_writer(self, saving: Saving, i: int, chunk: NamedChunk) -> ChunkWriter | None:
+        """What writes the i-th chunk; None where the store refuses it, or has it."""
+        size = layer_bytes(self._pool, chunk.count)
+        writer = self._store.begin(chunk.parent, chunk.lineage, chunk.tokens, size)
+        if writer is None:
+            saving.refused.add(i)
+        else:
+            saving.writers[i] = writer
+        return writer
+
+    def _appear(self, saving: Saving, i: int, writer: ChunkWriter) -> None:
+        """Commits the i-th chunk, of which every layer is written, unless it is no longer what its name says."""
+        self._fill_up(writer, saving.chunks[i])
+        with self._mutex:  # everything has been read: what moves after the question cannot matter
+            moved = i in saving.moved
+        writer.abort() if moved else writer.commit()
 
     def _fill_up(self, writer: ChunkWriter, chunk: NamedChunk) -> None:
         """Writes zeros where a chunk of the pool has room for more layers than its group has."""
         for place in range(len(self._pool.groups.layers_of(chunk.group)), self._store.layers):
-            writer.write(place, memoryview(bytes(chunk.count * self._token_bytes)))
-
-    @property
-    def _token_bytes(self) -> int:
-        return layer_bytes(self._pool, 1)
+            writer.write(place, memoryview(bytes(layer_bytes(self._pool, chunk.count))))
 
     def _give_up(self, saving: Saving) -> None:
-        for writer in saving.writers or ():
-            if writer is not None:
-                writer.abort()
+        for writer in saving.writers.values():
+            writer.abort()
         self._end(saving)
 
     def _end(self, saving: Saving) -> None:
         if not saving.ended:
             saving.ended = True
+            saving.homes.clear()
             with self._mutex:
-                self._waiting -= len(saving.chunks) * self._pool.chunk_bytes
+                self._waiting -= saving.buffered * self._pool.chunk_bytes
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Returns the bytes of one layer's K and V of `tokens` tokens, as they are stored."""
-    return 2 * pool.layout.kv_heads * tokens * pool.layout.row_bytes
+    """Returns the bytes of one layer's block of a chunk of `tokens` tokens, as it is stored."""
+    return chunk_layer_bytes(tokens, pool.layout)
 
 
 def layer_block(pool: HostPool, layer: int, span: Span) -> memoryview:
-    """Returns the block `[Hkv, 2 (K, V), n, width]` of one layer and span as bytes, a copy."""
-    part = pool.view(layer, span)
-    block = torch.stack((part.k, part.v), dim=1)
+    """Returns the block `[Hkv, n, 2 (K, V), width]` of one layer and span as bytes, a copy, with its zeros."""
+    part, layout = pool.view(layer, span), pool.layout
+    block = torch.zeros(chunk_layer_bytes(span.size, layout) // layout.itemsize, dtype=part.k.dtype)
+    rows = block[: 2 * part.k.numel()].view(layout.kv_heads, span.size, 2, -1)
+    rows[:, :, 0], rows[:, :, 1] = part.k, part.v
     return block.view(torch.uint8).numpy().data.cast("B")

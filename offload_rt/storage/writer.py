@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..disk.block_file import BlockFile
+from ..pool.homes import Home
 from .chunk_file import ChunkHeader, ChunkName, checksum, data_offset
 from .folder import StoreFolder
 
 
 class FileChunkWriter:
     """Writes one chunk to a temporary file in room that `folder` has reserved (`chunk_store.ChunkWriter`): every layer
-    once, in any order and from any one thread, then `commit`. Until then nobody can find it. What the disk refuses ends
-    the writing; `commit` then returns False. Raises OSError where not even the temporary file can be made."""
+    once, in any order and from any one thread, by `write` or through `home`, then `commit`. Until then nobody can find
+    it. What the disk refuses ends the writing; `commit` then returns False. Raises OSError where not even the temporary
+    file can be made."""
 
     def __init__(
         self,
@@ -38,9 +41,25 @@ class FileChunkWriter:
         if self._open:
             self._attempt(block, self._offset + layer * self._layer_bytes, sync=False)
 
+    def home(self) -> Home | None:
+        """The file, with its room taken from the disk; None where that cannot be. It is never written to once it has
+        its name: every layer goes there once."""
+        try:
+            file = BlockFile(os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC))
+            file.allocate(0, self._size)
+        except OSError:
+            return None
+        return Home(file, self._offset, self._layer_bytes, self._note)
+
+    def _note(self, layer: int, block: memoryview) -> None:
+        self._checksums[layer] = checksum(block)
+
     def commit(self) -> bool:
-        """Makes the chunk durable and visible, in this order. Returns False where the disk refused any of it."""
-        assert len(self._checksums) == self._layers
+        """Makes the chunk durable and visible, in this order. Returns False where the disk refused any of it, or its
+        home has not taken every layer."""
+        if len(self._checksums) < self._layers:
+            self.abort()
+            return False
         checksums = tuple(self._checksums[layer] for layer in range(self._layers))
         if self._open:
             self._attempt(ChunkHeader(self._name, self._layer_bytes, checksums).encode(), 0, sync=True)

@@ -9,7 +9,7 @@ in order, block by block, one block ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -153,7 +153,7 @@ class DiskStorage:
         past = state.run(blocks, layer, range(start)).parts if start and not slides else []
         parts = [state.rows(blocks, layer, range(first, start))] if first < start else []
         stop, written = start, 0
-        for part in slices:
+        for part in whole_chunks(slices, start):
             written += self.append(blocks, layer, stop, part.k, part.v)
             parts.append(part)
             stop += part.k.shape[1]
@@ -164,6 +164,23 @@ class DiskStorage:
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
         """As `prefill_layer`."""
         return self.prefill_layer(blocks, layer, start, [new])
+
+
+def whole_chunks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
+    """K and V of tokens from `start` on, `[Hkv, m, d]` each, in parts that end where a chunk does, all but the last: a
+    chunk that is filled whole goes to the disk at once, and one that is filled in parts waits in memory."""
+    rest: KVPart | None = None
+    for part in parts:
+        if rest is not None:
+            part = KVPart(torch.cat((rest.k, part.k), dim=1), torch.cat((rest.v, part.v), dim=1))
+        size = part.k.shape[1]
+        own = size - (start + size) % CHUNK
+        rest = part if own <= 0 else KVPart(part.k[:, own:], part.v[:, own:]) if own < size else None
+        if own > 0:
+            yield KVPart(part.k[:, :own], part.v[:, :own])
+            start += own
+    if rest is not None:
+        yield rest
 
 
 @dataclass(frozen=True)
