@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,39 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
     again = queue.add("ada", turn("ada", 2), SHORT)
     list(queue.run())
     assert len(again.token_ids) == 12
+    queue.close()
+
+
+@pytest.mark.parametrize("then", ["waits", "is cancelled"])
+def test_a_new_session_gives_back_what_others_have_of_its_prompt(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that is dropped before its first layer leaves no rows of tokens that its session does not have."""
+    llm, prompt = make_llm(), turn("ada", 0)
+    llm.generate([prompt], SHORT)
+    queue = llm.turns(tmp_path / "q")
+    kv, dropped = queue.store.session("ada").kv, []
+    real = Turn.start
+
+    def start(self: Turn, runner: Any) -> Any:
+        prefill = real(self, runner)
+        if not dropped:
+            assert kv.sequence is not None and kv.sequence.position == 64
+            self.drop(runner) if then == "waits" else self.finish(runner, "abort")
+            dropped.append(kv.sequence)
+            raise PoolFullError("not now")
+        return prefill
+
+    monkeypatch.setattr(Turn, "start", start)
+    queue.add("ada", prompt, SHORT)
+    with suppress(PoolFullError):
+        list(queue.run())
+    assert dropped == [None]
+    kv.check_integrity()
+    again = queue.add("ada", prompt, SHORT)
+    list(queue.run())
+    assert again.token_ids == alone(tmp_path / "alone", ("ada",), 1)["ada"][0]
+    llm.runner.pool.check_integrity()
     queue.close()
 
 

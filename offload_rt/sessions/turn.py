@@ -205,11 +205,22 @@ class Turn(SampledRequest):
     def _set_back(self) -> None:
         """Makes the session what it was before the turn; it may leave host memory."""
         kv = self.kv
-        kv.history.tokens = list(self._before)
+        self._forget(self._before)
         if kv.sequence is not None:
-            kv.sequence.tokens = list(self._before)
             kv.runner.pool.truncate(kv.sequence.blocks, kv.sequence.blocks.length)
         self._host.park(kv)
+
+    def _forget(self, tokens: list[int]) -> None:
+        """The session has `tokens`, and no rows of others: what others have computed of this turn's prompt is there
+        when it begins again."""
+        kv = self.kv
+        kv.history.tokens = list(tokens)
+        if kv.sequence is None:
+            return
+        if kv.sequence.position > len(tokens):
+            kv.drop()
+        else:
+            kv.sequence.tokens = list(tokens)
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
         """Takes what came of the turn into the history, which `persist` writes; rows are on their way to disk."""
@@ -246,13 +257,14 @@ class Turn(SampledRequest):
         kv = self.kv
         interrupted = self._prefill is not None
         self._give_up_prefill()
-        kv.history.tokens = self.tokens if self.new_tokens else list(self._before)
+        kept = self.tokens if self.new_tokens else self._before
         if kv.loader is not None and interrupted:
+            kv.history.tokens = list(kept)
             kv.drop()
-        elif kv.sequence is not None:
-            kv.sequence.tokens = list(kv.history.tokens)
-            if interrupted:
-                kv.relearn()
+            return
+        self._forget(kept)
+        if kv.sequence is not None and interrupted:
+            kv.relearn()
 
     def _give_up_prefill(self) -> None:
         if self._saving is not None:
