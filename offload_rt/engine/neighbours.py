@@ -6,9 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
-
-from ..pool.pool import HostPool
+from weakref import WeakSet, ref
 
 PATIENCE = 5.0
 """Seconds after its last step for which an engine counts as going on: one that nobody drives, such as a stream whose
@@ -27,15 +25,32 @@ class Holder(Protocol):
         ...
 
 
+class Neighbours:
+    """The engines of one host pool: made beside it, and handed on to every runner of that pool."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._all: WeakSet[Neighbour] = WeakSet()
+
+    def join(self, holder: Holder) -> Neighbour:
+        """One more engine, of which `holder` has what runs."""
+        neighbour = Neighbour(self, holder)
+        with self._mutex:
+            self._all.add(neighbour)
+        return neighbour
+
+    def everyone(self) -> list[Neighbour]:
+        """All engines that there are now."""
+        with self._mutex:
+            return list(self._all)
+
+
 class Neighbour:
     """One engine among those of its pool. Everything but its making is done with the pool's lock held."""
 
-    def __init__(self, pool: HostPool, holder: Holder) -> None:
-        self._holder = ref(holder)  # which has this one
+    def __init__(self, neighbours: Neighbours, holder: Holder) -> None:
+        self._neighbours, self._holder = neighbours, ref(holder)  # which has this one
         self._thread, self._last, self._looks = 0, -PATIENCE, 0
-        with _MAKING:
-            self._all = _KNOWN.setdefault(pool, WeakSet())
-            self._all.add(self)
 
     def stepped(self) -> None:
         """Its engine has taken a step."""
@@ -45,8 +60,7 @@ class Neighbour:
         """Whether another thread's engine goes on with something, whose chunks will be free. If so, another look at the
         pool was in vain."""
         now, thread = time.monotonic(), threading.get_ident()
-        with _MAKING:
-            others = [one for one in self._all if one._thread != thread and now - one._last < PATIENCE]
+        others = [one for one in self._neighbours.everyone() if one._thread != thread and now - one._last < PATIENCE]
         found = any(holder.holds for one in others if (holder := one._holder()) is not None)
         self._looks = self._looks + 1 if found else 0
         return found
@@ -60,8 +74,3 @@ class Neighbour:
         first, longest = WAITS
         if self._looks:
             time.sleep(min(longest, first * 2 ** min(self._looks, 16)))
-
-
-_MAKING = threading.Lock()
-
-_KNOWN: WeakKeyDictionary[HostPool, WeakSet[Neighbour]] = WeakKeyDictionary()

@@ -33,6 +33,7 @@ from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..transfer.link import Link
 from ..transfer.streams import on_device
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
+from .neighbours import Neighbours
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
 from .segments import segment_tokens
@@ -70,11 +71,13 @@ class Runner:
         plan: DevicePlan | None = None,
         weights: HostWeights | None = None,
         draft: Runner | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """plan: what the device may hold, where there is a limit. weights: what brings those that are not on it.
-        draft: runs the model that drafts for this one."""
+        draft: runs the model that drafts for this one. neighbours: of another runner of the pool."""
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
         self.plan, self.weights, self.draft = plan, weights, draft
+        self.neighbours = neighbours or Neighbours()
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
         self._slice_tokens = best if plan is None else plan.costs.slice

@@ -7,7 +7,6 @@ from weakref import WeakSet
 
 from ..errors import OffloadError, PoolFullError
 from ..forward.prefill import Prefill
-from .neighbours import Neighbour
 from .request import Request
 from .runner import Runner
 from .swap import Swap, SwappedSequence
@@ -35,7 +34,7 @@ class Scheduler:
         self.ended: deque[Request] = deque()
         self.preemptions = self.restored = 0
         self._full = False
-        self.neighbour = Neighbour(runner.pool, self)
+        self.neighbour = runner.neighbours.join(self)
 
     @property
     def holds(self) -> bool:
