@@ -28,13 +28,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", tie_word_embeddings=True)
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on disk"])
 @pytest.mark.parametrize(("place", "kv_format"), [("store", "auto"), ("store_int8", "int8")])
-def test_sessions_go_on_with_nothing_computed_again(place: str, kv_format: Any, tiny: str, tmp_path: Path) -> None:
+def test_sessions_go_on_with_nothing_computed_again(
+    place: str, kv_format: Any, on_disk: bool, tiny: str, tmp_path: Path
+) -> None:
+    """Also on a disk, where files of now would be read in place."""
+    disk = {"disk": tmp_path / "rows", "disk_limit": "256MiB"} if on_disk else {}
     shutil.copytree(BEFORE / place, tmp_path / place)
     stored = sorted(path.name for path in (tmp_path / place).rglob("*.kv"))
     for name, expected in EXPECTED[place].items():
         skew, room = BEFORE / "skew_tiny", "64MiB"
-        llm = LLM(tiny, policy_options=ROWS, skew=skew, host_memory=room, kv_format=kv_format, device="cpu")
+        llm = LLM(tiny, policy_options=ROWS, skew=skew, host_memory=room, kv_format=kv_format, device="cpu", **disk)
         assert llm.runner.model.fingerprint == EXPECTED["fingerprint"], "the tiny model is another one than then"
         session = llm.session(name, tmp_path / place)
         assert len(session.tokens) == expected["held"] and len(session.turns) == expected["turns"]

@@ -223,10 +223,10 @@ def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, m
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.storage.chunk_file.FILE_VERSION", 1)
-        older = open_store(tmp_path)
-        save(older, 5)
-        older.close()
+        patch.setattr("offload_rt.storage.chunk_file.FILE_VERSION", 3)
+        newer = open_store(tmp_path)
+        save(newer, 5)
+        newer.close()
     store = open_store(tmp_path)
     assert load(store, 5) is None and load(store, 1) == blocks_of(1)
 

@@ -29,7 +29,6 @@ from offload_rt.pool.homes import Home
 from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import read_through
 from offload_rt.storage.disk_store import DiskStore
-from offload_rt.storage.files import read_header
 from offload_rt.storage.home_saver import HomeSaver
 from offload_rt.storage.saver import Saver
 
@@ -361,23 +360,3 @@ def test_a_turn_that_is_given_up_leaves_its_chunks_blank(tmp_path: Path, monkeyp
         [wanted] = memory.generate([TURNS[2] + TURNS[1]], GREEDY)
         assert say(session, TURNS[2] + TURNS[1]) == list(wanted.outputs[0].token_ids)
         assert at_home(llm) == 3
-
-
-def test_chunks_of_an_older_version_are_computed_again_and_what_was_said_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.storage.chunk_file.FILE_VERSION", 1)
-        with make(None) as llm:
-            say(llm.session("s", tmp_path / "store"), TURNS[0])
-    headers = [read_header(path) for path in (tmp_path / "store").rglob("*.kv")]
-    assert len(headers) == 5 and all(header is not None and header.version == 1 for header in headers), "or no repair"
-    with make(tmp_path / "rows") as llm, make(None) as memory:
-        session = llm.session("s", tmp_path / "store")
-        assert session.tokens[:300] == TURNS[0] and len(session.tokens) == 312
-        [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
-        assert say(session, TURNS[2]) == list(wanted.outputs[0].token_ids) and session.loaded_tokens == 0
-    with make(tmp_path / "rows") as llm:
-        session = llm.session("s", tmp_path / "store")
-        say(session, TURNS[2])
-        assert session.loaded_tokens > 380

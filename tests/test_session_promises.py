@@ -135,6 +135,22 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
     session.close()
 
 
+def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that is no damage is the turn's error, which nobody waits for without end; the session goes on."""
+    session = make_llm().session("s", tmp_path)
+    answer(session, tiny_prompt(200, seed=1))
+    session.close()
+    session = make_llm().session("s", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "read_layer", lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            answer(session, tiny_prompt(30, seed=2))
+    session.check_integrity()
+    answer(session, tiny_prompt(30, seed=2))
+    assert session.loaded_tokens > 128
+    session.close()
+
+
 def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     """Whatever a process that died left there: files of every kind count, and those beyond the cap leave."""
     store = open_store(tmp_path)

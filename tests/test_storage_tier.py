@@ -40,6 +40,10 @@ class MemoryChunk:
     def layer_bytes(self) -> int:
         return len(self.blocks[0])
 
+    @property
+    def apart(self) -> bool:
+        return False
+
     def read_layer(self, layer: int, into: memoryview) -> bool:
         into[:] = self.blocks[layer]
         return True

@@ -10,7 +10,7 @@ from ..errors import DiskError, StoreError
 from ..forward.sequence import Sequence
 from ..outputs import Stats
 from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
-from ..storage.loader import ChunkLoader, DamagedChunkError
+from ..storage.loader import ChunkLoader, DamagedChunkError, fits
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
@@ -178,8 +178,8 @@ class SessionKV:
     def _find_one(self, name: NamedChunk) -> StoredChunk | None:
         """The chunk on disk, if it is whole as far as is known, and of this layout."""
         chunk = self.context.storage.find(name.parent, name.lineage, name.tokens)
-        fits = chunk is not None and chunk.layer_bytes == layer_bytes(self.runner.pool, name.count)
-        return chunk if fits and name.key not in self._broken else None
+        right = chunk is not None and fits(self.runner.pool, chunk, name.count)
+        return chunk if right and name.key not in self._broken else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedChunk], int]:
         """Stored chunks of layers that see everything, from token `known` on without a gap: full ones, and the tail

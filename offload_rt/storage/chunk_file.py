@@ -27,8 +27,8 @@ LAYOUT_VERSION = 1
 """The version of what keys and histories mean. It is part of every namespace, so that others miss."""
 
 FILE_VERSION = 2
-"""The version of the file and of the order of numbers in a layer's block: chunks of another one are misses, which are
-computed again, while the histories that name them are kept. 1: `[Hkv, 2 (K, V), n, d]`, no zeros."""
+"""The version of the file and of the order of numbers in a layer's block that is written. Files of version 1, whose
+blocks are `[Hkv, 2 (K, V), n, d]` without zeros, are read."""
 
 MAGIC = b"OFFLDKV\n"
 ALIGNMENT = 4096
@@ -53,8 +53,8 @@ class ChunkName:
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """The header of a chunk's file. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each layer's. What a
-    file of another `version` is of can be said, and its rows cannot be read."""
+    """The header of a chunk's file. layer_bytes: bytes of one layer's block; checksums: xxh3-64 of each layer's;
+    version: of the file, which says how a block is ordered."""
 
     name: ChunkName
     layer_bytes: int

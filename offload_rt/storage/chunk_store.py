@@ -54,6 +54,11 @@ class StoredChunk(Protocol):
         """Bytes of one layer's block."""
         ...
 
+    @property
+    def apart(self) -> bool:
+        """Whether its blocks are `[Hkv, 2 (K, V), n, width]` without zeros: files of a disk that version 1 wrote."""
+        ...
+
     def read_layer(self, layer: int, into: memoryview) -> bool:
         """Fills `into`, which has exactly `layer_bytes` bytes, with the block `[Hkv, n, 2 (K, V), width]` of `layer`.
         Returns whether they are the bytes that were written; False is a miss. Any thread may call."""

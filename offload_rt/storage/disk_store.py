@@ -40,13 +40,18 @@ class DiskChunk:
         """Bytes of one layer's block."""
         return self.header.layer_bytes
 
+    @property
+    def apart(self) -> bool:
+        """Whether K and V of a layer's block lie apart, as version 1 wrote them."""
+        return self.header.version < FILE_VERSION
+
     def read_layer(self, layer: int, into: memoryview) -> bool:
         """Fills `into` with one layer's block; False is a miss (`DiskStore.read_layer`)."""
         return self.store.read_layer(self, layer, into)
 
     def home(self) -> Home | None:
         """The file, open to be read; None where it cannot be, or its layers are no whole blocks."""
-        if self.count < CHUNK:
+        if self.count < CHUNK or self.apart:
             return None
         try:
             return Home(BlockFile(open_regular(self.path)), self.header.data_offset, self.layer_bytes)
@@ -111,7 +116,7 @@ class DiskStore:
         if not self._folder.read_only and path not in self._folder:
             return None
         header = read_header(path)
-        if header is None or header.version != FILE_VERSION:
+        if header is None:
             self._folder.discard(path)
         elif header.name == name and len(header.checksums) == self.layers:
             return DiskChunk(self, key, path, header)

@@ -14,6 +14,7 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..disk.direct_file import aligned
+from ..pool.file_layout import chunk_layer_bytes
 from ..pool.homes import Home
 from ..pool.pool import HostPool
 from ..pool.stored_rows import Span
@@ -70,6 +71,7 @@ class ChunkLoader:
         self._homes = [adopt(pool, placed.chunk, span) for placed, span in zip(chunks, self._spans, strict=True)]
         self._wanted, self._done = -1, 0
         self._damaged: bytes | None = None
+        self._failure: BaseException | None = None
         self._closed = False
         self.load_seconds = 0.0
         self.stall_seconds = 0.0
@@ -95,13 +97,16 @@ class ChunkLoader:
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
-        """Returns when layer `layer` is loaded and lets the thread go on to layer + ahead. Raises DamagedChunkError."""
+        """Returns when layer `layer` is loaded and lets the thread go on to layer + ahead. Raises DamagedChunkError,
+        and what else ended the thread."""
         began = time.perf_counter()
         with self._changed:
             self._wanted = max(self._wanted, layer)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._done > layer or self._damaged is not None)
+            self._changed.wait_for(lambda: self._done > layer or self._damaged is not None or self._failure is not None)
             self.stall_seconds += time.perf_counter() - began
+            if self._failure is not None:
+                raise self._failure
             if self._damaged is not None:
                 raise DamagedChunkError(self._damaged)
 
@@ -113,6 +118,14 @@ class ChunkLoader:
         self._thread.join()
 
     def _load(self) -> None:
+        try:
+            self._load_layers()
+        except BaseException as error:  # whoever waits for a layer hears of it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _load_layers(self) -> None:
         with ThreadPoolExecutor(READERS, "offload-rt reader") as readers:
             for layer in range(self._layers):
                 if not self._may_load(layer):
@@ -151,11 +164,18 @@ class ChunkLoader:
             if not chunk.read_layer(place, own):
                 return False
             rows = block[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
-            rows = rows.view(layout.kv_heads, span.size, 2, format.width)
-            self._pool.fill_span(layer, span, rows[:, :, 0], rows[:, :, 1])
+            pairs = (2, span.size) if chunk.apart else (span.size, 2)
+            k, v = rows.view(layout.kv_heads, *pairs, format.width).unbind(1 if chunk.apart else 2)
+            self._pool.fill_span(layer, span, k, v)
             return True
         finally:
             self._blocks.put(block)
+
+
+def fits(pool: HostPool, chunk: StoredChunk, tokens: int) -> bool:
+    """Whether a layer's block of a stored chunk has as many bytes as `tokens` tokens of this pool."""
+    rows = 2 * pool.layout.kv_heads * tokens * pool.layout.row_bytes
+    return chunk.layer_bytes == (rows if chunk.apart else chunk_layer_bytes(tokens, pool.layout))
 
 
 def adopt(pool: HostPool, chunk: StoredChunk, span: Span) -> Home | None:
