@@ -222,7 +222,9 @@ class StoreFolder:
                 elif path.suffix != _TEMPORARY:
                     status = path.stat()
                     found.append((status.st_mtime_ns, path, status.st_size))
-        self._index.load(found)
+        for path in self._index.load(found):
+            if not self.read_only:
+                self._index.write_stamp(path)
 
     def _ours(self) -> Iterator[Path]:
         for pattern in ("*/*.*", "*/*/*.*"):

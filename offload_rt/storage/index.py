@@ -50,14 +50,18 @@ class DiskIndex:
     def __contains__(self, path: Path) -> bool:
         return path in self.files
 
-    def load(self, found: Iterable[tuple[int, Path, int]]) -> None:
-        """Enters files that were there before: (time of modification, path, size), in any order."""
-        now = self._clock()
+    def load(self, found: Iterable[tuple[int, Path, int]]) -> list[Path]:
+        """Enters files that were there before: (time of modification, path, size), in any order. Returns those that
+        seem to come from the future: they count as used now, one after the other (`write_stamp`)."""
+        now, ahead = self._clock(), []
         for used, path, size in sorted(found, key=lambda one: (one[0], str(one[1]))):
-            self.files[path] = _File(size, min(used, now))
+            self._stamp = used if used <= now else max(now, self._stamp + 1)
+            if used > now:
+                ahead.append(path)
+            self.files[path] = _File(size, self._stamp)
             self._order.enter(path)
             self._stored += size
-            self._stamp = min(used, now)
+        return ahead
 
     def enter(self, path: Path, size: int) -> None:
         """A file was written."""
@@ -137,5 +141,10 @@ class DiskIndex:
         """Used now, also for whoever scans the folder later."""
         self._stamp = max(self._clock(), self._stamp + 1)
         self.files[path].used = self._stamp
+        self.write_stamp(path)
+
+    def write_stamp(self, path: Path) -> None:
+        """The file's time becomes the one that it counts as used at."""
+        used = self.files[path].used
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(self._stamp, self._stamp), follow_symlinks=False)
+            os.utime(path, ns=(used, used), follow_symlinks=False)
