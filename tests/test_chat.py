@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -10,6 +9,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.forked import forked
 
 from offload_rt import SamplingParams
 from offload_rt.cli import main
@@ -172,12 +171,11 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
 
 
 class Terminal:
-    """`offload-rt` on a pseudo-terminal. It is killed at the end of the block, whatever happens."""
+    """A command on a pseudo-terminal. It is killed at the end of the block, whatever happens."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
-        run = functools.partial(main, arguments)
-        self.process = forked(run, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
         os.close(slave)
         self._seen = b""
 
@@ -206,8 +204,9 @@ class Terminal:
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
     """On a pseudo-terminal: a prompt, an answer that is interrupted after its first words, and a session that is saved.
     What is waited for is always something shown, never a time."""
-    arguments = ["chat", "reference", "--session", "s", "--store", str(tmp_path), "--policy", "full"]
-    with Terminal([*arguments, "--max-new-tokens", "2000", "--temperature", "0"]) as terminal:
+    command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
+    command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
+    with Terminal(command) as terminal:
         terminal.read_until(rb"> ")
         terminal.write(b"It was a dark night\n")
         terminal.read_until(rb"night\r?\n[^a-z]*[a-z]+")

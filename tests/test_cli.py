@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 from support.commands import Cli, CommandRun, command_line
-from support.forked import forked
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
 import offload_rt
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import main
 
 PACKAGE = Path(offload_rt.__file__).parent
 BOOK = str(PACKAGE / "data" / "black_arrow.txt")
@@ -48,9 +46,13 @@ def generate(cli: Cli, pages: Path) -> Cli:
     return lambda *flags: cli(*given, *flags)
 
 
-def arguments(pages: Path, *flags: str) -> list[str]:
-    """Of `offload-rt generate reference`, exact."""
-    return ["generate", "reference", "--prompt-file", str(pages), *SHORT, *flags, "--policy", "full"]
+def spawn(pages: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """`offload-rt generate reference` as a process of its own, exact, with pipes. It takes Ctrl-C although this process
+    may ignore it, as what a shell runs in the background does."""
+    listens = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listens}; from offload_rt.cli import main; sys.exit(main())"
+    command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
+    return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 # ------------------------------------------------------------------------------------------------------ what it does
@@ -170,9 +172,7 @@ def test_info(cli: Cli) -> None:
 
 
 def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:
-    """Also when the interpreter ends, which flushes what is left: the command is as it is installed."""
-    command = [Path(sys.executable).parent / "offload-rt", *arguments(pages, "--max-new-tokens", "40")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = spawn(pages, "--max-new-tokens", "40")
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
@@ -222,8 +222,7 @@ def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.Monkey
 
 
 def test_ctrl_c_for_real(pages: Path) -> None:
-    given, pipe = arguments(pages, "--max-new-tokens", "3000", "--ignore-eos"), subprocess.PIPE
-    process = forked(lambda: main(given), stdout=pipe, stderr=pipe)
+    process = spawn(pages, "--max-new-tokens", "3000", "--ignore-eos")
     assert process.stdout is not None
     first = os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)

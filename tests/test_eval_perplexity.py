@@ -318,11 +318,13 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     text = BOOK.read_text(encoding="utf-8")[:20_000]
     config = PerplexityConfig(context=128, windows=3, decode_from=96)
     variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8, "dense_layers": [0]})
+    monkeypatch.setattr("sys.argv", ["/bin/eval", "--text", str(BOOK), "--windows", "3"])
     report = run_perplexity(ModelUnderTest("reference"), text, "arrow", variants, config, tmp_path)
     record = json.loads((tmp_path / "perplexity.json").read_text())
     assert record["rows"] == json.loads(json.dumps(report.rows))
     assert record["about"]["fingerprint"] == load_model("reference").fingerprint
     assert record["environment"]["versions"]["torch"] == torch.__version__
+    assert record["environment"]["command"] == f"eval --text {BOOK.name} --windows 3"
     full, ours, streaming = record["rows"]
     assert full["sparse_attended"] == 0
     assert full["attended"] == 1

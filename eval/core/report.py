@@ -159,11 +159,14 @@ def now() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine and command of this process."""
+    """Versions, machine and command of this process, its files by their names: where they lay is this machine's."""
     import torch
 
+    program, *rest = sys.argv
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(
+            [Path(program).name, *(Path(one).name if Path(one).is_absolute() else one for one in rest)]
+        ),
         "finished": now(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
