@@ -477,13 +477,16 @@ def test_a_read_that_fails_ends_the_request_and_not_the_runtime(
     assert again == written(make(None, **POLICIES["infinigen"]), PROMPTS)
 
 
-def test_rows_that_could_not_be_written_are_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left"), MemoryError("No space left")])
+def test_rows_that_could_not_be_written_are_never_read(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = arena(tmp_path)
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
     made.fill(0, 0, 0, *rows)
     made._writer.drain()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(fault))
         made.fill(0, 0, 64, *rows[:, :, :64])
         made._writer.drain()
     names = made.places.ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))

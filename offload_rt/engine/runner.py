@@ -6,8 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -31,30 +30,18 @@ from ..pool.pool import HostPool
 from ..select.base import Policy
 from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..transfer.link import Link
-from ..transfer.streams import on_device
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .neighbours import Neighbours
+from .own_device import on_own_device
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
 from .segments import segment_tokens
 from .stats import Accounting
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 MISSED_MASS_EVERY = 16
 """Steps between two measurements of the missed mass on a CPU, where all keys are at hand in memory."""
-
-
-def _on_own_device(method: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
-    """The method with the runner's device as the current one."""
-
-    @wraps(method)
-    def on_own_device(runner: Runner, /, *args: P.args, **named: P.kwargs) -> T:
-        with on_device(runner.adapter.device):
-            return method(runner, *args, **named)
-
-    return on_own_device
 
 
 class Runner:
@@ -152,7 +139,7 @@ class Runner:
         if self.plan is not None:
             self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
 
-    @_on_own_device
+    @on_own_device
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
         """Says that a sequence may grow to `tokens` tokens, and so may `forks` others that will fork from it. The pool
         makes memory ready for that now, as far as it has any, so that no decode step waits for memory to be pinned;
@@ -207,7 +194,7 @@ class Runner:
         self.pool.commit(blocks, known)
         return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, truncation_id=truncation_id)
 
-    @_on_own_device
+    @on_own_device
     def reload(self, sequence: Sequence) -> None:
         """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
         self.link.storage.close(sequence.blocks)
@@ -221,7 +208,7 @@ class Runner:
         sequence.unlearned = sequence.position
         sequence.interrupted = False
 
-    @_on_own_device
+    @on_own_device
     @torch.inference_mode()
     def _open_sequence(
         self,
@@ -272,7 +259,7 @@ class Runner:
             return Trace(self.adapter.geometry.layers, self._missed_mass_every, reused_tokens=known, disk_before=used)
         return origin.trace.copy() if same_trace else origin.trace.restart(reused=known)
 
-    @_on_own_device
+    @on_own_device
     def free(self, sequence: Sequence) -> None:
         """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
         del self._open[sequence.id]
@@ -292,7 +279,7 @@ class Runner:
             lineage = EXACT if sequence.position == sequence.exact else self.lineage
             self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.truncation_id)
 
-    @_on_own_device
+    @on_own_device
     @torch.inference_mode()
     def begin_prefill(
         self,
@@ -324,7 +311,7 @@ class Runner:
             every_logits=every_logits,
         )
 
-    @_on_own_device
+    @on_own_device
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
         """Runs one layer; commits the tokens after the last."""
@@ -358,7 +345,7 @@ class Runner:
             on_layer(prefill.layer)
         return None if prefill.logits is None else prefill.logits[0]
 
-    @_on_own_device
+    @on_own_device
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
         """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""

@@ -111,4 +111,6 @@ class WriteBehind:
                 piece.target.write(piece.offset, piece.data)
         except OSError as error:
             return error.strerror or str(error)
+        except Exception as error:  # whoever reads the rows would wait for them without end
+            return f"{type(error).__name__}: {error}"
         return ""

@@ -1,0 +1,32 @@
+"""Methods that run with their object's device as the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ..models.adapter import ModelAdapter
+from ..transfer.streams import on_device
+
+
+class Computes(Protocol):
+    """What computes with a model."""
+
+    adapter: ModelAdapter
+
+
+S = TypeVar("S", bound=Computes)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def on_own_device(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """The method with the device of the object's model as the current one."""
+
+    @wraps(method)
+    def with_device(computes: S, /, *args: P.args, **named: P.kwargs) -> T:
+        with on_device(computes.adapter.device):
+            return method(computes, *args, **named)
+
+    return with_device
