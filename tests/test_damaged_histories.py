@@ -123,6 +123,7 @@ def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm
     assert again.tokens == saved and not of_a_dead_process.exists()
     right = completed(llm.generate([saved + TURNS[2]], SHORT))[0].token_ids
     assert answer(again, TURNS[2]) == right
+    again.context.saver.flush()
     again.context.storage.check_integrity()
     again.close()
 

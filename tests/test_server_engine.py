@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.serving import TEMPLATE, served, wait_until
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
+from offload_rt.engine.runner import Runner
 
 WORDS = ("Dick", "Joan", "a dark night", "the river", "Sir Daniel", "arrows", "bread", "forest")
 
@@ -67,7 +69,10 @@ def test_what_was_computed_is_counted_as_cached(url: str) -> None:
     assert 64 <= cached < second["usage"]["prompt_tokens"]
 
 
-def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM) -> None:
+def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take as long as those of a real model, or the answer could be whole before anybody looks."""
+    decode = Runner.decode
+    monkeypatch.setattr(Runner, "decode", lambda runner, batch: (time.sleep(0.005), decode(runner, batch))[1])
     asked = {"prompt": "Dick", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx2.stream("POST", f"{url}/v1/completions", json=asked) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
