@@ -35,7 +35,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 def make(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
     """With a quarter of the context in memory where there is a disk."""
-    limits = {} if folder is None else {"disk": folder, "host_memory": "144KiB", "disk_limit": "1MiB"}
+    limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
     return LLM(MODEL, dtype="float64", prefill_slice=32, policy=policy, policy_options=chosen, **limits, **options)
 

@@ -170,7 +170,7 @@ TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, see
 
 def make(folder: Path | None, **named: Any) -> LLM:
     """With a quarter of the context in memory where there is a disk."""
-    limits = {} if folder is None else {"disk": folder, "host_memory": "144KiB", "disk_limit": "1MiB"}
+    limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     return LLM(MODEL, **{"dtype": "float64", "policy": "full", **limits, **named})
 
 

@@ -235,11 +235,11 @@ def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
     """What a pool on disk keeps in host memory."""
     shares = disk.shares
     kept = shares.slots * shares.slot_bytes
-    rest = shares.index + 3 * shares.staged + shares.chunks
+    rest = 3 * shares.staged + shares.chunks
     return [
         ("disk: limit", format_size(disk.limit)),
         ("host: rows that stay", f"{format_size(kept)} ({kept / needed.kv_host:.0%} of the context)"),
-        ("host: where they are, staging, chunks", format_size(rest)),
+        ("host: staging, chunks being filled", format_size(rest)),
     ]
 
 

@@ -53,7 +53,7 @@ class FileArena:
         self.shares = HostShares.of(limit, self.places)
         self.active = 0
         self.use = DiskUse()
-        self._cache = RowCache(self.shares.slots, self.places.pairs, 2 * layout.head_dim, dtype)
+        self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.shares.staged)
         self._homes = Homes(file, self.places)
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
@@ -152,13 +152,15 @@ class FileArena:
             whole = 0 if first else self._taken_whole(chunk, place, (total - done) // CHUNK)
             count = whole * CHUNK or min(CHUNK - first, total - done)
             own_k, own_v = k[:, done : done + count], v[:, done : done + count]
-            self._forget(range(chunk, chunk + max(1, whole)), place)
             if whole:
+                self._forget(range(chunk, chunk + whole), place)
                 self._write_behind(range(chunk, chunk + whole), place, torch.stack((own_k, own_v), dim=2).cpu())
             else:
                 with self._mutex:
                     rows = self._rows(self._buffered(chunk))[place, :, first : first + count]
                     rows[:, :, 0], rows[:, :, 1] = own_k, own_v
+                    for slot in range(first, first + count):
+                        self._cache.forget(self.places.ids_of_token(chunk, place, slot))
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -99,6 +99,10 @@ class FileLayout:
         first = (chunk * self.arena.layers + place) * count
         return range(first, first + count)
 
+    def ids_of_token(self, chunk: int, place: int, slot: int) -> range:
+        """The numbers of the rows, one of each head, of one token of a layer of a chunk."""
+        return self.ids_of(chunk, place)[slot::CHUNK]
+
     def offsets(self, ids: Offsets) -> Offsets:
         """Where rows begin in the file."""
         chunks, rest = np.divmod(ids, self.chunk_pairs)

@@ -1,17 +1,18 @@
-/* What row_cache.py does for every row that is asked for, as it defines it. A number out of range is told by -1. */
+/* What row_cache.py does for every row that is asked for, as it defines it. A row of `out` or `rows` that they have not is
+   told by -1. */
 #include <stdint.h>
 #include <string.h>
 
-#define NEAR 8 /* rows whose slot is asked for before they are copied */
-#define FAR 16 /* rows whose place in the index is */
+#define MIX 0x9E3779B97F4A7C15u
+#define NEAR 8 /* rows whose slot is known before they are copied */
+#define FAR 16 /* rows whose set is asked for before it is looked through */
 
 struct cache {
-    int32_t *index;  /* of a row: its slot, and 1; 0 */
-    int64_t *owner;  /* of a slot: its row */
+    int64_t *owner; /* of a slot: its row, and 1; 0 */
     float *score;
     uint32_t *last;
-    char *rows;      /* `size` bytes each */
-    int64_t size, entries;
+    char *rows; /* `size` bytes each */
+    int64_t size, sets, ways;
 };
 
 static int within(int64_t n, const int64_t *numbers, int64_t stop) {
@@ -20,46 +21,89 @@ static int within(int64_t n, const int64_t *numbers, int64_t stop) {
     return 1;
 }
 
+/* The first slot of a row's set. */
+static int64_t first_of(const struct cache *c, int64_t id) {
+    uint64_t mixed = ((uint64_t)id * MIX) >> 32;
+    return (int64_t)((mixed * (uint64_t)c->sets) >> 32) * c->ways;
+}
+
+static int64_t find(const struct cache *c, int64_t id) {
+    int64_t first = first_of(c, id);
+    for (int64_t slot = first; slot < first + c->ways; slot++)
+        if (c->owner[slot] == id + 1) return slot;
+    return -1;
+}
+
+static void ask_for_set(const struct cache *c, int64_t id) {
+    const char *owners = (const char *)(c->owner + first_of(c, id));
+    for (int64_t b = 0; b < c->ways * (int64_t)sizeof *c->owner; b += 64) __builtin_prefetch(owners + b);
+}
+
+static void ask_for_slot(const struct cache *c, int64_t slot) {
+    __builtin_prefetch(c->score + slot, 1);
+    __builtin_prefetch(c->last + slot, 1);
+    for (int64_t b = 0; b < c->size; b += 64) __builtin_prefetch(c->rows + slot * c->size + b);
+}
+
 /* Those of the n rows `ids` that are here have been used, and go to the rows `into` of `out`, which has `m`. The others,
    and where they go, are the first of missing and of missing + n; returns how many. */
 int64_t take(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *into,
-             int64_t *missing, char *out, int64_t m) {
-    if (!within(n, ids, c->entries) || !within(n, into, m)) return -1;
-    int64_t gone = 0;
-    for (int64_t i = 0; i < n; i++) {
-        if (i + FAR < n) __builtin_prefetch(c->index + ids[i + FAR]);
-        if (i + NEAR < n) {
-            int64_t slot = c->index[ids[i + NEAR]] - 1;
-            if (slot >= 0) {
-                __builtin_prefetch(c->score + slot, 1);
-                __builtin_prefetch(c->last + slot, 1);
-                for (int64_t b = 0; b < c->size; b += 64) __builtin_prefetch(c->rows + slot * c->size + b);
-            }
-        }
-        int64_t slot = c->index[ids[i]] - 1;
-        if (slot < 0) {
+             char *out, int64_t m, int64_t *missing) {
+    if (!within(n, into, m)) return -1;
+    int64_t gone = 0, slots[NEAR] = {0};
+    for (int64_t next = 0; next < n + NEAR; next++) {
+        int64_t i = next - NEAR, slot = slots[next % NEAR];
+        if (i >= 0 && slot < 0) {
             missing[gone] = ids[i];
             missing[n + gone++] = into[i];
-            continue;
+        } else if (i >= 0) {
+            c->score[slot] += weight;
+            c->last[slot] = now;
+            memcpy(out + into[i] * c->size, c->rows + slot * c->size, (size_t)c->size);
         }
-        c->score[slot] += weight;
-        c->last[slot] = now;
-        memcpy(out + into[i] * c->size, c->rows + slot * c->size, (size_t)c->size);
+        if (next >= n) continue;
+        if (next + FAR < n) ask_for_set(c, ids[next + FAR]);
+        if ((slots[next % NEAR] = find(c, ids[next])) >= 0) ask_for_slot(c, slots[next % NEAR]);
     }
     return gone;
 }
 
-/* Row ids[i], which is row at[i] of the m `rows`, takes slots[i]. */
+/* The slot that a new row takes, or -1: a free one, else that which scores least of those not used just now. */
+static int64_t slot_for(const struct cache *c, uint32_t now, int64_t id) {
+    int64_t first = first_of(c, id), least = -1;
+    for (int64_t slot = first; slot < first + c->ways; slot++) {
+        if (!c->owner[slot]) return slot;
+        if (c->last[slot] != now && (least < 0 || c->score[slot] < c->score[least])) least = slot;
+    }
+    return least;
+}
+
+/* Row ids[i], which is row at[i] of the m `rows`, takes a slot if it finds one; returns how many of these were free. */
 int64_t enter(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *at,
-              const int32_t *slots, const char *rows, int64_t m) {
-    if (!within(n, ids, c->entries) || !within(n, at, m)) return -1;
+              const char *rows, int64_t m) {
+    if (!within(n, at, m)) return -1;
+    int64_t fresh = 0;
     for (int64_t i = 0; i < n; i++) {
-        int64_t slot = slots[i];
+        if (i + FAR < n) ask_for_set(c, ids[i + FAR]);
+        int64_t slot = slot_for(c, now, ids[i]);
+        if (slot < 0) continue;
+        fresh += !c->owner[slot];
         memcpy(c->rows + slot * c->size, rows + at[i] * c->size, (size_t)c->size);
-        c->index[ids[i]] = (int32_t)(slot + 1);
-        c->owner[slot] = ids[i];
+        c->owner[slot] = ids[i] + 1;
         c->score[slot] = weight;
         c->last[slot] = now;
     }
-    return 0;
+    return fresh;
+}
+
+/* Rows start, start + step .. below stop are nobody's; returns how many were here. */
+int64_t forget(const struct cache *c, int64_t start, int64_t stop, int64_t step) {
+    int64_t here = 0;
+    for (int64_t id = start; id < stop; id += step) {
+        int64_t slot = find(c, id);
+        if (slot < 0) continue;
+        c->owner[slot] = 0;
+        here++;
+    }
+    return here;
 }

@@ -16,8 +16,8 @@ LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=
 WIDTH = 2 * LAYOUT.head_dim
 
 
-def arena(folder: Path, limit: int = 107_500) -> FileArena:
-    """With all slabs ready; the limit is room for 20 rows that stay, and one chunk that is filled."""
+def arena(folder: Path, limit: int = 100_800) -> FileArena:
+    """With all slabs ready; the limit is room for 16 rows that stay, and one chunk that is filled."""
     made = FileArena(LAYOUT, torch.float32, DirectFile(folder), limit)
     while made.active < LAYOUT.slabs:
         made.activate()
