@@ -17,6 +17,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StoreOptions
+from .control_groups import processor_limit
 from .errors import (
     ArtifactError,
     ConfigError,
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 # that they wait for, wherever anything else runs; and a decode step waits hundreds of times.
 if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# And as many as have a processor: torch counts those of the machine, of which a container's limit leaves fewer.
+if "torch" not in sys.modules and "OMP_NUM_THREADS" not in os.environ and (_limit := processor_limit()) is not None:
+    os.environ["OMP_NUM_THREADS"] = str(_limit)
 
 __all__ = [
     "LLM",

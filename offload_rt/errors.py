@@ -5,6 +5,7 @@
     ├── InputError           (ValueError)   a prompt, a file, a text, a request
     │   └── SessionBusyError                a session that is answering is asked for a second answer
     ├── ModelError           (ValueError)   unsupported architecture, missing weights, positions a model cannot have
+    │   └── LogitsError                     what it computes is no numbers
     ├── ArtifactError        (ValueError)   a skew artifact: damaged, of another version, of another model
     ├── MemoryLimitError     (MemoryError)  more memory asked than there is, or than the limit allows
     │   └── PoolFullError                   the host pool has no chunk left for a sequence
@@ -40,6 +41,10 @@ class ModelError(OffloadError, ValueError):
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class LogitsError(ModelError):
+    """A model computes what is no numbers, whatever the request was: its weights or its dtype are to blame."""
 
 
 class ArtifactError(OffloadError, ValueError):

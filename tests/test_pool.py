@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.pools import CHUNK_BYTES, append, geometry, kv, make_pool, read
 
+from offload_rt.control_groups import processor_limit
 from offload_rt.core import CHUNK, BlockTable
 from offload_rt.errors import MemoryLimitError, PoolFullError
 from offload_rt.pool import machine
@@ -221,6 +222,25 @@ def test_control_groups_limit_what_is_available(tmp_path: machine.Path) -> None:
     assert list(machine._cgroup_headroom(tmp_path / "v1", tmp_path / "one")) == [0]
     assert list(machine._cgroup_headroom(tmp_path, tmp_path / "absent")) == []
     assert machine.available_memory() > 0
+
+
+def test_control_groups_limit_processors(tmp_path: machine.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    for name, text in {
+        "two": "0::/a/b\n", "v2/a/b/cpu.max": "max 100000\n", "v2/a/cpu.max": "250000 100000\n",
+        "one": "4:cpu,cpuacct:/job\n", "v1/cpu/job/cpu.cfs_quota_us": "1000\n",
+        "v1/cpu/job/cpu.cfs_period_us": "50000\n", "v1/cpu/cpu.cfs_quota_us": "-1\n",
+        "v1/cpu/cpu.cfs_period_us": "50000\n", "free": "4:cpu:/\n",
+        "odd/cpu.max": "\n", "root": "0::/\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for root, membership, limit in (
+        ("v2", "two", 3), ("v1", "one", 1), ("v1", "free", None), ("odd", "root", None), ("v2", "absent", None)
+    ):  # fmt: skip
+        assert processor_limit(tmp_path / root, tmp_path / membership) == limit, (root, membership)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    assert processor_limit(tmp_path / "v2", tmp_path / "two") is None
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 255, 256, 257, 1000, 1025])

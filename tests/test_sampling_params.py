@@ -13,10 +13,11 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams
+from offload_rt import LLM, ConfigError, InputError, SamplingParams
 from offload_rt.engine.detokenizer import TextStream
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sampler import Sampler
+from offload_rt.errors import LogitsError
 from offload_rt.models.registry import load_model
 from offload_rt.outputs import CompletionOutput
 
@@ -227,7 +228,7 @@ def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any])
     calm = engine.add(prompts[2], greedy)
     while not engine.idle:
         engine.step()
-    assert [type(error) for error in failed] == [ModelError, ModelError] and "no numbers" in str(failed[0])
+    assert [type(error) for error in failed] == [LogitsError, LogitsError] and "no numbers" in str(failed[0])
     assert [each.finish_reason for each in (*wild, calm)] == ["abort", "abort", "length"]
 
 

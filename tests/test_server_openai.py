@@ -13,7 +13,7 @@ import openai
 import pytest
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
-from offload_rt.errors import InputError, PoolFullError, QueueFullError, StoreError
+from offload_rt.errors import InputError, LogitsError, PoolFullError, QueueFullError, StoreError
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
@@ -271,6 +271,7 @@ def test_what_is_no_json_and_what_is_not_there(client: openai.OpenAI, url: str) 
         (QueueFullError("the queue is full"), 429, "queue"),
         (InputError("too long"), 400, "too long"),
         (PoolFullError("no chunk"), 400, "no chunk"),
+        (LogitsError("no numbers"), 500, "no numbers"),
         (RuntimeError("a secret of ours"), 500, "internal error"),
         (StoreError("/a/folder/of/ours is full"), 500, "internal error"),
     ],

@@ -79,6 +79,33 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
         offload_rt.LML  # noqa: B018
 
 
+LIMITED = """import os, pathlib, sys
+os.sched_getaffinity = lambda _: set(range(8))
+said = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
+pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
+"""
+"""Of eight processors a container has the time of one and a half."""
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "threads"),
+    [
+        ({}, LIMITED, "2"),
+        ({"OMP_NUM_THREADS": "5"}, LIMITED, "5"),
+        ({}, LIMITED.replace("150000", "800000"), "None"),
+        ({}, LIMITED + "sys.modules['torch'] = sys; ", "None"),
+    ],
+)
+def test_there_are_as_many_threads_as_a_container_has_processors(
+    given: dict[str, str], before: str, threads: str
+) -> None:
+    """Where the user said nothing, and it is less than torch would count."""
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    code = f"{before}\nimport offload_rt; print(os.environ.get('OMP_NUM_THREADS'), end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
+    assert done.stdout == threads, done.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "before", "policy"),
     [

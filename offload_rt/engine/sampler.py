@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..errors import InputError, ModelError
+from ..errors import InputError, LogitsError
 from ..sampling_params import SamplingParams
 from .constraints import constraints
 from .structure import Structure
@@ -61,9 +61,9 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None) -> int:
         """A token id from float32 logits `[V]` that follow `tokens`, the first `prompt` of which (None: all) are the
-        prompt. Raises InputError where nothing may be chosen, ModelError where logits are no numbers."""
+        prompt. Raises InputError where nothing may be chosen, LogitsError where logits are no numbers."""
         if logits.max().isnan():
-            raise ModelError(
+            raise LogitsError(
                 "the model's logits are no numbers (NaN): its activations have overflowed, as they do in float16, or "
                 "its weights hold such; load it with dtype='bfloat16' or 'float32'"
             )

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import psutil
 
+from ..control_groups import MEMBERSHIP, ROOT, groups
 from ..core import CHUNK
 from ..errors import MemoryLimitError, PoolFullError
 from ..units import format_size
 
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
+_FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_SECOND = ("memory.max", "memory.current", "inactive_file")
+"""Limit, use, and what of memory.stat is page cache that can go, in control groups of either version."""
 
 
 def available_memory() -> int:
     """Bytes that can be taken without swapping: what the machine has left, or what the control group of this process
     and its parents (a container, a batch job) leave of their limits, whichever is least."""
-    return int(min([psutil.virtual_memory().available, *_cgroup_headroom(CGROUPS, MEMBERSHIP)]))
+    return int(min([psutil.virtual_memory().available, *_cgroup_headroom(ROOT, MEMBERSHIP)]))
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
@@ -52,27 +54,10 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
     """Limit less use of every control group over this process that has a limit (version 2 and 1). Page cache that the
     kernel would give back first counts as unused."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top = root
-            limit, usage, cache = "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            top = root / "memory"
-            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            headroom = _headroom(folder, limit, usage, cache)
-            if headroom is not None:
-                yield headroom
-            if folder == top:
-                break
+    for folder, two in groups("memory", root, membership):
+        headroom = _headroom(folder, *(_SECOND if two else _FIRST))
+        if headroom is not None:
+            yield headroom
 
 
 def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:

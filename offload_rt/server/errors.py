@@ -15,7 +15,15 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import DiskError, MemoryLimitError, OffloadError, QueueFullError, SessionBusyError, StoreError
+from ..errors import (
+    DiskError,
+    LogitsError,
+    MemoryLimitError,
+    OffloadError,
+    QueueFullError,
+    SessionBusyError,
+    StoreError,
+)
 
 ANTHROPIC = "/v1/messages"
 """Paths that begin so speak Anthropic's protocol."""
@@ -74,6 +82,8 @@ def refusal(error: BaseException) -> RefusedError:
         return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
         return refused(str(error), code="pool_full")
+    if isinstance(error, LogitsError):
+        return RefusedError(500, str(error))
     if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError)):
         return refused(str(error))
     if isinstance(error, (RequestValidationError, ValidationError)):  # of pydantic: made of what a client sent
