@@ -130,6 +130,15 @@ class TestRefusals:
                 read(tmp_path)
             assert refused.value.reason == "alibi"
 
+    def test_a_class_that_asks_its_other_parts_for_text_too(self, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def forward(self: Any, input_ids: torch.Tensor, **named: Any) -> None:
+            raise AttributeError(self.model.vision_tower.device)
+
+        folder, model = saved("llava")
+        monkeypatch.setattr(type(model), "forward", forward)
+        with pytest.raises(ModelError, match=r"Llava.* does not run on text alone"):
+            load_model(folder, verify="always")
+
     def test_a_class_that_transformers_does_not_have(self, saved: Any, tmp_path: Path) -> None:
         saved("llava")[1].config.save_pretrained(tmp_path)
         edit_config(tmp_path, architectures=["StrangeForConditionalGeneration"])

@@ -28,6 +28,7 @@ from ..core import KVPart
 from ..errors import ModelError
 from .adapter import ModelAdapter
 from .cache_folder import cache_folder
+from .checkpoint import one_error
 from .exact_layer import residual_after_attention
 from .text_part import text_config
 from .weights import decoder_layers
@@ -150,7 +151,11 @@ class _Proof:
                 left = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
                 stack.callback(entered.remove)
                 stack.callback(left.remove)
-            out = self._model(self._tokens[None], **{name: value for name, value in options.items() if name in known})
+            options = {name: value for name, value in options.items() if name in known}
+            with one_error(
+                f"{type(self._model).__name__} does not run on text alone, which would show what it computes"
+            ):
+                out = self._model(self._tokens[None], **options)
         seen.logits = out.logits[0, -_DECODED:]
         return seen
 
