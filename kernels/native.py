@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..allocator import RecycledMemory
 from ..native_code import load_library
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
@@ -23,6 +24,9 @@ MOST_QUERIES = 32
 WORTH_A_THREAD = 1 << 18
 """Scores for each thread that computes them, or weighs values by them, in about half a millisecond: beginning a thread
 is not felt then."""
+
+SCRATCH = RecycledMemory()
+"""Of one value or more for each token of a context, in every layer; one for the process, as its allocator is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +50,7 @@ class LowBitLibrary:
         """Of queries q `[Hkv, G, d]` and what was taken from the keys, mean `[Hkv, d]`."""
         heads, group, _ = q.shape
         first, stop = tokens.start // BLOCK * BLOCK, -(-tokens.stop // BLOCK) * BLOCK
-        scores = torch.empty(heads, group, stop - first)
+        scores = SCRATCH.empty((heads, group, stop - first), torch.float32)
         peak, lse = torch.empty(2, heads, group)
 
         def some(own: slice) -> None:
@@ -61,8 +65,8 @@ class LowBitLibrary:
     def select(self, found: ScoredTokens, alpha: float, limit: int) -> torch.Tensor:
         """What `selection.select_tokens` selects by these scores, at most `limit` tokens, rising: int64 `[Hkv, m]`."""
         heads, group, n = found.scores.shape
-        values, passing = torch.empty(heads + 1, n), torch.empty(2, n, dtype=torch.uint8)
-        tokens, chosen = torch.empty(n, dtype=torch.int64), torch.empty(heads, limit, dtype=torch.int64)
+        values, passing = SCRATCH.empty((heads + 1, n), torch.float32), SCRATCH.empty((2, n), torch.uint8)
+        tokens, chosen = SCRATCH.empty((n,), torch.int64), torch.empty(heads, limit, dtype=torch.int64)
         count = self.ranking.select_best(
             _pointer(found.scores), ctypes.c_int64(found.scores.stride(1)), heads, group, ctypes.c_int64(n),
             *map(_pointer, (found.peak, found.lse)), ctypes.c_float(alpha), ctypes.c_int64(limit),
@@ -77,7 +81,7 @@ class LowBitLibrary:
         lse `[Hkv, G]`."""
         heads, group, _ = found.scores.shape
         before, skip = tokens.start % BLOCK * found.scores.element_size(), skip.contiguous()
-        hidden = torch.empty(heads, found.scores.stride(1), dtype=torch.uint8)
+        hidden = SCRATCH.empty((heads, found.scores.stride(1)), torch.uint8)
         out, lse = torch.empty(heads, group, self.head_dim), torch.empty(heads, group)
 
         def some(own: slice) -> None:

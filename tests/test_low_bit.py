@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.low_bit import copied, joined, ragged_lists, stored_rows
 
+from offload_rt.allocator import RecycledMemory
 from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, selection
 from offload_rt.kernels.low_bit import (
     KEY_BITS,
@@ -217,3 +218,18 @@ def test_a_processor_selects_and_stores_what_is_defined(
         low_bit.store_rows(pages, layout, rows, 461, values=values)
         low_bit_cpu.store_rows(other, layout, rows, 461, values=values)
     assert joined(pages).equal(joined(other))
+
+
+def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a long context; from the allocator they would not always get it."""
+    monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
+    layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
+    pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
+    if native.low_bit(32, 4, 7) is None:
+        pytest.skip("without compiled code torch's products do it")
+    for _ in range(3):
+        asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
+        assert asked.top(5).shape == (2, 5) and asked.tail(skip)[1].isfinite().all()
+        assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
+        del asked
+        assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"

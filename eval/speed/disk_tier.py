@@ -7,7 +7,6 @@ runs of neighbouring tokens, most of which were selected a step before. Everythi
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...allocator import give_back
 from ...core import CHUNK, ModelGeometry, Selection, Visible
 from ...disk.direct_file import BLOCK, DirectFile, aligned
 from ...disk.requests import Requests
@@ -162,12 +162,12 @@ class DiskContext:
         position = self.blocks.length
         self.pool.reserve(self.blocks, position + 1)
         visible = Visible.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
-        coming = self._fetch(0, visible, selected)
+        fetched = self._fetch(0, visible, selected)
         for layer in range(self.case.layers):
             self.link.storage.append(self.blocks, layer, position, self._row, self._row)
-            ticket, coming = coming, self._fetch(layer + 1, visible, selected)
-            assert ticket is not None
-            attend(self._q, ticket.wait(), self._scales[layer])
+            upcoming = self._fetch(layer + 1, visible, selected)
+            attend(self._q, fetched.wait(), self._scales[layer])
+            fetched = upcoming
         self.pool.commit(self.blocks, position + 1)
 
     def wanted_bytes(self, selected: Step | None) -> int:
@@ -305,8 +305,7 @@ def _peak() -> int:
 def _reset_peak() -> int:
     """What is resident, without what was freed and is kept for the next who asks."""
     gc.collect()
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    give_back()
     Path("/proc/self/clear_refs").write_text("5")
     return _peak()
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from ..allocator import give_back
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
 from ..errors import OffloadError
@@ -326,6 +327,8 @@ class Runner:
             self.link.storage.settle(sequence.blocks)
             self._publish(sequence)
             self.room.slide(sequence, self.link.storage, prefill.stop)
+            if self.pool.file is not None:  # where memory is what there is least of
+                give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
         if prefill.layer:
             prefill.after_layer(prefill.layer - 1)

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ..allocator import RecycledMemory
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, Visible
 from ..pool.file_arena import AT_ONCE, FileArena
 from ..pool.pool import HostPool
@@ -52,10 +53,23 @@ class DiskState:
         self.pair_bytes = 2 * pool.layout.row_bytes
         self.token_bytes = pool.layout.kv_heads * self.pair_bytes
         self.open: dict[int, _Open] = {}
+        self._staging = RecycledMemory()
 
     def thread(self, layer: int) -> ReadingThread:
         """The one that reads a layer: what is asked for of it comes in order, of another at the same time."""
         return self._threads[layer % len(self._threads)]
+
+    def staging(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Where rows that are read go, as they are stored; what is in it may be anything."""
+        if self.device.type == "cuda":
+            return torch.empty(shape, dtype=self.pool.format.storage, pin_memory=True)
+        return self._staging.empty(shape, self.pool.format.storage)
+
+    def close(self, blocks: BlockTable) -> None:
+        """Forgets a sequence."""
+        self.open.pop(id(blocks), None)
+        if not self.open:
+            self._staging.clear()
 
     def wait(self) -> None:
         """Returns when nothing is read any more."""
@@ -120,7 +134,7 @@ class DiskStorage:
     def close(self, blocks: BlockTable) -> None:
         """Closes a sequence, or one that could not be opened; after it nothing reads the block table's chunks."""
         self._state.wait()
-        self._state.open.pop(id(blocks), None)
+        self._state.close(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
         """Returns at once: whoever reads what was appended finds it."""
@@ -266,10 +280,7 @@ class DiskRows:
         tokens = selection.known().tokens.cpu()
         room = visible.resident if visible is not None and state.pool.format.exact else 0
         heads, count = tokens.shape
-        pin = state.device.type == "cuda"
-        staged = torch.empty(
-            heads, room + count, 2, state.pool.format.width, dtype=state.pool.format.storage, pin_memory=pin
-        )
+        staged = state.staging((heads, room + count, 2, state.pool.format.width))
         place = state.pool.groups.place[layer]
         reading = state.thread(layer).start(_gather, state.file, place, one.current(), tokens, room, staged)
         size = heads * count * state.pair_bytes
