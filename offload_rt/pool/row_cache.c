@@ -28,10 +28,9 @@ static int64_t first_of(const struct cache *c, int64_t id) {
 }
 
 static int64_t find(const struct cache *c, int64_t id) {
-    int64_t first = first_of(c, id);
-    for (int64_t slot = first; slot < first + c->ways; slot++)
-        if (c->owner[slot] == id + 1) return slot;
-    return -1;
+    int64_t first = first_of(c, id), found = -1;
+    for (int64_t slot = first; slot < first + c->ways; slot++) found = c->owner[slot] == id + 1 ? slot : found;
+    return found;
 }
 
 static void ask_for_set(const struct cache *c, int64_t id) {

@@ -66,9 +66,11 @@ class RowCache:
         self._ways = min(WAYS, slots)
         self._sets = slots // self._ways
         self.slots = slots = self._sets * self._ways
-        memory = mmap.mmap(-1, max(1, slots * width * storage.itemsize))
+        memory = mmap.mmap(-1, max(1, slots * width * storage.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # neighbours in it are anybody's: with small pages each is a miss of its own
+            memory.madvise(mmap.MADV_HUGEPAGE)
         self.rows = torch.frombuffer(memory, dtype=storage).view(slots, width)
-        """`[slots, width]`; memory is taken as slots are first used."""
+        """`[slots, width]`; memory is taken as slots are first used, which is soon anywhere."""
         self._owner = np.zeros(slots, np.int64)
         """Of a slot, `[sets * ways]` as all of these: its row, and 1; 0."""
         self._score, self._last = np.zeros(slots, np.float32), np.zeros(slots, np.uint32)
@@ -184,7 +186,7 @@ class RowCache:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(SOURCE, ("-O2", "-std=gnu11"), "rows that stay are looked up by numpy")
+    library = load_library(SOURCE, ("-O3", "-march=native", "-std=gnu11"), "rows that stay are looked up by numpy")
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         own: list[Any] = [ctypes.POINTER(_Arrays), ctypes.c_float, ctypes.c_uint32]
