@@ -127,7 +127,7 @@ def test_a_prompt_from_disk_beside_one_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("context", "layers"), [("1024k", 2), ("256k", 8)])
 def test_resident_memory_stays_within_64_mib_of_the_limit(context: str, layers: int, tmp_path: Path) -> None:
     """In a process of its own, where no other test has left memory with the allocator."""
-    flags = ["--shape", "qwen-0.5b", "--layers", str(layers), "--contexts", context, "--host", "0.25", "--steps", "8"]
+    flags = ["--shape", "qwen-0.5b", "--layers", str(layers), "--contexts", context, "--host", "0.25", "--steps", "24"]
     folders = ["--disk", str(tmp_path / "rows"), "--out", str(tmp_path), "--full-steps", "2"]
     subprocess.run([sys.executable, "-m", "offload_rt", "eval", "disk", *flags, *folders], check=True)
     for row in rows_of(tmp_path / "disk_steps.json"):

@@ -140,6 +140,7 @@ class DiskContext:
         self.file = self.pool.file
         self.blocks = self.pool.new_block_table(case.context)
         self._fill()
+        give_back()  # as the runner does behind a prompt
         self.link.storage.open(self.blocks, SINKS, RECENT)
         self._q = torch.randn(geometry.heads, case.head_dim).to(case.dtype)
         self._scratch, self._read_from = scratch, 0
