@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from ..allocator import RecycledMemory
 from ..core import CHUNK, KVPart, ranges_of
 from ..disk.direct_file import BLOCK, DirectFile, aligned
 from ..disk.extents import merged
@@ -56,6 +57,8 @@ class FileArena:
         self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.shares.staged)
         self._homes = Homes(file, self.places)
+        self._blocks = RecycledMemory(least=0)
+        """Of what is read in order, a few blocks one after the other; of whole pages, as a disk's blocks need."""
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
         """Chunks that are being filled, uint8 `[layers * Hkv * piece]` each, the least recently filled first."""
         self._written = np.zeros(layout.chunks, bool)
@@ -294,7 +297,7 @@ class FileArena:
         """`[Hkv, chunks, 64, 2, width]` of one layer: of the chunks `planes` of these from the pool's own file, a head
         at a time, of those at `at_home` from there."""
         count, heads, piece = len(chunks), self.layout.kv_heads, self.places.piece
-        data = aligned(heads * count * piece)
+        data = self._blocks.empty((heads * count * piece,), torch.uint8)
         if planes:
             slab, slot = divmod(chunks.start + planes.start, self.layout.slab_chunks)
             sizes = np.full(heads, len(planes) * piece, np.int64)
@@ -304,7 +307,7 @@ class FileArena:
         rows = self._decoded(data).view(heads, count, CHUNK, 2, -1)
         if not at_home:
             return rows
-        data = aligned(heads * count * CHUNK * self.places.pair_bytes)
+        data = self._blocks.empty((heads * count * CHUNK * self.places.pair_bytes,), torch.uint8)
         stored = data.view(self.dtype).view(rows.shape)
         stored[:, planes.start : planes.stop] = rows[:, planes.start : planes.stop]
         into = (np.array([*at_home])[:, None] + np.arange(heads) * count).reshape(-1)
@@ -384,6 +387,7 @@ class FileArena:
         with self._mutex:
             self._cache.check_integrity()
             self._homes.check_integrity()
+            self._blocks.check_integrity()
             assert len(self._buffers) <= self.shares.chunk_buffers
             assert not any(chunk in self._homes for chunk in self._buffers)
             slots = self._cache.held
