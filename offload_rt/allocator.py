@@ -22,7 +22,7 @@ SPARE = 8
 has written to nothing is resident."""
 
 LARGE = 1 << 18
-"""Bytes from which on memory is recycled: that takes 10 us, and holes of less do no harm."""
+"""Bytes from which on memory is recycled: that takes 5 us, and holes of less do no harm."""
 
 
 class RecycledMemory:
