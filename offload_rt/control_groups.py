@@ -46,6 +46,6 @@ def _quota(folder: Path, two: bool) -> int | None:
     names = ("cpu.max",) if two else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         time, period = " ".join((folder / name).read_text() for name in names).split()
-    except (OSError, ValueError):
+        return None if time in ("max", "-1") else -(-int(time) // int(period))
+    except (OSError, ValueError, ZeroDivisionError):  # this is asked at import, which no odd file may end
         return None
-    return None if time in ("max", "-1") else -(-int(time) // int(period))

@@ -564,3 +564,13 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot keep rows"):
         make(tmp_path / "file")
+
+
+def test_what_a_prompt_leaves_with_the_allocator_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each prompt, where host memory is limited."""
+    given = list[None]()
+    monkeypatch.setattr("offload_rt.engine.runner.give_back", lambda: given.append(None))
+    written(make(None), PROMPTS)
+    assert not given
+    written(make(tmp_path), PROMPTS)
+    assert len(given) == len(PROMPTS)

@@ -231,12 +231,13 @@ def test_control_groups_limit_processors(tmp_path: machine.Path, monkeypatch: py
         "one": "4:cpu,cpuacct:/job\n", "v1/cpu/job/cpu.cfs_quota_us": "1000\n",
         "v1/cpu/job/cpu.cfs_period_us": "50000\n", "v1/cpu/cpu.cfs_quota_us": "-1\n",
         "v1/cpu/cpu.cfs_period_us": "50000\n", "free": "4:cpu:/\n",
-        "odd/cpu.max": "\n", "root": "0::/\n",
+        "odd/cpu.max": "5 0\n", "odder/cpu.max": "a b\n", "root": "0::/\n",
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     for root, membership, limit in (
-        ("v2", "two", 3), ("v1", "one", 1), ("v1", "free", None), ("odd", "root", None), ("v2", "absent", None)
+        ("v2", "two", 3), ("v1", "one", 1), ("v1", "free", None), ("odd", "root", None),
+        ("odder", "root", None), ("v2", "absent", None),
     ):  # fmt: skip
         assert processor_limit(tmp_path / root, tmp_path / membership) == limit, (root, membership)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})

@@ -79,7 +79,16 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
         offload_rt.LML  # noqa: B018
 
 
-LIMITED = """import os, pathlib, sys
+def environment_after(name: str, given: dict[str, str], before: str) -> str:
+    """What a process whose environment has `given` of it says of variable `name` behind `before` and the import."""
+    kept = {key: value for key, value in os.environ.items() if key != name}
+    code = f"import os, sys; {before}\nimport offload_rt; print(os.environ.get({name!r}), end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LIMITED = """import pathlib
 os.sched_getaffinity = lambda _: set(range(8))
 said = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
 pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
@@ -100,10 +109,7 @@ def test_there_are_as_many_threads_as_a_container_has_processors(
     given: dict[str, str], before: str, threads: str
 ) -> None:
     """Where the user said nothing, and it is less than torch would count."""
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    code = f"{before}\nimport offload_rt; print(os.environ.get('OMP_NUM_THREADS'), end='')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
-    assert done.stdout == threads, done.stderr
+    assert environment_after("OMP_NUM_THREADS", given, before) == threads
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,4 @@ def test_threads_wait_without_spinning_unless_the_user_said_how(
     given: dict[str, str], before: str, policy: str
 ) -> None:
     """Where torch is imported already it is too late, and the environment stays as it was."""
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    code = f"import os, sys; {before}import offload_rt; print(os.environ.get('OMP_WAIT_POLICY'), end='')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
-    assert done.stdout == policy, done.stderr
+    assert environment_after("OMP_WAIT_POLICY", given, before) == policy

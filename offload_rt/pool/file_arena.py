@@ -52,13 +52,11 @@ class FileArena:
         self.layout, self.dtype, self.places = layout, dtype, FileLayout(layout)
         self.file, self.gap = file, speed.gap
         self.shares = HostShares.of(limit, self.places)
-        self.active = 0
-        self.use = DiskUse()
+        self.active, self.use = 0, DiskUse()
         self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.shares.staged)
         self._homes = Homes(file, self.places)
-        self._blocks = RecycledMemory(least=0)
-        """Of what is read in order, a few blocks one after the other; of whole pages, as a disk's blocks need."""
+        self._blocks = RecycledMemory(least=0)  # of what is read in order; in whole pages, as a disk's blocks need
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
         """Chunks that are being filled, uint8 `[layers * Hkv * piece]` each, the least recently filled first."""
         self._written = np.zeros(layout.chunks, bool)
@@ -172,8 +170,7 @@ class FileArena:
             held = self._read_chunk(source) if source in self._homes else self._buffered(source)
             rows = self._rows(held)[:, :, :tokens].clone()
             self._rows(self._buffered(target))[:, :, :tokens] = rows
-            for place in range(self.layout.layers):
-                self._forget(range(target, target + 1), place)
+            self._forget_all(target)
 
     def _taken_whole(self, chunk: int, place: int, most: int) -> int:
         """How many chunks from `chunk` on, at most `most`, take a layer in one piece: they are not being filled row by
@@ -235,10 +232,9 @@ class FileArena:
         return self._buffers[chunk]
 
     def _write_buffer(self, chunk: int, data: torch.Tensor) -> None:
-        heads, offsets = self.layout.kv_heads, self.places.piece_offsets(chunk)
+        heads, size, offsets = self.layout.kv_heads, self.places.piece, self.places.piece_offsets(chunk)
         self._written[chunk] = True
         self.use.bytes_written += len(data)
-        size = self.places.piece
         pieces = [Piece(self.file, int(at), data[i * size : (i + 1) * size]) for i, at in enumerate(offsets)]
         for place in range(self.layout.layers):
             self._writer.add([(chunk, place)], pieces[place * heads : (place + 1) * heads])
@@ -296,6 +292,20 @@ class FileArena:
     def _read_layer(self, chunks: range, place: int, planes: range, at_home: dict[int, int]) -> torch.Tensor:
         """`[Hkv, chunks, 64, 2, width]` of one layer: of the chunks `planes` of these from the pool's own file, a head
         at a time, of those at `at_home` from there."""
+        if not at_home:
+            return self._read_planes(chunks, place, planes)
+        count, heads = len(chunks), self.layout.kv_heads
+        data = self._blocks.empty((heads * count * CHUNK * self.places.pair_bytes,), torch.uint8)
+        stored = data.view(self.dtype).view(heads, count, CHUNK, 2, -1)
+        if planes:
+            own = slice(planes.start, planes.stop)
+            stored[:, own] = self._read_planes(chunks, place, planes)[:, own]
+        into = (np.array([*at_home])[:, None] + np.arange(heads) * count).reshape(-1)
+        self._read_homes(np.array([*at_home.values()]), data.view(heads * count, -1), into)
+        return stored
+
+    def _read_planes(self, chunks: range, place: int, planes: range) -> torch.Tensor:
+        """`_read_layer` of the pool's own file; rows of other chunks than `planes` of these may be anything."""
         count, heads, piece = len(chunks), self.layout.kv_heads, self.places.piece
         data = self._blocks.empty((heads * count * piece,), torch.uint8)
         if planes:
@@ -304,15 +314,7 @@ class FileArena:
             offsets = np.array([self.places.offset(slab, place, head, slot) for head in range(heads)], np.int64)
             at = np.arange(planes.start, heads * count, count, dtype=np.int64) * piece
             self._read(Requests(offsets, sizes, at), data)
-        rows = self._decoded(data).view(heads, count, CHUNK, 2, -1)
-        if not at_home:
-            return rows
-        data = self._blocks.empty((heads * count * CHUNK * self.places.pair_bytes,), torch.uint8)
-        stored = data.view(self.dtype).view(rows.shape)
-        stored[:, planes.start : planes.stop] = rows[:, planes.start : planes.stop]
-        into = (np.array([*at_home])[:, None] + np.arange(heads) * count).reshape(-1)
-        self._read_homes(np.array([*at_home.values()]), data.view(heads * count, -1), into)
-        return stored
+        return self._decoded(data).view(heads, count, CHUNK, 2, -1)
 
     def _read_homes(self, offsets: Offsets, out: torch.Tensor, into: Offsets) -> None:
         """Layers at `offsets` int64 `[n]` of homes to `into` int64 `[n * Hkv]` of out `[m, 64 * pair_bytes]`, as many
@@ -351,9 +353,8 @@ class FileArena:
         chunks = ids // self.places.chunk_pairs
         for chunk in self._buffers.keys() & set(chunks.tolist()):
             here = chunks == chunk
-            found = self._rows(self._buffers[chunk]).flatten(0, 2)[
-                torch.from_numpy(ids[here] % self.places.chunk_pairs)
-            ]
+            slots = torch.from_numpy(ids[here] % self.places.chunk_pairs)
+            found = self._rows(self._buffers[chunk]).flatten(0, 2)[slots]
             out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
             ids, into, chunks = ids[~here], into[~here], chunks[~here]
         return ids, into
@@ -396,5 +397,4 @@ class FileArena:
                 stored = torch.empty_like(kept)
                 ids, into = self._from_buffers(owners[which], np.arange(len(which)), stored)
                 self._read_rows(self._homes.offsets(ids, self._homes.bases(ids)), into, stored)
-                same = torch.equal(kept.view(torch.uint8), stored.view(torch.uint8))
-                assert same, f"a row that stays, of the layer at place {place}, is another one on disk"
+                assert torch.equal(kept.view(torch.uint8), stored.view(torch.uint8)), f"place {place}: another on disk"
