@@ -3,7 +3,7 @@
 #   make test    lint, types and tests (needs no GPU, no network once installed)
 #   make test-training  the tests of scripts/reference that train
 #   make mutants one-line faults all over the package, each of which a test must catch; MUTANT=name runs one
-#   make soak    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written, 100 over
+#   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written, 100 over
 #                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
 #                while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
 #                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
@@ -13,7 +13,8 @@
 #                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections,
 #                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
-#                page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed) runs one
+#                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
+#                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
@@ -36,7 +37,7 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demo-real docs test test-training mutants soak gpu bench bench-real paper real lint venv clean
+.PHONY: demo demo-real docs test test-training mutants stress gpu bench bench-real paper real lint venv clean
 
 venv: $(READY)
 
@@ -67,32 +68,33 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-SOAK_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server page ray
-SOAK_disk := tests/test_disk.py tests/test_disk_faults.py tests/test_eval_disk.py
-SOAK_sessions := tests/test_reliability.py
-SOAK_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py \
+STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server adversary page ray
+STRESS_disk := tests/test_disk.py tests/test_disk_faults.py tests/test_eval_disk.py
+STRESS_sessions := tests/test_reliability.py
+STRESS_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py \
 	tests/test_cuda_graphs.py tests/test_eval_paper.py tests/test_eval_session_ttft.py tests/test_eval_real_speed.py
-SOAK_requests := tests/test_sharing.py tests/test_async_llm.py
-SOAK_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test_server_load.py \
+STRESS_requests := tests/test_sharing.py tests/test_async_llm.py
+STRESS_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test_server_load.py \
 	tests/test_server_clients.py tests/test_server_suites.py
-SOAK_page := tests/test_page.py
-SOAK_ray := tests/test_ray.py tests/test_batch_ray.py
-SOAK_architectures := tests/test_architectures.py tests/test_architecture_sessions.py tests/test_gguf.py tests/test_drop_in.py
-SOAK_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py \
+STRESS_page := tests/test_page.py
+STRESS_adversary := tests/test_adversary.py
+STRESS_ray := tests/test_ray.py tests/test_batch_ray.py
+STRESS_architectures := tests/test_architectures.py tests/test_architecture_sessions.py tests/test_gguf.py tests/test_drop_in.py
+STRESS_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py \
 	tests/test_gpu_streams.py tests/test_weight_placement.py
-SOAK_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \
+STRESS_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \
 	tests/test_attention.py tests/test_counted.py tests/test_links.py
-SOAK_kernels := tests/test_triton_compile.py
-SOAK_api := tests/test_fuzz_api.py
-SOAK_files := tests/test_fuzz_files.py
-SOAK_faults := tests/test_failing_files.py tests/test_memory_limit.py
-SOAK_growth := tests/test_growth.py
-SOAK_day := tests/test_day.py
-SOAK := $(or $(PART),$(SOAK_PARTS))
+STRESS_kernels := tests/test_triton_compile.py
+STRESS_api := tests/test_fuzz_api.py
+STRESS_files := tests/test_fuzz_files.py
+STRESS_faults := tests/test_failing_files.py tests/test_memory_limit.py
+STRESS_growth := tests/test_growth.py
+STRESS_day := tests/test_day.py
+STRESS := $(or $(PART),$(STRESS_PARTS))
 
-soak: $(READY)
-	$(foreach part,$(filter-out $(SOAK_PARTS),$(SOAK)),$(error PART=$(part) is unknown: one of $(SOAK_PARTS)))
-	OMP_NUM_THREADS=1 OFFLOAD_RT_SOAK=200 OFFLOAD_RT_CELLS=1 OFFLOAD_RT_FUZZ=100000 OFFLOAD_RT_SCHEDULES=all $(BIN)/pytest --timeout 1800 $(foreach part,$(SOAK),$(SOAK_$(part)))
+stress: $(READY)
+	$(foreach part,$(filter-out $(STRESS_PARTS),$(STRESS)),$(error PART=$(part) is unknown: one of $(STRESS_PARTS)))
+	OMP_NUM_THREADS=1 OFFLOAD_RT_STRESS=200 OFFLOAD_RT_CELLS=1 OFFLOAD_RT_FUZZ=100000 OFFLOAD_RT_SCHEDULES=all $(BIN)/pytest --timeout 1800 $(foreach part,$(STRESS),$(STRESS_$(part)))
 
 GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
 

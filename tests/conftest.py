@@ -26,7 +26,7 @@ gc.disable()
 """Until all is imported, which makes half a million objects that stay: looking for garbage among them takes seconds."""
 
 EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-"""Whether every `gpu` test runs on a simulated device, not only those marked `simulated` (`make soak PART=gpu`)."""
+"""Whether every `gpu` test runs on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
 
 LEAN = os.environ.get("OFFLOAD_RT_LEAN") == "1"
 """Whether packages of the extras may be missing, as on a GPU's image that is not ours: what needs them is skipped."""

@@ -1,5 +1,5 @@
 """Every architecture in a session that comes back from disk, in a truncated one, and in a pool that evicts: against
-transformers, and against a plain model with lists of rows. `make soak PART=architectures` runs all of them."""
+transformers, and against a plain model with lists of rows. `make stress PART=architectures` runs all of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Every architecture against transformers, on tiny random models: logits of prefill and decode, greedy tokens of
-policies at full budget, ragged batches, past every window, and what is refused. `make soak PART=architectures` runs
+policies at full budget, ragged batches, past every window, and what is refused. `make stress PART=architectures` runs
 every policy with every architecture."""
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Policies that attend to everything."""
 
-SOAK = os.environ.get("OFFLOAD_RT_CELLS") == "1"
+STRESS = os.environ.get("OFFLOAD_RT_CELLS") == "1"
 """Every policy with every architecture; else each architecture with `full` and, in turn, one other."""
 
 
 def cells() -> list[tuple[str, str]]:
     others = [policy for policy in POLICIES if policy != "full"]
-    each = [(name, (others if SOAK else [others[i % len(others)]])) for i, name in enumerate(RUNS)]
+    each = [(name, (others if STRESS else [others[i % len(others)]])) for i, name in enumerate(RUNS)]
     return [(name, policy) for name, chosen in each for policy in ["full", *chosen]]
 
 
@@ -201,7 +201,7 @@ class TestCapsAndSinks:
     @pytest.mark.simulated
     @pytest.mark.parametrize(
         ("name", "tail"),
-        [("gpt_oss", "off"), *([("gemma2", "off"), ("gpt_oss", "int4"), ("llama4", "off")] if SOAK else [])],
+        [("gpt_oss", "off"), *([("gemma2", "off"), ("gpt_oss", "int4"), ("llama4", "off")] if STRESS else [])],
     )
     def test_a_device_gives_the_tokens_of_a_cpu(self, name: str, tail: str) -> None:
         """Batched selection with sinks, selection of each sequence with a cap and with a tail."""

@@ -156,7 +156,7 @@ CALLERS = st.lists(
 
 
 @settings(
-    max_examples=2000 if "OFFLOAD_RT_SOAK" in os.environ else 5,
+    max_examples=2000 if "OFFLOAD_RT_STRESS" in os.environ else 5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -306,7 +306,7 @@ asyncio.new_event_loop().run_until_complete(anext(outputs))
 """
 
 
-@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="a process of its own: make soak PART=requests")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a process of its own: make stress PART=requests")
 def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORGETS], cwd=Path(__file__).parent, capture_output=True, timeout=120

@@ -1,5 +1,5 @@
 """A batch on two engines of Ray Data: each request is answered once, though an engine and then the whole command are
-killed in the middle. Behind OFFLOAD_RT_SOAK, in an environment with ray."""
+killed in the middle. Behind OFFLOAD_RT_STRESS, in an environment with ray."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from support.tiny_models import tiny_checkpoint, tiny_prompt
 
 from offload_rt.cli import main
 
-if not os.environ.get("OFFLOAD_RT_SOAK"):
-    pytest.skip("a cluster, for minutes: make soak PART=ray", allow_module_level=True)
+if not os.environ.get("OFFLOAD_RT_STRESS"):
+    pytest.skip("a cluster, for minutes: make stress PART=ray", allow_module_level=True)
 pytest.importorskip("ray.data", reason="ray is not installed: pip install '.[ray]'")
 
 FAMILIES, EACH = 8, 4

@@ -40,7 +40,7 @@ CASES = [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0), ("gpt2", F
 
 @pytest.mark.parametrize(
     ("name", "early_stopping", "length_penalty", "widths"),
-    [(*case, WIDTHS if "OFFLOAD_RT_SOAK" in os.environ else [WIDTHS[i % 3]]) for i, case in enumerate(CASES)],
+    [(*case, WIDTHS if "OFFLOAD_RT_STRESS" in os.environ else [WIDTHS[i % 3]]) for i, case in enumerate(CASES)],
 )
 def test_beams_are_those_of_transformers(
     name: str, early_stopping: Any, length_penalty: float, widths: list[tuple[int, int]]

@@ -140,7 +140,7 @@ def reference(cell: Cell) -> list[list[int]]:
 
 @pytest.mark.parametrize("cell", DAILY, ids=str)
 def test_cell_equals_its_reference(cell: Cell, tmp_path: Path) -> None:
-    """Every third cell here (of a model that slides every ninth), all of them in `make soak`."""
+    """Every third cell here (of a model that slides every ninth), all of them in `make stress`."""
     plain = Cell(cell.policy, cell.rows, overflow=cell.overflow)
     answers = converse(cell, tmp_path)
     assert answers == reference(plain)[: len(answers)]

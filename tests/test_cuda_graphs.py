@@ -90,7 +90,7 @@ def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
 
 
 REPLAYED: dict[str, dict[str, Any]] = {"dense": {"dense_layers": (0,)}, "tail": {"tail": "int4"}}
-if "OFFLOAD_RT_SOAK" in os.environ:
+if "OFFLOAD_RT_STRESS" in os.environ:
     REPLAYED["partial"] = {"scorer": "partial", "source": "attention_input"}
 
 

@@ -1,4 +1,4 @@
-"""A day of sessions in minutes (`make soak PART=day`; DAY_SECONDS, 600): they arrive as in a recorded trace of chats
+"""A day of sessions in minutes (`make stress PART=day`; DAY_SECONDS, 600): they arrive as in a recorded trace of chats
 (without one at random), go on, are forked, cut and forgotten in a store with a limit, while processes end well or are
 killed. Memory, files and threads stay flat, the limit holds, and what a sample of them says is what the whole text
 makes of it."""
@@ -153,7 +153,7 @@ def child(folder: Path, log: Path, seed: int, until: float) -> int:
         os._exit(code)
 
 
-@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="takes minutes: make soak PART=day")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="takes minutes: make stress PART=day")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_day(tmp_path: Path) -> None:
     folder, log, rng = tmp_path / "store", tmp_path / "log.jsonl", random.Random(1)

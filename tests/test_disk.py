@@ -426,7 +426,7 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
     """kill -9, again and again: what is found afterwards is right, nothing is above the limit, the lock is free, and
-    temporaries are gone. (`make soak` does it 200 times.)"""
+    temporaries are gone. (`make stress` does it 200 times.)"""
     rng, saved, cut = random.Random(1), 0, 0
     for start in range(0, KILLS * 1000, 1000):
         child = fork_saver(tmp_path, start)

@@ -1,7 +1,7 @@
 """Contexts on a disk that fails, and processes that are killed over them: a process's rows go with it, what was said is
 in its session, an error ends what needs the lost rows, and whatever comes next has the tokens it always had.
 
-`make soak PART=disk` fails every write, and kills a hundred times."""
+`make stress PART=disk` fails every write, and kills a hundred times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.errors import DiskError
 from offload_rt.sessions.session import Session
 
-EVERY = "OFFLOAD_RT_SOAK" in os.environ
+EVERY = "OFFLOAD_RT_STRESS" in os.environ
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
 TURNS = [tiny_prompt(150, seed=i) for i in range(4)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -95,11 +95,11 @@ def test_drawn_selections_have_the_shape_that_was_asked_for() -> None:
 def test_steps_of_a_recording_and_of_a_drawn_context(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drawn one in the soak alone."""
+    """The drawn one in the stress alone."""
     cases = [("a", ["--record", str(run)]), ("b", ["--contexts", "4k", "--steps", "4", "--fraction", "0.02"])]
     monkeypatch.setattr(disk_tier, "SPEED_BYTES", 4 << 20)
     flags = ["--disk", str(tmp_path / "rows"), "--host", "1.8", "--full-steps", "2", "--shape", "tiny"]
-    for out, more in cases if "OFFLOAD_RT_SOAK" in os.environ else cases[:1]:
+    for out, more in cases if "OFFLOAD_RT_STRESS" in os.environ else cases[:1]:
         assert main(["eval", "disk", *flags, *more, "--out", str(tmp_path / out)]) == 0
         full, selected = rows_of(tmp_path / out / "disk_steps.json")
         assert full["wanted_bytes"] == full["kv_bytes"] and full["read_bytes"] >= 0.9 * full["kv_bytes"]
@@ -123,7 +123,7 @@ def test_a_prompt_from_disk_beside_one_in_memory(tmp_path: Path) -> None:
     assert disk["mb_written"] > 0.2 and disk["same"] == 1
 
 
-@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="a GB to write: make soak PART=disk")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a GB to write: make stress PART=disk")
 @pytest.mark.parametrize(("context", "layers"), [("1024k", 2), ("256k", 8)])
 def test_resident_memory_stays_within_64_mib_of_the_limit(context: str, layers: int, tmp_path: Path) -> None:
     """In a process of its own, where no other test has left memory with the allocator."""

@@ -74,7 +74,7 @@ def test_time_is_that_of_prompt_and_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     assert (answer.prefill, answer.steps) == (1.0, [1.0] * 3) and answer.peak_bytes > 2**20
 
 
-@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="a process of its own: make soak PART=composition")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a process of its own: make stress PART=composition")
 def test_a_process_answers_for_its_competitor() -> None:
     """And says what went wrong there, where something does."""
     config = SpeedConfig((), 3, 1, "float32")

@@ -51,7 +51,7 @@ def test_every_repetition_computes_the_turn_and_nothing_else(
     ] * 2, "whole chunks from host memory, or everything from disk"  # fmt: skip
 
 
-@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="a slow disk: make soak PART=composition")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a slow disk: make stress PART=composition")
 def test_a_throttled_reader_stalls_without_a_buffer_and_not_with_one(
     timed: TimedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("infinigen", {"tail": "int2", "budget": 0.2, "recent": 8, "dense_layers": ()}),
 ]
 SCORERS = list(itertools.product(["attention_input", "normed_input", "residual"], ["partial", "int4"]))
-SOAK = "OFFLOAD_RT_SOAK" in os.environ
+STRESS = "OFFLOAD_RT_STRESS" in os.environ
 """All of both products below; else the default policy, and of the others and of the scorers two, with each model."""
 
 
@@ -91,7 +91,7 @@ SOAK = "OFFLOAD_RT_SOAK" in os.environ
     [
         (name, *policy)
         for (i, name), (j, policy) in itertools.product(enumerate(NAMES), enumerate(POLICIES))
-        if SOAK or j == 1 or (i - j) % len(POLICIES) in (0, 3)
+        if STRESS or j == 1 or (i - j) % len(POLICIES) in (0, 3)
     ],
 )
 def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: str, options: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
     [
         (name, *chosen)
         for (i, name), (j, chosen) in itertools.product(enumerate(NAMES), enumerate(SCORERS))
-        if SOAK or (i - j) % len(SCORERS) in (0, 3)
+        if STRESS or (i - j) % len(SCORERS) in (0, 3)
     ],
 )
 def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:

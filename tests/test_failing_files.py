@@ -1,5 +1,5 @@
 """A file system that fails at any call of a session's life: the next start answers right, and what was saved before is
-there. `make soak PART=faults` lets every call fail, alone and with all that follow."""
+there. `make stress PART=faults` lets every call fail, alone and with all that follow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload_rt.errors import StoreError
 from offload_rt.sessions.session import Session
 from offload_rt.storage.disk_store import DiskStore
 
-EVERY = "OFFLOAD_RT_SOAK" in os.environ
+EVERY = "OFFLOAD_RT_STRESS" in os.environ
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
 SHORT = SamplingParams(max_tokens=3, temperature=0)
 TURNS = [tiny_prompt(70, seed=1), tiny_prompt(20, seed=2), tiny_prompt(70, seed=3), tiny_prompt(9, seed=4)]

@@ -1,5 +1,5 @@
 """Any value for any argument, and any order of calls from several threads: only errors that are ours, no wrong token,
-nothing that stays behind. `make soak PART=api` runs as many cases as OFFLOAD_RT_FUZZ says."""
+nothing that stays behind. `make stress PART=api` runs as many cases as OFFLOAD_RT_FUZZ says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offload_rt.sessions.session import Session
 from offload_rt.sessions.turn_queue import TurnQueue
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
-"""Of the soak: values; calls (thirty in a row) are a fifth as many."""
+"""Of the stress: values; calls (thirty in a row) are a fifth as many."""
 
 PROMPT, SHORT = tiny_prompt(70, seed=1), SamplingParams(max_tokens=2, temperature=0)
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)

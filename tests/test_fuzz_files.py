@@ -1,5 +1,5 @@
 """Any file that is ever read, damaged in any way: our errors or the right answer; never a crash, memory without bound,
-a wrong token, a file outside its folder. `make soak PART=files` runs OFFLOAD_RT_FUZZ cases."""
+a wrong token, a file outside its folder. `make stress PART=files` runs OFFLOAD_RT_FUZZ cases."""
 
 from __future__ import annotations
 

@@ -109,9 +109,9 @@ def test_late_streams_change_no_token(
 ) -> None:
     if device.type == "cpu" and late != LATE[-1]:
         pytest.skip("a CPU has no streams; once is enough to see that it runs")
-    once = late == LATE[-1] and policy == "full" and "OFFLOAD_RT_SOAK" in os.environ
+    once = late == LATE[-1] and policy == "full" and "OFFLOAD_RT_STRESS" in os.environ
     if device.type == "cuda" and SIMULATED and not once:
-        pytest.skip("on a simulated device once, in `make soak PART=cuda`, is enough")
+        pytest.skip("on a simulated device once, in `make stress PART=cuda`, is enough")
     simulated = device.type == "cuda" and SIMULATED
     size = (3, 2) if simulated else (16, 4)
     plain = tokens(make(device, policy, options, (), Delay(device, None)), *size)

@@ -1,4 +1,4 @@
-"""Ten thousand requests, and what stays of them: nothing. `make soak PART=growth`."""
+"""Ten thousand requests, and what stays of them: nothing. `make stress PART=growth`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
     return lambda: rng.choices(kinds, weights=(8, 2, 2, 1, 2, 3))[0]()
 
 
-@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="takes minutes: make soak PART=growth")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="takes minutes: make stress PART=growth")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)

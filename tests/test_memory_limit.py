@@ -1,5 +1,5 @@
 """Memory that ends at any allocation of a session's life: the process may fail, the next one answers right, and what
-was saved before is there. `make soak PART=faults`."""
+was saved before is there. `make stress PART=faults`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def live(folder: Path, spare: int) -> int:
         os._exit(code)
 
 
-@pytest.mark.skipif("OFFLOAD_RT_SOAK" not in os.environ, reason="takes minutes: make soak PART=faults")
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="takes minutes: make stress PART=faults")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_the_next_start_answers_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)

@@ -1,5 +1,5 @@
 """The server's page in a browser: type, stream, stop, reload, come back after a restart, a long document; keyboard,
-screen reader, phone, dark mode. `make soak PART=page`, where Chromium is installed (Debian's `chromium`)."""
+screen reader, phone, dark mode. `make stress PART=page`, where Chromium is installed (Debian's `chromium`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt import LLM, AsyncLLM
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if not os.environ.get("OFFLOAD_RT_SOAK"):
-    pytest.skip("a browser, for minutes: make soak PART=page", allow_module_level=True)
+if not os.environ.get("OFFLOAD_RT_STRESS"):
+    pytest.skip("a browser, for minutes: make stress PART=page", allow_module_level=True)
 if CHROMIUM is None:
     pytest.skip("no Chromium on this machine: apt-get install chromium", allow_module_level=True)
 

@@ -1,5 +1,5 @@
 """Two replicas on a local Ray cluster: sessions and beginnings stay with theirs and give way to load; replicas come and
-go with the load; one that is killed under it loses nothing silently. Behind OFFLOAD_RT_SOAK, in an environment with
+go with the load; one that is killed under it loses nothing silently. Behind OFFLOAD_RT_STRESS, in an environment with
 ray."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt.config import EngineConfig
 from offload_rt.server.options import ServerOptions
 
-if not os.environ.get("OFFLOAD_RT_SOAK"):
-    pytest.skip("a cluster, for minutes: make soak PART=ray", allow_module_level=True)
+if not os.environ.get("OFFLOAD_RT_STRESS"):
+    pytest.skip("a cluster, for minutes: make stress PART=ray", allow_module_level=True)
 pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 pytestmark = pytest.mark.filterwarnings("default")  # ray's own
 

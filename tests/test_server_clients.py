@@ -1,5 +1,5 @@
 """Clients of others against the server: LangChain, litellm (OpenAI's and Anthropic's protocols) and `llm`. Behind
-OFFLOAD_RT_SOAK, in an environment with them: importing them takes longer than asking."""
+OFFLOAD_RT_STRESS, in an environment with them: importing them takes longer than asking."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import openai
 import pytest
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
-if not os.environ.get("OFFLOAD_RT_SOAK"):
-    pytest.skip("clients that import for seconds: make soak PART=server", allow_module_level=True)
+if not os.environ.get("OFFLOAD_RT_STRESS"):
+    pytest.skip("clients that import for seconds: make stress PART=server", allow_module_level=True)
 WHY = "not installed: pip install '.[serve,clients]'"
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
 

@@ -1,6 +1,6 @@
 """Whatever is sent, the answer is 2xx or 4xx with a message: bodies that are right but for one value, anywhere in them.
 
-`make soak PART=api` tries thousands.
+`make stress PART=api` tries thousands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
-CASES = 1500 if "OFFLOAD_RT_SOAK" in os.environ else 15
+CASES = 1500 if "OFFLOAD_RT_STRESS" in os.environ else 15
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"q": 1}'}}

@@ -1,5 +1,5 @@
 """Ten thousand requests over 32 connections: everybody gets their own text, nothing is lost, memory stays bounded.
-`make soak PART=server`; OFFLOAD_RT_SOAK=4 is 200 of them."""
+`make stress PART=server`; OFFLOAD_RT_STRESS=4 is 200 of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
 
-SOAK = int(os.environ.get("OFFLOAD_RT_SOAK", "0"))
-REQUESTS, CONNECTIONS, TEXTS = 50 * SOAK, 32, 16
+STRESS = int(os.environ.get("OFFLOAD_RT_STRESS", "0"))
+REQUESTS, CONNECTIONS, TEXTS = 50 * STRESS, 32, 16
 MOST_GROWTH = 64 << 20
 """Bytes that the process may grow by after its first tenth."""
 
-pytestmark = pytest.mark.skipif(not SOAK, reason="10,000 requests: make soak PART=server")
+pytestmark = pytest.mark.skipif(not STRESS, reason="10,000 requests: make stress PART=server")
 
 
 def test_nothing_is_lost(tmp_path: Path) -> None:

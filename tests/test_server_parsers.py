@@ -31,7 +31,7 @@ FRAGMENTS = (
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("tools", ["hermes", "llama3_json", "none"])
 @pytest.mark.parametrize("reasoning", ["think", "none"])
-@settings(max_examples=2000 if "OFFLOAD_RT_SOAK" in os.environ else 15, deadline=None)
+@settings(max_examples=2000 if "OFFLOAD_RT_STRESS" in os.environ else 15, deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_same(tools: str, reasoning: str, thinking: bool, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=10)))

@@ -1,5 +1,5 @@
 """Conformance by suites that are not ours: schemathesis on the server's own schema, llm-comply on three protocols.
-Behind OFFLOAD_RT_SOAK, where they are installed; seconds of the first are OFFLOAD_RT_SOAK."""
+Behind OFFLOAD_RT_STRESS, where they are installed; seconds of the first are OFFLOAD_RT_STRESS."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from support.serving import ScriptedEngine, reference_tokenizer, served
 
-SECONDS = int(os.environ.get("OFFLOAD_RT_SOAK", "0"))
+SECONDS = int(os.environ.get("OFFLOAD_RT_STRESS", "0"))
 if not SECONDS:
-    pytest.skip("suites, for minutes: make soak PART=server", allow_module_level=True)
+    pytest.skip("suites, for minutes: make stress PART=server", allow_module_level=True)
 WHY = "not installed: pip install '.[serve,clients]'"
 
 OTHERWISE = {"Image Input", "Error Handling"}

@@ -20,10 +20,10 @@ from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 
-SOAK = "OFFLOAD_RT_SOAK" in os.environ
+STRESS = "OFFLOAD_RT_STRESS" in os.environ
 """Whether every policy runs both where rows lie in place and where they are staged; by day each in one of the two."""
 
-REQUESTS = 500 if SOAK else 100
+REQUESTS = 500 if STRESS else 100
 
 
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:
@@ -64,7 +64,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("policy", "options", "staged"),
-    [(*policy, staged) for i, policy in enumerate(POLICIES) for staged in ((False, True) if SOAK else (i % 2 == 1,))],
+    [(*policy, staged) for i, policy in enumerate(POLICIES) for staged in ((False, True) if STRESS else (i % 2 == 1,))],
 )
 def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: dict[str, Any], staged: bool) -> None:
     llm = make(policy=policy, policy_options=options, staged=staged)
@@ -264,7 +264,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
 
 @pytest.mark.slow
 def test_many_requests_in_a_pool_too_small_for_them() -> None:
-    """500 of them in `make soak`: random lengths and sharing, cancellations, preemptions. Those that finish have the
+    """500 of them in `make stress`: random lengths and sharing, cancellations, preemptions. Those that finish have the
     tokens they have alone (every tenth is checked), and nothing leaks."""
     rng = random.Random(7)
     llm = make(chunks=16)

@@ -32,9 +32,9 @@ REGISTERS = {
 the third, 168 of the first with a tail, 138 of the last."""
 
 AT_RISK = ["gather, bf16", "partial keys", "int8 keys", "attend, bf16", "runs, bf16", "tail, int4"]
-"""Cases of `make test`; `make soak PART=kernels` has all, for every architecture."""
+"""Cases of `make test`; `make stress PART=kernels` has all, for every architecture."""
 
-ALL = "OFFLOAD_RT_SOAK" in os.environ
+ALL = "OFFLOAD_RT_STRESS" in os.environ
 
 
 @pytest.fixture(scope="module")

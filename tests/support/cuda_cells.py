@@ -160,7 +160,7 @@ class Cell:
     """A policy and its options, settings of the runtime, and what is run.
 
     streamed: the model comes from a folder, and of its weights so many layers fit the device; with -1 not even the
-    scoring keys do. daily: the schedules of `SCHEDULES` that `make test` runs; `make soak` runs all of every cell.
+    scoring keys do. daily: the schedules of `SCHEDULES` that `make test` runs; `make stress` runs all of every cell.
     """
 
     name: str

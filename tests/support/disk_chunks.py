@@ -16,7 +16,7 @@ from offload_rt.storage.disk_store import DiskStore
 
 LAYERS, LAYER_BYTES = 3, 512
 FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
-KILLS = int(os.environ.get("OFFLOAD_RT_SOAK", "20"))
+KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "20"))
 
 
 def tokens_of(number: int, count: int = 64) -> bytes:

@@ -1,0 +1,101 @@
+"""Run one part of the standing adversary until its time is up, or repeat one case.
+
+    python tests/adversary/run.py configurations --seconds 600 --seed 1
+    python tests/adversary/run.py configurations --case 1000042
+
+A part is a module of this folder with `run_case(seed) -> Counter`: it derives everything from `seed`, compares with an
+oracle, raises on a failure, and returns counts of the work done. A failing case does not stop the run. Its seed is
+printed as a command, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+PARTS = ("configurations", "interleavings", "names", "files", "clients")
+CASES_PER_SEED = 1_000_000
+CASE_SECONDS = 180
+"""Time limit of one case. A case that exceeds it counts as a failure: it may be a deadlock."""
+
+Case = Callable[[int], Counter[str]]
+
+
+def load(part: str) -> Case:
+    """Return the function that runs one case of `part`."""
+    case: Case = importlib.import_module(f"adversary.{part}").run_case
+    return case
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after `seconds`, and print the stacks of all threads."""
+
+    def expired(signum: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        raise TimeoutError(f"the case took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_part(part: str, seeds: Iterator[int], seconds: float) -> tuple[Counter[str], list[int]]:
+    """Run cases until `seconds` have passed or `seeds` ends. Return the summed counts and the seeds that failed."""
+    case, done, failed = load(part), Counter[str](), list[int]()
+    end, reported = time.monotonic() + seconds, time.monotonic()
+    for seed in seeds:
+        try:
+            with time_limit(CASE_SECONDS):
+                done.update(case(seed))
+        except KeyboardInterrupt:
+            break
+        except BaseException:
+            failed.append(seed)
+            print(f"FAILED: python tests/adversary/run.py {part} --case {seed}", flush=True)
+            traceback.print_exc(file=sys.stdout)
+        done["cases"] += 1
+        if time.monotonic() - reported > 30:
+            reported = time.monotonic()
+            print(f"{part}: {dict(done)}, {len(failed)} failed", flush=True)
+        if time.monotonic() > end:
+            break
+    return done, failed
+
+
+def main() -> int:
+    """Parse the command line, run one part, print its counts. Return the exit status."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0, help=f"first case: SEED * {CASES_PER_SEED:,}")
+    parser.add_argument("--case", type=int, help="run this case alone")
+    options = parser.parse_args()
+    warnings.simplefilter("error")
+    first = options.seed * CASES_PER_SEED if options.case is None else options.case
+    seeds = iter(range(first, first + CASES_PER_SEED) if options.case is None else [first])
+    done, failed = run_part(options.part, seeds, options.seconds)
+    print(f"{options.part}: {dict(done)}, {len(failed)} failed")
+    for seed in failed:
+        print(f"  python tests/adversary/run.py {options.part} --case {seed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
