@@ -6,7 +6,6 @@ import os
 import time
 
 import pytest
-
 from adversary.run import CASES_PER_SEED, PARTS, run_part
 
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
