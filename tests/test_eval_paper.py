@@ -68,9 +68,7 @@ def test_every_table_and_figure_is_made_once(
     Paper(ModelUnderTest(model, batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
 
 
-@pytest.mark.skipif(
-    "OFFLOAD_RT_STRESS" not in os.environ, reason="processes of their own: make stress PART=composition"
-)
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="own processes: make stress PART=composition")
 def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
     book = tmp_path / "arrow.txt"
     book.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
