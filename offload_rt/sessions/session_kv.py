@@ -188,7 +188,8 @@ class SessionKV:
         history = self.history
         stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
         if not self.runner.pool.groups.full:
-            return [], min(stop, history.computed)
+            # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
+            return [], max(known, min(stop, history.computed))
         names = self.names(stop // CHUNK * CHUNK)
         tail = self.names(history.computed)[history.computed // CHUNK :]
         found: list[PlacedChunk] = []
