@@ -117,7 +117,7 @@ class StoredRows:
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[Span]:
-        """Return the places of the token slots `tokens` in a group's layers, in token order, in as few spans as possible.
+        """Return where the token slots `tokens` lie in a group's layers, in token order, in as few spans as possible.
         An empty range has no span: it may lie in a block for which a sliding layer has no slots."""
         assert tokens.step == 1 and tokens.start >= 0
         if not tokens:
