@@ -103,7 +103,8 @@ class LLM:
         """The same weights and the same host pool under another policy, everything else as here: a prompt that was
         prefilled under one of them is not prefilled again under the other. For comparing policies, one after another.
         exact: in place of this one's, as `LLM` takes it (False: no drafts). Raises ConfigError, also with
-        `device_memory`."""
+        `device_memory`, and InputError if this runtime is closed."""
+        self._check_open()
         other = LLM.__new__(LLM)
         given = {} if policy_options is None else policy_options
         other._begin(build_beside(self._runner, policy, given, exact), self._family)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import cast
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
@@ -19,7 +18,8 @@ from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..outputs import CompletionOutput, FinishReason, Logprobs, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
-from .constraints import constraints
+from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
+from .detokenizer import added_text, decode, decoding_context
 from .request import Request, SampledRequest
 from .runner import Runner
 from .sampler import Sampler
@@ -60,15 +60,20 @@ class Beams:
         self.done = False
 
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
-        """One step, from logits `[num_beams, V]` of the running beams. Returns the new running beams, best first, each
-        as (beam it continues, token); `done` says that nothing can improve any more."""
+        """Take one step from logits `[num_beams, V]` of the running beams.
+
+        Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no beam can
+        improve any more. Raises InputError if the constraints leave no token, LogitsError for NaN logits.
+        """
         params, width = self._params, self._params.num_beams
+        check_logits(logits)
         log_probs = torch.log_softmax(logits.float(), dim=-1)
         if self._processors is None:
             self._processors = self._constraints(logits.device)
         if self._processors:
             history = torch.tensor([[*self._prompt, *tokens] for tokens in self.running], device=logits.device)
-            log_probs = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, log_probs))
+            log_probs = apply_constraints(self._processors, history, log_probs)
+            check_any_allowed(log_probs.flatten(0))  # one beam may have no continuation
         total = (log_probs.cpu() + self._scores[:, None]).flatten()
         scores, flat = torch.topk(total, self._candidates)
         parents, tokens = (flat // logits.shape[1]).tolist(), (flat % logits.shape[1]).tolist()
@@ -127,6 +132,7 @@ class BeamSearchRequest:
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
+        self._context = decoding_context(tokenizer, prompt.token_ids)
         self._beams = self._new_beams()
         self._final: Stats | None = None
 
@@ -269,7 +275,8 @@ class BeamSearchRequest:
         ]
 
     def _decode(self, tokens: list[int]) -> str:
-        return "" if self._tokenizer is None else str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        both = decode(self._tokenizer, [*self._context, *tokens])
+        return added_text(decode(self._tokenizer, self._context), both)
 
     def _text(self, tokens: list[int]) -> str:
         """What was generated, up to the first stop string."""

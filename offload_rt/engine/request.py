@@ -167,7 +167,9 @@ class SampledRequest:
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
         self._sampler = Sampler(params, sample, self._ends, tokenizer)
-        self._stream = TextStream(tokenizer, params.stop, keep_stop=params.include_stop_str_in_output)
+        self._stream = TextStream(
+            tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, prompt=prompt.token_ids
+        )
 
     @property
     def samples(self) -> list[Request]:
