@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from offload_rt.sessions.repair import repair
 from support.damage import altered, change, memory_limit
 from support.scripts import load_example
 from support.tiny_gguf import write_tiny_gguf
@@ -28,7 +29,6 @@ from offload_rt.eval.core.report import RowStore
 from offload_rt.eval.simulate.store import read_trace
 from offload_rt.sessions.catalog import delete_stored, export_text, find_stored, read_catalog
 from offload_rt.sessions.history import History
-from offload_rt.sessions.repair import repair
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.tuned import TunedPolicy, default_options
 from offload_rt.texts import read_prompts, read_text

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -52,11 +52,6 @@ class StoredChunk(Protocol):
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's block."""
-        ...
-
-    @property
-    def apart(self) -> bool:
-        """Whether its blocks are `[Hkv, 2 (K, V), n, width]` without zeros: files of a disk that version 1 wrote."""
         ...
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
@@ -148,6 +143,11 @@ class ChunkStore(Protocol):
         """Removes chunks; unknown ones are ignored."""
         ...
 
+    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
+        """Remove all chunks but `keys`, of this namespace or of the one with digest `space`. Return the bytes that were
+        freed. Raise StoreError if a chunk cannot be removed."""
+        ...
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """Takes note that `keys`, a path from the first chunk on, was used now: its end leaves before its beginning."""
         ...
@@ -179,7 +179,8 @@ class Document:
 
 
 class DocumentStore(Protocol):
-    """Small documents by name, which are never evicted: the histories of sessions."""
+    """Small documents by name, which are never evicted: the histories of sessions. A name is words of `a-z` and
+    hexadecimal digits with dashes between them (`storage.folder.NAME`). It never contains what a user chose."""
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a document, whole or not at all, and keeps what it was before. Raises StoreError."""
@@ -194,9 +195,13 @@ class DocumentStore(Protocol):
         """Returns all documents of every model: "namespace/name" -> document, None where nothing of it is whole."""
         ...
 
-    def delete(self, name: str) -> bool:
-        """Deletes the document `name`, or "namespace/name" as `documents` says it. Returns False where there is
-        none."""
+    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+        """Delete every generation and copy of the document `name`, or "namespace/name" as `documents` says it.
+
+        owns: whether a document with this content is the one to delete, for every file of the namespace, because a
+        file may have been renamed. None: the content does not say; then, as for unreadable files, the name decides.
+        Return False if there was none. Raise StoreError if a file cannot be removed.
+        """
         ...
 
 
