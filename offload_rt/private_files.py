@@ -27,7 +27,7 @@ def make_private_folder(path: Path) -> bool:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file with mode 0600, created if `flags` contain O_CREAT. A symbolic link is not followed. Raise OSError."""
+    """Open a file with mode 0600, created if `flags` contain O_CREAT. A link is not followed. Raise OSError."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         status = os.fstat(handle)

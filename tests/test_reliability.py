@@ -21,6 +21,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.pool.prefix_tree import chunk_key
+from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import Document
 
@@ -185,7 +186,7 @@ def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) ->
             warnings.simplefilter("always")
             session = make_llm().session("s", tmp_path)
         assert session.tokens == history, "a history that was closed is there twice"
-        assert len(said) == (path.name == "s.doc")
+        assert len(said) == (path.name == f"{document_name('s')}.doc")
         assert answer(session, TURNS[1]) == right
         damaged += session.loaded_tokens < len(history) - 1
         session.discard()

@@ -79,7 +79,8 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     for one in catalog.sessions:
         if one.damage:
             print(
-                f"{printable(one.history.name)}: {one.damage}; what is listed is the session as it was saved the time before last",
+                f"{printable(one.history.name)}: {one.damage}; what is listed is the session as it was saved the time "
+                "before last",
                 file=sys.stderr,
             )
 
@@ -91,7 +92,8 @@ def _show(folder: Path, args: argparse.Namespace) -> None:
     history = one.history
     cut = f"{history.shift:,} tokens were cut, " if history.shift else ""
     print(
-        f"{printable(history.name)} ({history.model}): {len(history.turns) // 2:,} turns, {len(history.tokens):,} tokens, {cut}"
+        f"{printable(history.name)} ({history.model}): {len(history.turns) // 2:,} turns, "
+        f"{len(history.tokens):,} tokens, {cut}"
         f"{format_size(one.bytes)} on disk, {format_size(one.own_bytes)} of them its own\n",
         file=sys.stderr,
     )

@@ -30,7 +30,7 @@ class StoredFile:
 class StoredSession:
     """A session on disk.
 
-    document: "namespace digest/name" in the store; chunks: its chunks that are there; own_bytes: of chunks that no other
+    document: "namespace digest/name" in the store; chunks: those that are there; own_bytes: of chunks that no other
     session has; used: when it last was; damage: what is wrong with its last history, so that this is the one before it,
     else empty; old: its files, if an earlier version wrote them.
     """
@@ -133,8 +133,8 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Returns the session `name`; `model` says which, if several models have one. Raises InputError for none or several,
-    StoreError where it is damaged."""
+    """Return the session `name`, of `model` if several models have one. Raise InputError for none or several,
+    StoreError if it is damaged."""
     one = _find(folder, name, model)
     if isinstance(one, DamagedSession):
         raise StoreError(

@@ -82,10 +82,10 @@ def _old_chunks(space: Path) -> Iterator[Path]:
     for path in space.iterdir():
         if path.is_dir() and not path.is_symlink():
             yield from (file for file in path.iterdir() if _CHUNK.fullmatch(file.name) and not file.is_dir())
-        elif (_TEMPORARY.fullmatch(path.name) and not DOCUMENT_FILE.fullmatch(path.name)) or (
-            (match := _old_document(path)) and _holds_sinks(path, match[1])
-        ):
-            yield path
+        elif not DOCUMENT_FILE.fullmatch(path.name):
+            match = _DOCUMENT.fullmatch(path.name)
+            if _TEMPORARY.fullmatch(path.name) or (match and _holds_sinks(path, match[1])):
+                yield path
 
 
 def _old_document(path: Path) -> re.Match[str] | None:

@@ -29,8 +29,8 @@ _FAN = re.compile(r"[0-9a-f]{2}")
 _CHUNK_FILE = re.compile(r"[0-9a-f]{64}(\.kv|\.\d+\.\d+\.tmp)")
 NAME = re.compile(r"[a-z]+(?:-[0-9a-f]+)*")
 DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
-"""Names of documents, and of the store's files. No part of them is text that a user chose, so no such text is ever parsed. Whatever else
-a user keeps in the folder matches none of them, and is neither counted nor touched."""
+"""Names of documents, and of the store's files. No part of them is text that a user chose, so no such text is parsed.
+Whatever else a user keeps in the folder matches none of them, and is neither counted nor touched."""
 
 
 class StoreFolder:
@@ -224,7 +224,7 @@ class StoreFolder:
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a folder below this one that only its owner can read. Raise OSError, also if a link is in its place."""
+        """Create a folder below this one that only its owner can read. Raise OSError, also for a link in its place."""
         make_private_folder(path)
         self._check_inside(path / "any")
 
