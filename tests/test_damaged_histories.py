@@ -140,7 +140,7 @@ def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
     there = sorted(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(
-            StoreError, match=r"session 's' cannot be opened.*session-\w+\.doc.*\.before.*or delete the session"
+            StoreError, match=r"'s' cannot be opened.*session-\w+\.doc.*\.before.*or delete the session"
         ):
             llm.session("s", tmp_path)
     assert sorted(tmp_path.rglob("*")) == there, "nothing was changed or put aside"

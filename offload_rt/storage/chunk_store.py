@@ -101,15 +101,24 @@ class ChunkWriter(Protocol):
         ...
 
 
-class ChunkStore(Protocol):
-    """Chunks of KV rows by key, each with one block of bytes for every layer. What is found is always what was written:
-    damage, eviction and other content under the same key are misses. Any thread may call any method.
-    """
+class ChunkSink(Protocol):
+    """What a `Saver` needs of a store."""
 
     @property
     def layers(self) -> int:
         """The blocks of every chunk: L, or where layers slide those of a group (`pool.layer_groups`)."""
         ...
+
+    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
+        """Takes room for a chunk of `layer_bytes` bytes in each layer. Returns None where it is stored already, or
+        where it cannot be."""
+        ...
+
+
+class ChunkStore(ChunkSink, Protocol):
+    """Chunks of KV rows by key, each with one block of bytes for every layer. What is found is always what was written:
+    damage, eviction and other content under the same key are misses. Any thread may call any method.
+    """
 
     @property
     def root(self) -> bytes:
@@ -132,11 +141,6 @@ class ChunkStore(Protocol):
 
     def find(self, parent: bytes, lineage: str, tokens: bytes) -> StoredChunk | None:
         """Returns the chunk with exactly these tokens (little-endian int64) behind `parent`; None is a miss."""
-        ...
-
-    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
-        """Takes room for a chunk of `layer_bytes` bytes in each layer. Returns None where it is stored already, or
-        where it cannot be (`last_error`)."""
         ...
 
     def remove(self, keys: Iterable[bytes]) -> None:
