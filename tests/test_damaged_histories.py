@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from support.disk_chunks import open_store
+from support.disk_chunks import named, open_store
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -273,8 +273,8 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
     for stop in range(20):
         folder = tmp_path / str(stop)
         store, count = open_store(folder), 0
-        store.put("one", b"first")
-        store.put("one", b"second")
+        store.put(named("one"), b"first")
+        store.put(named("one"), b"second")
         with monkeypatch.context() as patch:
             for name in calls:
                 real = refuse if name == "link" and not links else getattr(os, name)
@@ -289,18 +289,18 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
                 patch.setattr(os, name, call)
             patch.setattr(Path, "unlink", lambda *args, **options: None)  # the dead clean nothing up
             try:
-                store.put("one", b"third")
+                store.put(named("one"), b"third")
                 finished = True
             except Killed:
                 finished = False
         store.close()
         found = open_store(folder)
-        assert found.get("one") in (Document(b"second"), Document(b"third"))
+        assert found.get(named("one")) in (Document(b"second"), Document(b"third"))
         assert not list(folder.rglob("*.tmp"))
         found.check_integrity()
-        found.put("one", b"fourth")
-        flip(file(folder, "one.doc"), 70)
-        last = found.get("one")
+        found.put(named("one"), b"fourth")
+        flip(file(folder, f"{named('one')}.doc"), 70)
+        last = found.get(named("one"))
         assert last is not None and last.damage and last.data in (b"second", b"third")
         found.close()
         steps = stop
@@ -311,26 +311,26 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
 
 def test_a_damaged_document_never_becomes_the_one_before(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.put("one", b"first")
-    store.put("one", b"second")
-    flip(file(tmp_path, "one.doc"), 70)
-    store.put("one", b"third")
-    assert len(list(tmp_path.rglob("one.damaged"))) == 1, "a person may still want it"
-    flip(file(tmp_path, "one.doc"), 70)
-    last = store.get("one")
+    store.put(named("one"), b"first")
+    store.put(named("one"), b"second")
+    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    store.put(named("one"), b"third")
+    assert len(list(tmp_path.rglob(f"{named('one')}.damaged"))) == 1, "a person may still want it"
+    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    last = store.get(named("one"))
     assert last is not None and last.data == b"first"
     store.check_integrity()
-    assert store.delete("one") and not store.delete("one") and store.get("one") is None
+    assert store.delete(named("one")) and not store.delete(named("one")) and store.get(named("one")) is None
     store.close()
 
 
 def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.put("one", b"first")
-    with file(tmp_path, "one.doc").open("r+b") as sparse:
+    store.put(named("one"), b"first")
+    with file(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
         sparse.truncate(1 << 40)
-    with pytest.raises(StoreError, match=r"one\.doc.* is damaged"):
-        store.get("one")
+    with pytest.raises(StoreError, match=r"one-0+\.doc.* is damaged"):
+        store.get(named("one"))
     assert list(store.documents().values()) == [None]
     store.close()
 
@@ -338,14 +338,14 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
 def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
     """The newest generation is the one before it too, by another name of the same file."""
     store = open_store(tmp_path)
-    store.put("one", b"first")
-    os.link(file(tmp_path, "one.doc"), file(tmp_path, "one.doc").with_suffix(".before"))
+    store.put(named("one"), b"first")
+    os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))
     store.close()
     store = open_store(tmp_path)
-    store.put("one", b"second")
+    store.put(named("one"), b"second")
     store.check_integrity()
-    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob("one.*"))) == 2
-    flip(file(tmp_path, "one.doc"), 70)
-    last = store.get("one")
+    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{named('one')}.*"))) == 2
+    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    last = store.get(named("one"))
     assert last is not None and last.data == b"first"
     store.close()

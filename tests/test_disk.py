@@ -24,6 +24,7 @@ from support.disk_chunks import (
     chunk_files,
     fork_saver,
     load,
+    named,
     open_store,
     save,
     tokens_of,
@@ -258,7 +259,7 @@ def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> N
 
 def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES + 100)
-    store.put("session", b"x" * 50)
+    store.put(named("session"), b"x" * 50)
     for number in range(3):
         save(store, number)
     store.pin([chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 2)])
@@ -266,9 +267,9 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
     store.unpin([chunk_key(store.root, "exact", tokens_of(1))])
     assert save(store, 7)
     assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
-    assert store.get("session") == Document(b"x" * 50)
+    assert store.get(named("session")) == Document(b"x" * 50)
     with pytest.raises(StoreError, match="full"):
-        store.put("huge", bytes(5 * FILE_BYTES))
+        store.put(named("huge"), bytes(5 * FILE_BYTES))
 
 
 def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
@@ -277,8 +278,8 @@ def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
     keys = [chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
     store.pin(keys)
     assert save(store, 0) and save(store, 1) and not save(store, 2)
-    store.put("history", bytes(100))
-    assert [load(store, n) is not None for n in (0, 1)] == [False, True] and store.get("history") == Document(
+    store.put(named("history"), bytes(100))
+    assert [load(store, n) is not None for n in (0, 1)] == [False, True] and store.get(named("history")) == Document(
         bytes(100)
     )
     store.check_integrity()
@@ -384,13 +385,13 @@ def test_a_document_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, mon
         done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "bytes")
         fsync(handle)
 
-    def named(*paths: Any) -> None:
+    def renamed(*paths: Any) -> None:
         done.append("name")
         replace(*paths)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", named)
-    store.put("one", b"history")
+    monkeypatch.setattr(os, "replace", renamed)
+    store.put(named("one"), b"history")
     assert done == ["bytes", "name", "folder"]
 
 
@@ -414,11 +415,11 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not save(store, 2) and "No space" in store.last_error
             if name != "pwrite":
                 with pytest.raises(StoreError):
-                    store.put("d", b"x")
+                    store.put(named("d"), b"x")
         store.check_integrity()
         assert load(store, 2) is None
         assert load(store, 1) in (blocks_of(1), None), "a document may have taken its place"
-    store.delete("d")
+    store.delete(named("d"))
     assert save(store, 2)
 
 

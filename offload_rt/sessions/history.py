@@ -22,7 +22,7 @@ SINKS = "sinks"
 LONGEST_NAME = 200
 """Characters of a session's name."""
 
-_IDENTITY = re.compile("[0-9a-f]{1,64}")
+_IDENTITY = re.compile("[0-9a-f]{32,64}")
 
 _MOST = 1 << 40
 """Tokens that no conversation has had: positions are computed with int64."""

@@ -183,8 +183,8 @@ class Document:
 
 
 class DocumentStore(Protocol):
-    """Small documents by name, which are never evicted: the histories of sessions. A name is words of `a-z` and
-    hexadecimal digits with dashes between them (`storage.folder.NAME`). It never contains what a user chose."""
+    """Small documents by name, which are never evicted: the histories of sessions. A name is a kind and a
+    digest (`storage.folder.NAME`). It never contains what a user chose."""
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a document, whole or not at all, and keeps what it was before. Raises StoreError."""

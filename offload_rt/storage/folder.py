@@ -27,7 +27,7 @@ SPACE = re.compile(r"[0-9a-f]{32}")
 _TEMPORARY, _LOCK = ".tmp", "lock"
 _FAN = re.compile(r"[0-9a-f]{2}")
 _CHUNK_FILE = re.compile(r"[0-9a-f]{64}(\.kv|\.\d+\.\d+\.tmp)")
-NAME = re.compile(r"[a-z]+(?:-[0-9a-f]+)*")
+NAME = re.compile(r"[a-z]+-[0-9a-f]{32,64}(?:-[0-9a-f]{1,4})?")
 DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
 """Names of documents, and of the store's files. No part of them is text that a user chose, so no such text is parsed.
 Whatever else a user keeps in the folder matches none of them, and is neither counted nor touched."""
