@@ -1,22 +1,28 @@
-"""What an earlier version wrote is still read: sessions go on with the same tokens and nothing computed again (under
-preset "rows" and a guess, which were the default then), a skew artifact and a recording mean the same.
+"""What an earlier version wrote is still read: sessions keep their tokens and turns, a skew artifact and a recording
+mean the same.
 `tests/data/written_before` was written by the commit that `expected.json` names, with a tiny random model whose weights
 its seed gives again."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.cli import main
 from offload_rt.engine.recording import Recording
-from offload_rt.sessions.history import History
+from offload_rt.sessions.catalog import read_catalog
+from offload_rt.sessions.history import History, document_name
 from offload_rt.sessions.naming import Lineage, name_chunks
+from offload_rt.sessions.old_format import OldSession
+from offload_rt.storage.files import seal
 
 BEFORE = Path(__file__).parent / "data" / "written_before"
 ROWS = {"preset": "rows", "source": "residual"}
@@ -28,33 +34,72 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on disk"])
 @pytest.mark.parametrize(("place", "kv_format"), [("store", "auto"), ("store_int8", "int8")])
-def test_sessions_go_on_with_nothing_computed_again(
-    place: str, kv_format: Any, on_disk: bool, tiny: str, tmp_path: Path
+def test_sessions_of_format_1_go_on_with_their_tokens_computed_again(
+    place: str, kv_format: Any, tiny: str, tmp_path: Path
 ) -> None:
-    """Also on a disk, where files of now would be read in place."""
-    disk = {"disk": tmp_path / "rows", "disk_limit": "256MiB"} if on_disk else {}
-    shutil.copytree(BEFORE / place, tmp_path / place)
-    stored = sorted(path.name for path in (tmp_path / place).rglob("*.kv"))
+    """Files that hold tokens in clear text vanish, nothing that was said does."""
+    store = copied(place, tmp_path / place, model=tiny)
+    listed = {one.history.name: one.history for one in read_catalog(store).sessions}
+    assert set(listed) == set(EXPECTED[place])
+    llm = LLM(tiny, policy="full", host_memory="64MiB", kv_format=kv_format, device="cpu")
     for name, expected in EXPECTED[place].items():
-        skew, room = BEFORE / "skew_tiny", "64MiB"
-        llm = LLM(tiny, policy_options=ROWS, skew=skew, host_memory=room, kv_format=kv_format, device="cpu", **disk)
-        assert llm.runner.model.fingerprint == EXPECTED["fingerprint"], "the tiny model is another one than then"
-        session = llm.session(name, tmp_path / place)
-        assert len(session.tokens) == expected["held"] and len(session.turns) == expected["turns"]
-        params = SamplingParams(max_tokens=len(expected["tokens"]), temperature=0)
-        assert [event.token_id for event in session.send(EXPECTED["turn"], params)] == expected["tokens"]
-        assert session.loaded_tokens == expected["loaded"] > 100
-        assert session.host.stats.computed_tokens == expected["computed_again"] == 0
+        session = llm.session(name, store)
+        assert not [
+            path for path in store.rglob("*") if path.is_file() and re.search(r"/[0-9a-f]{32}\.|sinks", str(path))
+        ]
+        assert session.tokens == listed[name].tokens and len(session.tokens) == expected["held"]
+        assert session.turns == listed[name].turns and len(session.turns) == expected["turns"]
+        assert not list(store.glob(f"*/{name}.*")) and len(list(store.glob(f"*/{document_name(name)}.doc"))) == 1
+        right = completed(llm.generate([session.tokens + EXPECTED["turn"]], SamplingParams(8, temperature=0)))
+        events = list(session.send(EXPECTED["turn"], SamplingParams(max_tokens=8, temperature=0)))
+        assert [event.token_id for event in events] == right[0].token_ids
+        assert session.loaded_tokens == 0, "nothing that an earlier version computed is used"
         session.close()
-    assert set(stored) - {path.name for path in (tmp_path / place).rglob("*.kv")} == tails(place)
 
 
-def tails(place: str) -> set[str]:
-    """Files of partly filled chunks, which the next turn replaces where no fork shares them."""
-    histories = [json.loads(path.read_bytes()[8:]) for path in (BEFORE / place).glob("*/[!0-9]*.doc")]
-    return {f"{history['tail']}.kv" for history in histories if history["tail"] and not history["tail_shared"]}
+def test_a_session_of_another_model_or_vocabulary_is_not_taken_over(tiny: str, tmp_path: Path) -> None:
+    llm = LLM(tiny, policy="full", host_memory="64MiB", device="cpu")
+    for change in ({"model": "another"}, {"model": tiny, "tokens": [10**6]}, {"model": tiny, "format": 7}):
+        store = copied("store", tmp_path / str(len(list(tmp_path.iterdir()))), **change)
+        session = llm.session("plain", store)
+        assert session.tokens == [] and list(store.glob("*/plain.doc"))
+        session.close()
+
+
+def test_sessions_of_format_1_are_shown_and_deleted(tiny: str, tmp_path: Path, capsys: Any) -> None:
+    store = copied("store", tmp_path / "store", model=tiny)
+    for path in store.glob("*/truncated.*"):
+        path.write_bytes(b"damaged")
+    assert main(["sessions", "list", "--store", str(store)]) == 0
+    out = capsys.readouterr().out
+    assert "plain" in out and "forked" in out and "damaged" in out
+    assert main(["sessions", "export", "plain", "--store", str(store)]) == 0
+    assert "Traddles" in capsys.readouterr().out
+    for name in ("plain", "truncated"):
+        assert main(["sessions", "delete", name, "--store", str(store)]) == 0
+    assert [path.name for path in store.rglob("*") if path.is_file()] == ["forked.doc", "lock"] or [
+        path.name for path in store.rglob("*") if path.is_file()
+    ] == ["lock", "forked.doc"]
+
+
+def test_a_takeover_that_was_interrupted_is_finished(tiny: str, tmp_path: Path, monkeypatch: Any) -> None:
+    store = copied("store", tmp_path / "store", model=tiny)
+    llm = LLM(tiny, policy="full", host_memory="64MiB", device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(OldSession, "remove", lambda self: None)  # the process ends after the new document is written
+        llm.session("plain", store).close()
+    assert list(store.glob("*/plain.doc"))
+    llm.session("plain", store).close()
+    assert not list(store.glob("*/plain.doc"))
+
+
+def copied(place: str, to: Path, **fields: Any) -> Path:
+    """A copy of a store in which every history has these fields."""
+    shutil.copytree(BEFORE / place, to)
+    for path in to.glob("*/[!0-9]*.doc"):
+        path.write_bytes(seal(json.dumps(json.loads(path.read_bytes()[8:]) | fields).encode()))
+    return to
 
 
 def test_a_skew_artifact_and_a_recording_mean_the_same(tmp_path: Path) -> None:
@@ -86,7 +131,7 @@ def test_chunks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
     decoded = [(start, stop) for start, stop in case["decoded"]]
     names = name_chunks(lineage, some_tokens(case["tokens"]), case["stop"], decoded)
     assert [name.lineage for name in names] == case["lineages"]
-    assert [name.key.hex() for name in names] == case["keys"]
+    assert [name.key.hex() for name in names] == case["keys"] and len(names[0].key) == 32
     assert [name.index for name in names] == list(range(len(names)))
 
 
@@ -98,7 +143,8 @@ def test_a_truncation_has_the_name_that_it_had() -> None:
     assert (len(history.tokens), history.shift) == (expected["tokens"], expected["shift"])
     assert history.decoded == [tuple(run) for run in expected["decoded"]]
     assert history.truncation_id == expected["cut"]
-    assert json.loads(history.to_bytes())["cut"] == expected["cut"]
+    assert json.loads(history.to_bytes())["truncation_id"] == expected["cut"]
     history.close_gap()
     assert history.truncation_id == expected["rotated"]
+    history.id *= 2
     assert History.from_bytes(history.to_bytes()) == history

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from support.disk_chunks import open_store
+from support.disk_chunks import named, open_store
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams, StoreError
 from offload_rt.cli import main
-from offload_rt.sessions.history import History
+from offload_rt.sessions.history import History, document_name
 from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import Document
 
@@ -53,7 +53,9 @@ def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[
 
 
 def file(folder: Path, name: str = "s.doc") -> Path:
-    [path] = folder.glob(f"*/{name}")
+    """A file of the session "s", or of the document with another name."""
+    stem, _, suffix = name.partition(".")
+    [path] = folder.glob(f"*/{document_name(stem) if stem == 's' else stem}.{suffix}")
     return path
 
 
@@ -85,7 +87,7 @@ def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str,
     first, _ = two_turns(llm, tmp_path)
     DAMAGES[damage](file(tmp_path))
     with pytest.warns(
-        UserWarning, match=r"session 's' was opened as it was saved the time before last, with 1 .*s\.doc"
+        UserWarning, match=r"session 's' was opened as it was saved the time before last, with 1 .*session-\w+\.doc"
     ):
         session = llm.session("s", tmp_path)
     assert session.tokens == first and len(session.turns) == 2
@@ -137,11 +139,13 @@ def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
     flip(file(tmp_path, "s.before"))
     there = sorted(tmp_path.rglob("*"))
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"session 's' cannot be opened.*s\.doc.*s\.before.*sessions repair s"):
+        with pytest.raises(
+            StoreError, match=r"'s' cannot be opened.*session-\w+\.doc.*\.before.*or delete the session"
+        ):
             llm.session("s", tmp_path)
     assert sorted(tmp_path.rglob("*")) == there, "nothing was changed or put aside"
     other = llm.session("t", tmp_path)
-    with pytest.raises(StoreError, match=r"s\.doc"):
+    with pytest.raises(StoreError, match=r"session-\w+\.doc"):
         other.fork("s")
     other.close()
 
@@ -162,7 +166,7 @@ def test_a_closed_session_is_whole_twice(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "of another format"),
+        ({"format": 3}, "of another format"),
         ({"colour": "blue"}, "of another format"),
         ({"tokens": "abc"}, "of another format"),
         ({"tokens": [-1] * 158}, "of another format"),
@@ -188,16 +192,15 @@ def test_a_history_that_is_not_understood_is_refused_and_never_replaced(
 
 
 def test_deep_or_strange_json_is_no_history() -> None:
-    for data in (b"[" * 100_000, b"[]", b'"x"', b"1e999", b'{"format": 1, "name": [], "model": {}}', b"\xff\xfe"):
+    for data in (b"[" * 100_000, b"[]", b'"x"', b"1e999", b'{"format": 2, "name": [], "model": {}}', b"\xff\xfe"):
         assert History.from_bytes(data) is None
 
 
-def test_damaged_histories_keep_their_chunks_and_sinks(
+def test_deleting_beside_a_damaged_history_says_what_is_not_known(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Deleting or forgetting others must not take what a damaged one may need."""
+    """Chunks of a history that cannot be read cannot be told from orphans, and are deleted as these are."""
     two_turns(llm, tmp_path)
-    shutil.copytree(tmp_path, tmp_path.parent / "whole")
     session = llm.session("s", tmp_path)
     session.truncate(keep_last=100)
     session.close()
@@ -206,18 +209,21 @@ def test_damaged_histories_keep_their_chunks_and_sinks(
     twin.close()
     for name in ("s.doc", "s.before"):
         flip(file(tmp_path, name))
-    sinks = list(tmp_path.rglob("*.sinks.doc"))
-    chunks = set(tmp_path.rglob("*.kv"))
-    assert sinks and chunks
-    llm.session("passing", tmp_path).discard()
+    assert list(tmp_path.rglob("sinks-*.doc"))
     assert main(["sessions", "list", "--store", str(tmp_path)]) == 0
     assert "damaged" in capsys.readouterr().out
     assert main(["sessions", "show", "s", "--store", str(tmp_path)]) == 2
-    assert "sessions repair s" in capsys.readouterr().err
+    assert "or delete the session" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=f"'passing' was deleted; 1 other documents.*{document_name('s')}"):
+        llm.session("passing", tmp_path).discard()
+    twin = llm.session("twin", tmp_path)
+    assert answer(twin, TURNS[1]) and twin.host.stats.computed_tokens == 0, "the twin's chunks stayed"
+    twin.close()
     assert main(["sessions", "delete", "twin", "--store", str(tmp_path)]) == 0
-    assert list(tmp_path.rglob("*.sinks.doc")) == sinks and set(tmp_path.rglob("*.kv")) == chunks
+    assert document_name("s") in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.kv")) and not list(tmp_path.rglob("sinks-*"))
     assert main(["sessions", "delete", "s", "--store", str(tmp_path)]) == 0
-    assert not list(tmp_path.rglob("*.doc")) and not list(tmp_path.rglob("*.before"))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
 
 
 def test_a_list_says_which_session_is_not_what_it_was_last(
@@ -227,7 +233,7 @@ def test_a_list_says_which_session_is_not_what_it_was_last(
     flip(file(tmp_path))
     assert main(["sessions", "list", "--store", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "s" in out and "s.doc" in err and "the time before last" in err
+    assert "s" in out and f"{document_name('s')}.doc" in err and "the time before last" in err
 
 
 def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path) -> None:
@@ -237,75 +243,13 @@ def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path)
     answer(session, TURNS[0])
     session.truncate(keep_last=80)
     answer(session, TURNS[1])
-    for path in tmp_path.rglob("*.sinks.*"):
+    for path in tmp_path.rglob("sinks-*"):
         flip(path)
     tokens = session.tokens
     with pytest.warns(UserWarning, match="first keys of session 's'.* are computed again"):
         found = answer(session, TURNS[2])
     assert found == completed(llm.generate([tokens + TURNS[2]], SHORT))[0].token_ids
     session.close()
-
-
-# ------------------------------------------------------------------------------------------------------------- repair
-
-
-def repair(folder: Path, *more: str) -> int:
-    return main(["sessions", "repair", "s", "--store", str(folder), "--model", "reference", *more])
-
-
-def test_a_lost_history_is_rebuilt_from_the_tokens_of_its_chunks(
-    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Beside a whole session that begins alike; what is rebuilt goes on like a prompt of its tokens."""
-    _, second = two_turns(llm, tmp_path)
-    other = llm.session("other", tmp_path)
-    answer(other, TURNS[0][:70] + TURNS[2])
-    other.close()
-    assert repair(tmp_path) == 2 and "can be opened: there is nothing to repair" in capsys.readouterr().err
-    for name in ("s.doc", "s.before"):
-        flip(file(tmp_path, name))
-    assert repair(tmp_path) == 0
-    out, err = capsys.readouterr()
-    computed = second[:-1]
-    assert f"rebuilt s: {len(computed)} tokens" in err and len(out) > 100
-    assert len(list(tmp_path.rglob("s.damaged"))) == 1
-    session = llm.session("s", tmp_path)
-    assert session.tokens == computed and "".join(text for _, text in session.turns) == out.removesuffix("\n")
-    assert answer(session, TURNS[2]) == completed(llm.generate([computed + TURNS[2]], SHORT))[0].token_ids
-    session.close()
-
-
-def test_a_rebuilt_session_goes_as_far_as_its_chunks_go(
-    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, second = two_turns(llm, tmp_path)
-    keys = History.from_bytes(file(tmp_path).read_bytes()[8:]).keys  # type: ignore[union-attr]
-    other = llm.session("passing", tmp_path)
-    answer(other, TURNS[2])
-    other.discard()
-    for name in ("s.doc", "s.before", f"*/{keys[2]}.kv"):
-        flip(file(tmp_path, name))
-    assert repair(tmp_path) == 2
-    assert "several texts can be session 's'; say which with --chain (1: 128 tokens, " in capsys.readouterr().err
-    assert repair(tmp_path, "--chain", "3") == 2 and "from 1 to 2" in capsys.readouterr().err
-    assert repair(tmp_path, "--chain", "1") == 0
-    session = llm.session("s", tmp_path)
-    assert session.tokens == second[:128]
-    session.close()
-
-
-def test_what_cannot_be_rebuilt_is_left_as_it_is(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two_turns(llm, tmp_path)
-    path = file(tmp_path)
-    newer = sealed(json.loads(path.read_bytes()[8:]) | {"format": 2})
-    path.write_bytes(newer)
-    assert repair(tmp_path) == 2 and "of another format: nothing was changed" in capsys.readouterr().err
-    for name in ("s.doc", "s.before"):
-        file(tmp_path, name).write_bytes(b"")
-    shutil.copytree(tmp_path, tmp_path.parent / "emptied", ignore=shutil.ignore_patterns("*.kv"))
-    assert repair(tmp_path.parent / "emptied") == 2 and "nothing to rebuild it from" in capsys.readouterr().err
-    assert main(["sessions", "repair", "s", "--store", str(tmp_path)]) == 2
-    assert "needs --model" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------- the store's documents
@@ -329,8 +273,8 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
     for stop in range(20):
         folder = tmp_path / str(stop)
         store, count = open_store(folder), 0
-        store.put("one", b"first")
-        store.put("one", b"second")
+        store.put(named("one"), b"first")
+        store.put(named("one"), b"second")
         with monkeypatch.context() as patch:
             for name in calls:
                 real = refuse if name == "link" and not links else getattr(os, name)
@@ -345,18 +289,18 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
                 patch.setattr(os, name, call)
             patch.setattr(Path, "unlink", lambda *args, **options: None)  # the dead clean nothing up
             try:
-                store.put("one", b"third")
+                store.put(named("one"), b"third")
                 finished = True
             except Killed:
                 finished = False
         store.close()
         found = open_store(folder)
-        assert found.get("one") in (Document(b"second"), Document(b"third"))
+        assert found.get(named("one")) in (Document(b"second"), Document(b"third"))
         assert not list(folder.rglob("*.tmp"))
         found.check_integrity()
-        found.put("one", b"fourth")
-        flip(file(folder, "one.doc"), 70)
-        last = found.get("one")
+        found.put(named("one"), b"fourth")
+        flip(file(folder, f"{named('one')}.doc"), 70)
+        last = found.get(named("one"))
         assert last is not None and last.damage and last.data in (b"second", b"third")
         found.close()
         steps = stop
@@ -367,26 +311,26 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
 
 def test_a_damaged_document_never_becomes_the_one_before(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.put("one", b"first")
-    store.put("one", b"second")
-    flip(file(tmp_path, "one.doc"), 70)
-    store.put("one", b"third")
-    assert len(list(tmp_path.rglob("one.damaged"))) == 1, "a person may still want it"
-    flip(file(tmp_path, "one.doc"), 70)
-    last = store.get("one")
+    store.put(named("one"), b"first")
+    store.put(named("one"), b"second")
+    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    store.put(named("one"), b"third")
+    assert len(list(tmp_path.rglob(f"{named('one')}.damaged"))) == 1, "a person may still want it"
+    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    last = store.get(named("one"))
     assert last is not None and last.data == b"first"
     store.check_integrity()
-    assert store.delete("one") and not store.delete("one") and store.get("one") is None
+    assert store.delete(named("one")) and not store.delete(named("one")) and store.get(named("one")) is None
     store.close()
 
 
 def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.put("one", b"first")
-    with file(tmp_path, "one.doc").open("r+b") as sparse:
+    store.put(named("one"), b"first")
+    with file(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
         sparse.truncate(1 << 40)
-    with pytest.raises(StoreError, match=r"one\.doc.* is damaged"):
-        store.get("one")
+    with pytest.raises(StoreError, match=r"one-0+\.doc.* is damaged"):
+        store.get(named("one"))
     assert list(store.documents().values()) == [None]
     store.close()
 
@@ -394,14 +338,14 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
 def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
     """The newest generation is the one before it too, by another name of the same file."""
     store = open_store(tmp_path)
-    store.put("one", b"first")
-    os.link(file(tmp_path, "one.doc"), file(tmp_path, "one.doc").with_suffix(".before"))
+    store.put(named("one"), b"first")
+    os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))
     store.close()
     store = open_store(tmp_path)
-    store.put("one", b"second")
+    store.put(named("one"), b"second")
     store.check_integrity()
-    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob("one.*"))) == 2
-    flip(file(tmp_path, "one.doc"), 70)
-    last = store.get("one")
+    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{named('one')}.*"))) == 2
+    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    last = store.get(named("one"))
     assert last is not None and last.data == b"first"
     store.close()

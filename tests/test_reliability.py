@@ -14,13 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_chunks import FILE_BYTES, KILLS, blocks_of, chunk_files, fork_saver, load, open_store, save, tokens_of
+from support.disk_chunks import (
+    FILE_BYTES,
+    KILLS,
+    blocks_of,
+    chunk_files,
+    fork_saver,
+    load,
+    named,
+    open_store,
+    save,
+    tokens_of,
+)
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.pool.prefix_tree import chunk_key
+from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
 from offload_rt.storage.chunk_store import Document
 
@@ -71,13 +83,13 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
     store.check_integrity()
     assert [load(store, number) for number in range(30)] == [blocks_of(n) if ok else None for n, ok in enumerate(saved)]
     assert not list(folder.rglob("*.tmp"))
-    store.put("history", bytes(6000))
-    assert store.get("history") == Document(bytes(6000))
+    store.put(named("history"), bytes(6000))
+    assert store.get(named("history")) == Document(bytes(6000))
     assert chunk_files(folder) < sum(saved), "a chunk gives way to what was said"
     store.check_integrity()
     with pytest.raises(StoreError, match="No space left"):
-        store.put("history", bytes(1 << 20))
-    assert store.get("history") == Document(bytes(6000))
+        store.put(named("history"), bytes(1 << 20))
+    assert store.get(named("history")) == Document(bytes(6000))
     assert chunk_files(folder) > 0, "no chunk leaves where all of them are not enough"
     store.remove([chunk_key(store.root, "exact", tokens_of(number)) for number in range(30)])
     assert save(store, 99) and load(store, 99) == blocks_of(99)
@@ -185,7 +197,7 @@ def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) ->
             warnings.simplefilter("always")
             session = make_llm().session("s", tmp_path)
         assert session.tokens == history, "a history that was closed is there twice"
-        assert len(said) == (path.name == "s.doc")
+        assert len(said) == (path.name == f"{document_name('s')}.doc")
         assert answer(session, TURNS[1]) == right
         damaged += session.loaded_tokens < len(history) - 1
         session.discard()

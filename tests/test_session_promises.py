@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_chunks import FILE_BYTES, load, open_store, save, tokens_of
+from support.disk_chunks import FILE_BYTES, load, named, open_store, save, tokens_of
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -156,8 +156,8 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
-    store.put("one", bytes(500))
-    store.put("one", bytes(600))
+    store.put(named("one"), bytes(500))
+    store.put(named("one"), bytes(600))
     there = store.bytes_used
     store.close()
     next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))
@@ -165,7 +165,7 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     assert again.bytes_used == there == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
     again.close()
     limited = open_store(tmp_path, 3 * FILE_BYTES)
-    assert limited.bytes_used <= 3 * FILE_BYTES and limited.get("one") is not None
+    assert limited.bytes_used <= 3 * FILE_BYTES and limited.get(named("one")) is not None
     limited.check_integrity()
     limited.close()
 
@@ -175,7 +175,7 @@ def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatc
     assert save(store, 1) and save(store, 2)
     assert store.begin(store.root, "exact", tokens_of(9), 4 * FILE_BYTES) is None
     with pytest.raises(StoreError, match="is full"):
-        store.put("huge", bytes(4 * FILE_BYTES))
+        store.put(named("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
     with monkeypatch.context() as patch:  # what cannot be removed makes no room
         patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))

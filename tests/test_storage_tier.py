@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.pool.homes import Home
 from offload_rt.pool.prefix_tree import chunk_key, root_key
+from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.turn_queue import TurnQueue
@@ -39,10 +40,6 @@ class MemoryChunk:
     @property
     def layer_bytes(self) -> int:
         return len(self.blocks[0])
-
-    @property
-    def apart(self) -> bool:
-        return False
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
         into[:] = self.blocks[layer]
@@ -106,6 +103,11 @@ class MemoryTier:
         for key in keys:
             self.chunks.pop(key, None)
 
+    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
+        gone = [key for key in self.chunks if key not in keys]
+        self.remove(gone)
+        return len(gone)
+
     def touch(self, keys: Iterable[bytes]) -> None: ...
 
     def expect(self, keys: Sequence[bytes]) -> None: ...
@@ -123,7 +125,7 @@ class MemoryTier:
     def documents(self) -> dict[str, Document | None]:
         return {f"{self.root.hex()}/{name}": self.get(name) for name in self.texts}
 
-    def delete(self, name: str) -> bool:
+    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
         return self.texts.pop(name.split("/")[-1], None) is not None
 
     def close(self) -> None:
@@ -196,7 +198,7 @@ def test_a_queue_forks_and_discards_on_a_tier_from_outside(kept: dict[str, Memor
         store.session("two").fork("twin")
     twin.discard()
     assert sorted(store.context.storage.documents()) == [
-        f"{store.context.storage.root.hex()}/{n}" for n in ("one", "two")
+        f"{store.context.storage.root.hex()}/{n}" for n in sorted(map(document_name, ("one", "two")))
     ]
     queue.close()
 

@@ -1,4 +1,4 @@
-"""`offload-rt sessions list|show|export|delete|repair`: what a folder of sessions holds. No model is loaded."""
+"""`offload-rt sessions list|show|export|delete`: what a folder of sessions holds. No model is loaded."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ PIPED = 500
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists the sessions of a store, shows or exports one as text, deletes one, or rebuilds a damaged one."""
+    """List the sessions of a store, show or export one as text, or delete one."""
     check_choice("action", args.action, ACTIONS)
     if args.store_ttl is not None and args.action != "list":
         raise InputError(f"--store-ttl says what `sessions list` shows: leave it out of sessions {args.action}")
     if args.action != "list" and args.name is None:
         raise InputError(f"sessions {args.action} needs the NAME of a session")
-    if (args.model is None) == (args.action == "repair"):
-        raise InputError("sessions repair needs --model, whose tokenizer it takes, and no other action does")
-    if args.chain is not None and args.action != "repair":
-        raise InputError(f"--chain says what `sessions repair` takes: leave it out of sessions {args.action}")
     ACTIONS[args.action](Path(args.store).expanduser(), args)
     return 0
 
@@ -36,20 +32,25 @@ def run(args: argparse.Namespace) -> int:
 def add(commands: Any) -> None:
     """Enters the subcommand."""
     parser = add_command(commands, "sessions", run, model=False)
-    parser.add_argument("action", metavar="list|show|export|delete|repair")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="NAME, or NAME@MODEL where several models have it")
+    parser.add_argument("action", metavar="list|show|export|delete")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the session's name")
     parser.add_argument("--store", required=True, metavar="DIR", help="the folder that `chat --store` was given")
     parser.add_argument(
         "--store-ttl", metavar="TIME", help="list: what this time to live would give up, such as 7d or 12h"
     )
-    parser.add_argument("--model", metavar="MODEL", help="repair: the model that the session was with")
-    parser.add_argument("--chain", type=int, metavar="N", help="repair: which of several texts the session is")
+    parser.add_argument("--model", metavar="MODEL", help="which NAME, if sessions of several models are called so")
     parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
+
+
+def printable(text: str) -> str:
+    """Return `text` with characters that a terminal would act on, such as line feeds and escapes, written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _list(folder: Path, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from ..sessions.catalog import read_catalog
 
@@ -61,19 +62,25 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     catalog = read_catalog(folder)
     for one in catalog.sessions:
         history = one.history
-        cells = [history.name, history.model, f"{len(history.turns) // 2:,}", f"{len(history.tokens):,}"]
+        cells = [
+            printable(history.name),
+            printable(history.model),
+            f"{len(history.turns) // 2:,}",
+            f"{len(history.tokens):,}",
+        ]
         cells += [format_size(one.bytes), format_size(one.own_bytes), f"{format_duration(max(0, now - one.used))} ago"]
         if ttl is not None:
             cells.append(format_size(one.bytes_unused_since(now - ttl)))
-        table.add_row(*cells)
+        table.add_row(*map(Text, cells))
     for damaged in catalog.damaged:
-        table.add_row(damaged.name, damaged.space, "damaged")
+        table.add_row(Text(printable(damaged.name)), damaged.space, "damaged")
     width = None if sys.stdout.isatty() else PIPED
     Console(highlight=False, width=width).print(table if table.row_count else "no sessions", markup=False)
     for one in catalog.sessions:
         if one.damage:
             print(
-                f"{one.history.name}: {one.damage}; what is listed is the session as it was saved the time before last",
+                f"{printable(one.history.name)}: {one.damage}; what is listed is the session as it was saved the time "
+                "before last",
                 file=sys.stderr,
             )
 
@@ -81,11 +88,12 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
 def _show(folder: Path, args: argparse.Namespace) -> None:
     from ..sessions.catalog import export_text, find_stored
 
-    one = find_stored(folder, args.name)
+    one = find_stored(folder, args.name, args.model)
     history = one.history
     cut = f"{history.shift:,} tokens were cut, " if history.shift else ""
     print(
-        f"{history.name} ({history.model}): {len(history.turns) // 2:,} turns, {len(history.tokens):,} tokens, {cut}"
+        f"{printable(history.name)} ({history.model}): {len(history.turns) // 2:,} turns, "
+        f"{len(history.tokens):,} tokens, {cut}"
         f"{format_size(one.bytes)} on disk, {format_size(one.own_bytes)} of them its own\n",
         file=sys.stderr,
     )
@@ -96,7 +104,7 @@ def _export(folder: Path, args: argparse.Namespace) -> None:
     from ..sessions.catalog import export_text, find_stored
 
     check_writable(args.out)
-    text = export_text(find_stored(folder, args.name).history)
+    text = export_text(find_stored(folder, args.name, args.model).history)
     if args.out is None:
         print(text, end="")
         return
@@ -109,22 +117,10 @@ def _export(folder: Path, args: argparse.Namespace) -> None:
 def _delete(folder: Path, args: argparse.Namespace) -> None:
     from ..sessions.catalog import delete_stored
 
-    gone = delete_stored(folder, args.name)
-    print(f"deleted {gone.name} ({gone.model}): {format_size(gone.bytes)} freed", file=sys.stderr)
+    gone = delete_stored(folder, args.name, args.model)
+    freed = f"{format_size(gone.removed.bytes)} freed"
+    note = f"; {gone.removed.note}" if gone.removed.note else ""
+    print(f"deleted {printable(gone.name)} ({gone.model}): {freed}{note}", file=sys.stderr)
 
 
-def _repair(folder: Path, args: argparse.Namespace) -> None:
-    from ..models.checkpoint import read_tokenizer
-    from ..models.location import locate
-    from ..sessions.repair import repair
-
-    done = repair(folder, args.name, args.model, read_tokenizer(locate(args.model)), args.chain)
-    print(
-        f"rebuilt {done.history.name}: {len(done.history.tokens):,} tokens, who said what is not known; what was said "
-        "after them is lost",
-        file=sys.stderr,
-    )
-    print(done.text)
-
-
-ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete, "repair": _repair}
+ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
+from ..private_files import make_private_folder
 from .block_file import BlockFile
 from .file_table import FILE_BITS, FileTable
 from .requests import Reader, Requests, reader
@@ -37,8 +38,7 @@ class DirectFile(BlockFile):
         """readers: gives each thread that reads its reader; None: the fastest there is."""
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handle = _nameless(folder)
+            handle = nameless_file(folder)
         except OSError as error:
             raise ConfigError(
                 f"cannot keep rows in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with room "
@@ -75,7 +75,9 @@ def aligned(size: int) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8))
 
 
-def _nameless(folder: Path) -> int:
+def nameless_file(folder: Path) -> int:
+    """Open a new file in `folder` that has no name and goes with the process. Raise OSError."""
+    make_private_folder(folder)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 import weakref
 from collections import Counter
@@ -18,10 +19,11 @@ from ..core import CHUNK, BlockTable
 from ..errors import PoolFullError
 from ..forward.sequence import Sequence
 from ..pool.prefix_tree import chunk_key, pack_tokens
-from ..storage.chunk_store import ChunkStore, NamedChunk, PlacedChunk
-from ..storage.disk_store import DiskStore
+from ..storage.chunk_store import NamedChunk, PlacedChunk
+from ..storage.folder import spaces
 from ..storage.loader import ChunkLoader, DamagedChunkError
-from ..storage.saver import Saver
+from ..storage.nameless_store import NamelessStore
+from ..storage.saver import Saver, layer_bytes
 from .room import EXACT
 from .runner import Runner
 
@@ -52,12 +54,12 @@ class SwappedSequence:
 
 
 class Swap:
-    """Writes what a preempted sequence has computed to a folder of its own and brings it back, bit for bit; whatever
-    fails (no room, a damaged file) means that the sequence is computed again.
+    """Writes what a preempted sequence has computed to a nameless file and brings it back, bit for bit; whatever fails
+    (no room, a damaged file) means that the sequence is computed again.
 
     Only where rows and the policy's state can be restored exactly: the pool keeps rows as they are, and the policy
     learns from keys alone. Chunks that came from exact prefill have names that do not depend on the sequence: several
-    that share a prompt store it once. Nothing outlives the object; one process at a time may use a folder.
+    that share a prompt store it once. The file is gone with the process, however it ends: it holds what users said.
 
     Raises StoreError.
     """
@@ -66,19 +68,21 @@ class Swap:
         self._runner = runner
         model, place = runner.model, folder / FOLDER
         namespace = f"{model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {FOLDER}"
-        self._disk = DiskStore(place, namespace, runner.pool.groups.layers, options)
-        for path in place.glob("*/*/*.kv"):  # of a process that died
-            self._disk.remove([bytes.fromhex(path.stem)], path.parent.parent.name)
+        layers, pool = runner.pool.groups.layers, runner.pool
+        slot = layers * layer_bytes(pool, CHUNK)
+        self._disk = NamelessStore(place, namespace, layers, slot, None if options is None else options.limit)
+        for space in spaces(place):  # up to 0.1 files had names, and stayed if the process was killed
+            shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.link.storage)
         self._users: Counter[bytes] = Counter()
         self._ids = itertools.count()
         self._write_rate = self._read_rate = 1 / BYTES_PER_SECOND
         self._prefill_rate = 0.0
-        self.close = weakref.finalize(self, _close, self._saver, self._disk, self._users)
+        self.close = weakref.finalize(self, _close, self._saver, self._disk)
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all chunks."""
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
@@ -99,7 +103,6 @@ class Swap:
             self._saver.flush()
             fresh = fresh[taken:]
         self._users.update(swapped.keys)
-        self._disk.pin(swapped.keys)
         if any(key not in self._disk for key in swapped.keys):
             self.discard(swapped)
             return None
@@ -136,9 +139,8 @@ class Swap:
         return sequence
 
     def discard(self, swapped: SwappedSequence) -> None:
-        """Removes the files that no other sequence needs."""
+        """Remove the chunks that no other sequence needs."""
         keys = swapped.keys
-        self._disk.unpin(keys)
         self._users.subtract(keys)
         self._users += Counter()
         self._disk.remove(key for key in keys if key not in self._users)
@@ -227,7 +229,6 @@ class Swap:
         sequence.unlearned = 0
 
 
-def _close(saver: Saver, disk: ChunkStore, users: Counter[bytes]) -> None:
+def _close(saver: Saver, disk: NamelessStore) -> None:
     saver.close()
-    disk.remove(list(users))
     disk.close()

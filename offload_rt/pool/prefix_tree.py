@@ -20,10 +20,10 @@ def root_key(namespace: str) -> bytes:
 
 
 def chunk_key(parent: bytes, lineage: str, tokens: bytes) -> bytes:
-    """The key of a chunk: 16 bytes that are the same in every process, from its parent's key (which stands for the
-    namespace and everything before it), its lineage and its 64 tokens as little-endian int64."""
+    """Return the key of a chunk: a digest of 32 bytes, the same in every process. parent: key of the chunk before it,
+    which stands for the namespace and everything before; tokens: up to 64, little-endian int64."""
     name = lineage.encode()
-    digest = hashlib.blake2b(parent, digest_size=16, person=b"offload-rt chunk")
+    digest = hashlib.blake2b(parent, digest_size=32, person=b"offload-rt chunk")
     digest.update(len(name).to_bytes(8, "little") + name + tokens)
     return digest.digest()
 

@@ -7,9 +7,16 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import time
+import uuid
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+
+from ..private_files import make_private, make_private_folder, open_private
+from ..small_files import parse_json
+from ..storage.files import open_regular
 
 Head = dict[str, Any]
 
@@ -20,6 +27,10 @@ MOST_BYTES = {False: 64 << 20, True: 4 << 30}
 """Of all documents of one kind: in memory, on disk."""
 
 _SUFFIX = ".json"
+_FILE = re.compile(r"([0-9a-f]{32})\.json")
+_TEMPORARY = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?\.tmp")
+_STALE = 60.0
+"""Seconds after which a temporary file is nobody's: another server may be writing a younger one."""
 
 
 def digest(*parts: str) -> str:
@@ -41,8 +52,19 @@ class Documents:
         self._bodies: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(folder)
+            make_private(folder)
+            self._clean(folder)
             self._look()
+
+    def _clean(self, folder: Path) -> None:
+        """Remove what a server that was killed was writing, and take everybody else's access to the files away."""
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):
+                if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _STALE:
+                    path.unlink()
+                elif _FILE.fullmatch(path.name):
+                    make_private(path)
 
     def _look(self) -> None:
         """Takes note of all files that are there, in the order in which they were written."""
@@ -50,9 +72,9 @@ class Documents:
             return
         found = {}
         for entry in os.scandir(self._folder):
-            if entry.name.endswith(_SUFFIX):
+            if (match := _FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):
-                    found[entry.name.removesuffix(_SUFFIX)] = entry.stat().st_mtime_ns
+                    found[match[1]] = entry.stat().st_mtime_ns
         for name in self._heads.keys() - found.keys():
             self._lose(name)
         for name in sorted(found.keys() - self._heads.keys(), key=found.__getitem__):
@@ -61,8 +83,8 @@ class Documents:
     def _enter(self, name: str) -> None:
         """Reads the head of a file that may be there, and may hold anything."""
         path = self._path(name)
-        with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
-            head = json.loads(file.readline(1 << 20))
+        with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
+            head = parse_json(file.readline(1 << 20))
             if isinstance(head, dict):
                 self._heads[name], self._sizes[name] = head, path.stat().st_size
 
@@ -105,8 +127,12 @@ class Documents:
             return None
         self._heads.move_to_end(name)
         try:
-            content = self._bodies[name] if self._folder is None else self._path(name).read_bytes()
-            return json.loads(content.partition(b"\n")[2])
+            if self._folder is None:
+                content = self._bodies[name]
+            else:
+                with os.fdopen(open_regular(self._path(name)), "rb") as file:
+                    content = file.read()
+            return parse_json(content.partition(b"\n")[2])
         except (OSError, ValueError):
             return None
 
@@ -114,7 +140,8 @@ class Documents:
         """Forgets a document. Nothing happens where there is none."""
         self._lose(name)
         if self._folder is not None:
-            self._path(name).unlink(missing_ok=True)
+            for path in (self._path(name), *self._folder.glob(f"{name}.*.tmp")):
+                path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None
@@ -122,9 +149,13 @@ class Documents:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner may read, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
+    """Write a file that only its owner may read, whole or not at all."""
+    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
+    try:
+        with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

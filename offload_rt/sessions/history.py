@@ -7,26 +7,22 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
-from urllib.parse import quote
 
 from ..core import CHUNK, ranges_of
 from ..errors import InputError
-from ..storage.chunk_store import Document, DocumentStore
 
-FORMAT = 1
-"""Of a history's document; another is none of ours."""
+FORMAT = 2
+"""Format of a history's document. Documents of format 1 are read by `sessions.old_format`."""
 
-_SINKS = ".sinks"
-_KEYS = {"truncation_id": "cut"}
-"""Fields that have another name in the document than here."""
+SINKS = "sinks"
+"""First word of the names of documents that hold originals of sinks."""
 
-_RARE = ("floor", "tail_windows", "system")
-"""Fields that are left out of the document where they say nothing: older versions do not know them."""
+LONGEST_NAME = 200
+"""Characters of a session's name."""
 
-_IDENTITY = re.compile("[0-9a-f]{1,64}")
+_IDENTITY = re.compile("[0-9a-f]{32,64}")
 
 _MOST = 1 << 40
 """Tokens that no conversation has had: positions are computed with int64."""
@@ -65,8 +61,7 @@ class History:
 
     def to_bytes(self) -> bytes:
         """Returns the history as JSON."""
-        fields = {_KEYS.get(k, k): v for k, v in asdict(self).items() if v or k not in _RARE}
-        return json.dumps({"format": FORMAT, **fields}).encode()
+        return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
@@ -75,8 +70,7 @@ class History:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
                 return None
-            named = {key: name for name, key in _KEYS.items()}
-            history = cls(**{named.get(key, key): value for key, value in fields.items()})
+            history = cls(**fields)
             history.decoded = [(int(a), int(b)) for a, b in history.decoded]
             history.turns = [(str(role), str(text)) for role, text in history.turns]
             return history if history._possible() else None
@@ -127,8 +121,8 @@ class History:
 
     @property
     def sinks_document(self) -> str:
-        """Where the originals of its sinks' keys lie in a store: of all forks the same."""
-        return f"{self.id}.{self.sinks}{_SINKS}"
+        """The document with the originals of its sinks' keys. All forks share it."""
+        return f"{SINKS}-{self.id}-{self.sinks:x}"
 
     @property
     def exact(self) -> int:
@@ -163,37 +157,16 @@ class History:
 
 
 def document_name(name: str) -> str:
-    """Returns the name of the document of the session `name` in a store."""
-    return quote(name, safe="")
+    """Return the name of the document of the session `name` in a store: a digest. Any text may be a session's name, and
+    file systems differ in the characters, cases and normal forms that they tell apart."""
+    return f"session-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
 def check_name(name: object) -> None:
-    """Raises InputError for what cannot be a session's name, which its files are named after."""
+    """Raise InputError if `name` cannot be a session's name."""
     try:
-        possible = isinstance(name, str) and 0 < len(document_name(name)) <= 200
-    except UnicodeEncodeError:  # half of a character
+        possible = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and bool(name.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair
         possible = False
     if not possible:
-        raise InputError(f"session name {name!r:.80} must be a text of 1 to 200 characters (as a file name)")
-
-
-def unreadable(documents: Mapping[str, Document | None]) -> set[str]:
-    """Returns those of the `documents` of a store, "namespace/name", that hold histories of which nothing can be read:
-    nobody knows which chunks and sinks are theirs."""
-    return {
-        name
-        for name, document in documents.items()
-        if not name.endswith(_SINKS) and (document is None or History.from_bytes(document.data) is None)
-    }
-
-
-def remove_orphans(store: DocumentStore) -> None:
-    """Deletes the originals of sinks that no history in `store` has any more, where all of them can be read."""
-    documents = store.documents()
-    histories = [History.from_bytes(document.data) for document in documents.values() if document is not None]
-    alive = {history.id for history in histories if history is not None}
-    unsure = {name.split("/")[0] for name in unreadable(documents)}
-    for name in documents:
-        space, document = name.split("/")
-        if document.endswith(_SINKS) and space not in unsure and document.split(".")[0] not in alive:
-            store.delete(name)
+        raise InputError(f"session name {name!r:.80} must be a text of 1 to {LONGEST_NAME} characters")

@@ -18,6 +18,7 @@ from ..errors import InputError, ModelError
 from ..outputs import Stats, TokenOutput
 from ..sampling_params import SamplingParams
 from .chat_template import TurnTokens, turn_tokens
+from .deletion import Removed
 from .history import History, check_name
 from .host_tier import HostTier
 from .session_kv import SessionKV
@@ -39,8 +40,8 @@ class Siblings(Protocol):
         """Returns a new session with this history, open from now on."""
         ...
 
-    def forget(self, history: History) -> None:
-        """Deletes what is stored of a session."""
+    def forget(self, name: str) -> Removed:
+        """Delete what is stored of a session, and all chunks that no other session needs."""
         ...
 
     def left(self, session: Session) -> None:
@@ -291,15 +292,27 @@ class Session:
             self._leave()
 
     @_in_turn
-    def discard(self) -> None:
-        """Closes the session without saving it, and deletes what is stored of it; chunks that others may have stay
-        until they are evicted. A second call does nothing."""
+    def discard(self) -> Removed:
+        """Close the session without saving it, and delete it from the store: its text, and every chunk that no other
+        session needs, also those that edits, truncations or crashes of any session left behind. An answer that is
+        being read ends. A second call does nothing.
+
+        Returns what was deleted, with a warning if other sessions of the store cannot be read. Raises InputError if a
+        queue computes its turn, StoreError if a file cannot be deleted.
+        """
         if self._closed:
-            return
+            return Removed()
+        self._end_answers()
         self._closed = True
         self.host.take(self.kv)
-        self._siblings.forget(self.history)
-        self._leave()
+        try:
+            self.kv.give_up()
+            removed = self._siblings.forget(self.name)
+        finally:
+            self._leave()
+        if removed.note:
+            warnings.warn(f"session {self.name!r} was deleted; {removed.note}", stacklevel=3)
+        return removed
 
     def _end_answers(self) -> None:
         for events in list(self._answers):

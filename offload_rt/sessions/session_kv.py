@@ -347,6 +347,20 @@ class SessionKV:
         self.context.storage.pin(fresh)
         self._pinned |= fresh
 
+    def needed(self, *, answering: bool) -> set[bytes]:
+        """Return the keys of the chunks that the session needs on disk. answering: whether a turn is being computed,
+        whose chunks the history does not know yet."""
+        if answering:
+            return {*self.history.chunk_keys, *self._pinned, *self._enqueued}
+        self._arrived()
+        return set(self.history.chunk_keys)
+
+    def give_up(self) -> None:
+        """Drop the sequence before the session is deleted, and wait until none of its chunks is on its way to disk."""
+        self._unwritten = None
+        self.drop()
+        self._arrived()
+
     def leave_host(self) -> None:
         """Gives the session's host memory to others; its chunks stay on disk as long as the store keeps them."""
         if self.sequence is not None:

@@ -19,8 +19,10 @@ from ..storage.home_saver import HomeSaver
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
 from .context import SessionContext
-from .history import History, check_name, document_name, remove_orphans
+from .deletion import Removed, remove_session
+from .history import History, check_name, document_name
 from .host_tier import HostTier
+from .old_format import OldSession, old_sessions, remove_old_chunks
 from .session import Session
 from .session_kv import SessionKV
 
@@ -54,6 +56,7 @@ class SessionStore:
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
         self.closed = False
+        self._folder: Path | None = None
         self._open: dict[str, Session] = {}
         self._holders: set[Holder] = set()
         runner.reclaimables.append(self)
@@ -62,7 +65,15 @@ class SessionStore:
     def on_disk(cls, runner: Runner, folder: Path, options: StoreOptions | None = None) -> Self:
         """Returns the sessions in `folder`, of which this process is the only one that writes until `close`. Raises as
         the class."""
-        return cls(runner, lambda namespace, layers: DiskStore(folder, namespace, layers, options), options)
+
+        def open_tier(namespace: str, layers: int) -> DiskStore:
+            tier = DiskStore(folder, namespace, layers, options)
+            remove_old_chunks(folder)
+            return tier
+
+        store = cls(runner, open_tier, options)
+        store._folder = folder
+        return store
 
     def open(self, name: str) -> Session:
         """Returns the session `name` as it was left, or a new one; where its history is damaged as it was before that,
@@ -71,11 +82,37 @@ class SessionStore:
         check_name(name)
         if name in self._open:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
-        return self.enter(self._history(name) or History(name, self.context.runner.model.name))
+        history = self._history(name)
+        for old in self._old(name) if history is not None else ():
+            if old.history is not None and old.history.id == history.id:
+                old.remove()  # a takeover that was interrupted after the new document was written
+        if history is None:
+            history = self._take_over(name) or History(name, self.context.runner.model.name)
+        return self.enter(history)
+
+    def _take_over(self, name: str) -> History | None:
+        """Write the history that an earlier version left of session `name` of this model in today's format, and remove
+        the old files. Return None if there is none. Raise StoreError."""
+        for old in self._old(name):
+            if old.history is not None:
+                self.context.storage.put(old.history.document, old.history.to_bytes())
+                old.remove()
+            return old.history
+        return None
+
+    def _old(self, name: str) -> list[OldSession]:
+        """Sessions of format 1 that are this one: of this name and model, with tokens that the model has."""
+        model, vocab = self.context.runner.model.name, self.context.runner.adapter.geometry.vocab
+        return [
+            old
+            for old in (old_sessions(self._folder) if self._folder is not None else ())
+            if old.is_called(name) and old.history is not None
+            if old.history.model == model and max(old.history.tokens, default=0) < vocab
+        ]
 
     def _history(self, name: str) -> History | None:
         """The stored history of the session `name`; None where there is none. Raises StoreError."""
-        mend = f"put a copy of the file back, or `offload-rt sessions repair {name}` rebuilds its text from its chunks"
+        mend = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.get(document_name(name))
         except StoreError as error:
@@ -92,7 +129,7 @@ class SessionStore:
         if history.name != name or max(history.tokens, default=0) >= vocab:
             raise StoreError(
                 f"session {name!r} cannot be opened: {place} holds the history of another session ({history.name!r} "
-                f"with {history.model}); give it the name that it had"
+                f"with {history.model}); {mend}"
             )
         if document.damage:
             warnings.warn(
@@ -115,14 +152,26 @@ class SessionStore:
 
     def exists(self, name: str) -> bool:
         """Whether there is such a session, open or stored."""
-        return name in self._open or self.context.storage.get(document_name(name)) is not None
+        known = name in self._open or self.context.storage.get(document_name(name)) is not None
+        return known or bool(self._old(name))
 
-    def forget(self, history: History) -> None:
-        """Deletes a history and its tail, and the originals of its sinks where no fork has them too."""
-        self.context.storage.delete(history.document)
-        if history.tail and not history.tail_shared:
-            self.context.storage.remove([bytes.fromhex(history.tail)])
-        remove_orphans(self.context.storage)
+    def delete(self, name: str) -> Removed:
+        """Delete the session `name`, open or stored, also if its history is damaged. Nothing happens if there is none.
+        Raise InputError if it is answering, StoreError if a file cannot be deleted."""
+        check_name(name)
+        if (session := self._open.get(name)) is not None:
+            return session.discard()
+        with self.context.runner.pool.lock:
+            return self.forget(name)
+
+    def forget(self, name: str) -> Removed:
+        """Delete what is stored of a session, and all chunks that no other session needs. Raise StoreError."""
+        storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
+        held = {key for session in others for key in session.kv.needed(answering=session.busy)}
+        removed = remove_session(storage, storage.root.hex(), document_name(name), held)
+        for old in self._old(name):
+            old.remove()
+        return removed
 
     def left(self, session: Session) -> None:
         """Takes note that a session has closed; with the last one the store closes."""

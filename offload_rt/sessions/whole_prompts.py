@@ -83,13 +83,10 @@ class WholePrompts:
 
     def delete(self, name: str) -> None:
         """Forgets a session, if there is one. Raises SessionBusyError, StoreError."""
-        if name not in self._opened:
-            if not self.store.exists(name):
-                return
-            self._opened[name] = self.store.session(name)
-        if self._opened[name].busy:
+        if name in self._opened and self._opened[name].busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
-        self._opened.pop(name).discard()
+        self._opened.pop(name, None)
+        self.store.delete(name)
 
     def close(self) -> None:
         """Saves and closes the sessions. A second call does nothing. Raises StoreError where one cannot be saved; all

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -54,11 +54,6 @@ class StoredChunk(Protocol):
         """Bytes of one layer's block."""
         ...
 
-    @property
-    def apart(self) -> bool:
-        """Whether its blocks are `[Hkv, 2 (K, V), n, width]` without zeros: files of a disk that version 1 wrote."""
-        ...
-
     def read_layer(self, layer: int, into: memoryview) -> bool:
         """Fills `into`, which has exactly `layer_bytes` bytes, with the block `[Hkv, n, 2 (K, V), width]` of `layer`.
         Returns whether they are the bytes that were written; False is a miss. Any thread may call."""
@@ -106,15 +101,24 @@ class ChunkWriter(Protocol):
         ...
 
 
-class ChunkStore(Protocol):
-    """Chunks of KV rows by key, each with one block of bytes for every layer. What is found is always what was written:
-    damage, eviction and other content under the same key are misses. Any thread may call any method.
-    """
+class ChunkSink(Protocol):
+    """What a `Saver` needs of a store."""
 
     @property
     def layers(self) -> int:
         """The blocks of every chunk: L, or where layers slide those of a group (`pool.layer_groups`)."""
         ...
+
+    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
+        """Takes room for a chunk of `layer_bytes` bytes in each layer. Returns None where it is stored already, or
+        where it cannot be."""
+        ...
+
+
+class ChunkStore(ChunkSink, Protocol):
+    """Chunks of KV rows by key, each with one block of bytes for every layer. What is found is always what was written:
+    damage, eviction and other content under the same key are misses. Any thread may call any method.
+    """
 
     @property
     def root(self) -> bytes:
@@ -139,13 +143,13 @@ class ChunkStore(Protocol):
         """Returns the chunk with exactly these tokens (little-endian int64) behind `parent`; None is a miss."""
         ...
 
-    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> ChunkWriter | None:
-        """Takes room for a chunk of `layer_bytes` bytes in each layer. Returns None where it is stored already, or
-        where it cannot be (`last_error`)."""
-        ...
-
     def remove(self, keys: Iterable[bytes]) -> None:
         """Removes chunks; unknown ones are ignored."""
+        ...
+
+    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
+        """Remove all chunks but `keys`, of this namespace or of the one with digest `space`. Return the bytes that were
+        freed. Raise StoreError if a chunk cannot be removed."""
         ...
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -179,7 +183,8 @@ class Document:
 
 
 class DocumentStore(Protocol):
-    """Small documents by name, which are never evicted: the histories of sessions."""
+    """Small documents by name, which are never evicted: the histories of sessions. A name is a kind and a
+    digest (`storage.folder.NAME`). It never contains what a user chose."""
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a document, whole or not at all, and keeps what it was before. Raises StoreError."""
@@ -194,9 +199,13 @@ class DocumentStore(Protocol):
         """Returns all documents of every model: "namespace/name" -> document, None where nothing of it is whole."""
         ...
 
-    def delete(self, name: str) -> bool:
-        """Deletes the document `name`, or "namespace/name" as `documents` says it. Returns False where there is
-        none."""
+    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+        """Delete every generation and copy of the document `name`, or "namespace/name" as `documents` says it.
+
+        owns: whether a document with this content is the one to delete, for every file of the namespace, because a
+        file may have been renamed. None: the content does not say; then, as for unreadable files, the name decides.
+        Return False if there was none. Raise StoreError if a file cannot be removed.
+        """
         ...
 
 

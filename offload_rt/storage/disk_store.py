@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,38 +12,30 @@ from ..config import StoreOptions
 from ..core import CHUNK
 from ..disk.block_file import BlockFile
 from ..pool.homes import Home
-from ..pool.prefix_tree import chunk_key, root_key
-from .chunk_file import FILE_VERSION, ChunkHeader, ChunkName, checksum, data_offset
+from ..pool.prefix_tree import TOKEN_BYTES, chunk_key, root_key
+from .chunk_file import ChunkHeader, checksum, data_offset
 from .chunk_store import Document
 from .documents import Documents
 from .files import open_regular, read_header
-from .folder import CHUNKS, StoreFolder
+from .folder import CHUNKS, StoreFolder, chunk_paths
 from .writer import FileChunkWriter
 
 
 @dataclass(frozen=True)
 class DiskChunk:
-    """A chunk that a `DiskStore` has found (`chunk_store.StoredChunk`): its file, and what the file's header says."""
+    """A chunk that a `DiskStore` has found (`chunk_store.StoredChunk`): its file and the file's header. count: n, the
+    tokens of the chunk."""
 
     store: DiskStore
     key: bytes
     path: Path
     header: ChunkHeader
-
-    @property
-    def count(self) -> int:
-        """n, the tokens of the chunk."""
-        return self.header.name.count
+    count: int
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's block."""
         return self.header.layer_bytes
-
-    @property
-    def apart(self) -> bool:
-        """Whether K and V of a layer's block lie apart, as version 1 wrote them."""
-        return self.header.version < FILE_VERSION
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
         """Fills `into` with one layer's block; False is a miss (`DiskStore.read_layer`)."""
@@ -51,7 +43,7 @@ class DiskChunk:
 
     def home(self) -> Home | None:
         """The file, open to be read; None where it cannot be, or its layers are no whole blocks."""
-        if self.count < CHUNK or self.apart:
+        if self.count < CHUNK:
             return None
         try:
             return Home(BlockFile(open_regular(self.path)), self.header.data_offset, self.layer_bytes)
@@ -66,9 +58,9 @@ class DiskChunk:
 class DiskStore:
     """Chunks and small documents in a folder (`chunk_store.StorageTier`), within `options.limit` bytes of files.
 
-    Files of one namespace (model, number format, layout) lie in a folder of its digest. A chunk's name is its key; what
-    counts is the header (`chunk_file.ChunkName`), compared field by field. Damage of any kind, and a file that vanishes
-    between two calls, is a miss; a damaged file is removed by the writer.
+    Files of one namespace (model, number format, layout) lie in a folder of its digest. A chunk's file is named by its
+    key and says the key in its header. Damage of any kind, a file of another key, and a file that vanishes between two
+    calls are misses; the writer removes a damaged file.
 
     One process writes, any number read, without an index: a file is there or not, and is never changed after its name
     appeared. Files are open only during a call, or as long as somebody has the `home` of a chunk. Any thread may call.
@@ -110,17 +102,16 @@ class DiskStore:
 
     def find(self, parent: bytes, lineage: str, tokens: bytes) -> DiskChunk | None:
         """Returns the chunk with exactly these tokens (little-endian int64) behind `parent`; None is a miss."""
-        name = ChunkName(self.namespace, parent, lineage, tokens)
         key = chunk_key(parent, lineage, tokens)
         path = self._path(key)
         if not self._folder.read_only and path not in self._folder:
             return None
         header = read_header(path)
-        if header is None:
+        # The name of a file proves nothing: it may have been renamed, or written for another number of layers.
+        if header is None or header.key != key or len(header.checksums) != self.layers:
             self._folder.discard(path)
-        elif header.name == name and len(header.checksums) == self.layers:
-            return DiskChunk(self, key, path, header)
-        return None
+            return None
+        return DiskChunk(self, key, path, header, len(tokens) // TOKEN_BYTES)
 
     def read_layer(self, chunk: DiskChunk, layer: int, into: memoryview) -> bool:
         """Fills `into` (exactly one layer's bytes). Returns whether they are what was written; False is a miss."""
@@ -151,15 +142,15 @@ class DiskStore:
         """Takes room for a chunk and starts its file. Returns None where it is stored already, or where it cannot be:
         there is no room within the limit, or the disk refuses (`last_error`)."""
         assert not self._folder.read_only
-        name = ChunkName(self.namespace, parent, lineage, tokens)
-        path = self._path(chunk_key(parent, lineage, tokens))
-        size = data_offset(name, self.layers) + self.layers * layer_bytes
+        key = chunk_key(parent, lineage, tokens)
+        path = self._path(key)
+        size = data_offset(self.layers) + self.layers * layer_bytes
         temporary = self._folder.reserve(path, size)
         if temporary is None:
             return None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return FileChunkWriter(self._folder, name, self.layers, layer_bytes, temporary, path, size)
+            self._folder.make_subfolder(path.parent)
+            return FileChunkWriter(self._folder, key, self.layers, layer_bytes, temporary, path, size)
         except OSError as error:
             self._folder.give_up(temporary, size, error)
             return None
@@ -168,6 +159,12 @@ class DiskStore:
         """Removes chunks, of this namespace or the one with digest `space`; unknown ones are ignored."""
         for key in keys:
             self._folder.discard(self._path(key, space))
+
+    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
+        """Remove all chunks but `keys`, of this namespace or of the one with digest `space`. Return the bytes that were
+        freed. Raise StoreError if a chunk cannot be removed."""
+        own = self._own if space is None else self._folder.path / space
+        return self._folder.remove(path for path in chunk_paths(own) if bytes.fromhex(path.stem) not in keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Takes note that `keys`, a path from the first chunk on, was used now: its end leaves before its beginning.
@@ -205,9 +202,9 @@ class DiskStore:
         """Returns all documents of every namespace, "namespace digest/name" -> document, None where it is damaged."""
         return self._documents.documents()
 
-    def delete(self, name: str) -> bool:
-        """Deletes a document of this namespace, or "namespace digest/name". Returns False where there is none."""
-        return self._documents.delete(name)
+    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+        """Delete a document of this namespace, or "namespace digest/name" (`Documents.delete`)."""
+        return self._documents.delete(name, owns)
 
     def close(self) -> None:
         """Lets the next writer in. Nothing may be called after it but itself."""

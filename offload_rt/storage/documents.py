@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ..errors import StoreError
 from ..units import format_size
 from .chunk_store import Document
 from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
-from .folder import SPACE, StoreFolder
+from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
 
 
@@ -41,7 +41,7 @@ class Documents:
         if len(record) > LARGEST_DOCUMENT:
             raise StoreError(f"{str(newest)!r} would have {format_size(len(record))}: begin another session")
         with self._writing, folder.usable():
-            self._own.mkdir(exist_ok=True)
+            folder.make_subfolder(self._own)
             temporary = self._take_room(newest, len(record))
             try:
                 try:
@@ -108,7 +108,7 @@ class Documents:
     def documents(self) -> dict[str, Document | None]:
         """Returns all documents of every namespace: "namespace digest/name" -> the newest whole generation, None where
         none is whole."""
-        names = {(path.parent, path.name.removesuffix(path.suffix)) for path in self._files()}
+        names = {(path.parent, path.stem) for path in self._files() if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Document | None] = {}
         for space, name in sorted(names):
             try:
@@ -117,21 +117,35 @@ class Documents:
                 found[f"{space.name}/{name}"] = None
         return found
 
-    def delete(self, name: str) -> bool:
-        """Deletes a document of this namespace, or "namespace digest/name", the generation before it first: what is
-        left when the process ends in between is whole. Returns False where there is none."""
-        paths = self._paths(name)
-        known = any(path.exists() for path in paths)
-        for path in reversed(paths):
-            self._folder.discard(path)
-        return known
+    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+        """Delete all generations and put-aside copies of a document of this namespace, or of "namespace digest/name".
+
+        owns: whether a file with this content is one of them, whatever its name is; None if the content does not say.
+        Then, and for unreadable files, the name decides. The newest generation is deleted last: if the process ends in
+        between, the document is still there, whole. Return False if there was none. Raise StoreError if a file cannot
+        be deleted.
+        """
+        newest, _ = self._paths(name)
+        doomed = []
+        for path in self._files(newest.parent):
+            data = read_document(path).data
+            own = None if owns is None or data is None else owns(data)
+            if path.stem == newest.stem if own is None else own:
+                doomed.append(path)
+        with self._writing:
+            self._folder.remove(sorted(doomed, key=lambda path: path.suffix == DOCUMENTS))
+        return bool(doomed)
 
     def _paths(self, name: str) -> tuple[Path, Path]:
         """The files of both generations, the newest first."""
-        folder = self._folder.path if "/" in name else self._own
+        space, _, name = name.rpartition("/")
+        assert NAME.fullmatch(name), name
+        folder = self._folder.path / space if space else self._own
         return folder / f"{name}{DOCUMENTS}", folder / f"{name}{BEFORE}"
 
-    def _files(self) -> Iterator[Path]:
-        """Files of all namespaces; what else a user keeps in the folder is none of them."""
-        for suffix in (DOCUMENTS, BEFORE):
-            yield from (path for path in self._folder.path.glob(f"*/*{suffix}") if SPACE.fullmatch(path.parent.name))
+    def _files(self, *only: Path) -> Iterator[Path]:
+        """Return the documents' files, except temporary ones, of the namespaces with folders `only`, or of all."""
+        for space in spaces(self._folder.path):
+            if not only or space in only:
+                known = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
+                yield from (path for path in known if path.suffix in (DOCUMENTS, BEFORE, DAMAGED))

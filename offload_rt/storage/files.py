@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from ..private_files import open_private
 from .chunk_file import ChunkHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28
@@ -47,7 +48,7 @@ def seal(data: bytes) -> bytes:
 def write_document(path: Path, record: bytes) -> None:
     """Writes a new file, durable before anybody gives it another name. Raises OSError, and then it is gone again."""
     try:
-        with path.open("wb") as file:
+        with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(record)
             file.flush()
             os.fsync(file.fileno())

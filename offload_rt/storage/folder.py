@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from errno import ELOOP
 from pathlib import Path
 
 from ..config import StoreOptions
 from ..errors import StoreError
-from .index import DiskIndex
+from ..private_files import make_private, make_private_folder, open_private
+from .index import BEFORE, DOCUMENTS, DiskIndex
 
 CHUNKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of chunks, and of documents that were put aside."""
@@ -22,10 +25,12 @@ SPACE = re.compile(r"[0-9a-f]{32}")
 """Name of the folder of a namespace: its digest."""
 
 _TEMPORARY, _LOCK = ".tmp", "lock"
-_OURS = re.compile(
-    r"[0-9a-f]{32}/([0-9a-f]{2}/[0-9a-f]{32}(\.kv|\.\d+\.\d+\.tmp)|[^/]+(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp))"
-)
-"""Paths below the folder that are the store's: whatever else a user keeps there is neither counted nor touched."""
+_FAN = re.compile(r"[0-9a-f]{2}")
+_CHUNK_FILE = re.compile(r"[0-9a-f]{64}(\.kv|\.\d+\.\d+\.tmp)")
+NAME = re.compile(r"[a-z]+-[0-9a-f]{32,64}(?:-[0-9a-f]{1,4})?")
+DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
+"""Names of documents, and of the store's files. No part of them is text that a user chose, so no such text is parsed.
+Whatever else a user keeps in the folder matches none of them, and is neither counted nor touched."""
 
 
 class StoreFolder:
@@ -35,6 +40,9 @@ class StoreFolder:
     read. The index is a scan of names, sizes and times at start: the order of eviction is that of `options.policy` over
     modification times, which `touch` moves, and over what `expect` said. Eviction spares what is pinned. Any thread may
     call; one lock (`mutex`) guards the index, and callers hold it where two calls belong together.
+
+    Only their owner can read the files. Opening for writing repairs the modes of everything that is the store's, and of
+    `path` itself if it was created here or holds nothing else. A link in place of a subfolder is not followed.
 
     Raises StoreError where the folder cannot be used or another process writes to it.
     """
@@ -50,8 +58,9 @@ class StoreFolder:
         try:
             with self.usable():
                 if not read_only:
-                    path.mkdir(parents=True, exist_ok=True)
+                    make_private_folder(path)
                     self._take_lock()
+                    self._protect()
                 self._scan()
             if not read_only:
                 self.make_room(0)
@@ -187,8 +196,43 @@ class StoreFolder:
         if self.read_only:
             return
         with self.mutex, contextlib.suppress(OSError):  # what cannot be removed still counts
+            self._check_inside(path)
             path.unlink(missing_ok=True)
             self._index.forget(path)
+
+    def remove(self, paths: Iterable[Path]) -> int:
+        """Remove files that must not stay. Return their bytes. Raise StoreError after the last one if any is left."""
+        assert not self.read_only
+        freed, refused = 0, ""
+        for path in paths:
+            try:
+                with self.mutex:
+                    self._check_inside(path)
+                    status = path.lstat()
+                    if not stat.S_ISDIR(status.st_mode):  # a folder in place of a file holds nothing of ours
+                        path.unlink()
+                        freed += status.st_size
+                    self._index.forget(path)
+            except FileNotFoundError:
+                self._index.forget(path)
+            except OSError as error:
+                refused = f"cannot delete {str(path)!r}: {error.strerror or error}"
+        if refused:
+            raise StoreError(
+                f"{refused}; what was to be deleted is still in the store: make it writable, and try again"
+            )
+        return freed
+
+    def make_subfolder(self, path: Path) -> None:
+        """Create a folder below this one that only its owner can read. Raise OSError, also for a link in its place."""
+        make_private_folder(path)
+        self._check_inside(path / "any")
+
+    def _check_inside(self, path: Path) -> None:
+        """Raise OSError if a folder between the store's and `path` is a link: the file may be anybody's."""
+        for folder in path.relative_to(self.path).parents:
+            if (self.path / folder).is_symlink() and folder != Path():
+                raise OSError(ELOOP, "a link is in the place of a folder of the store")
 
     # --------------------------------------------------------------------------------------------------- lock and scan
 
@@ -199,7 +243,7 @@ class StoreFolder:
             self._lock = -1
 
     def _take_lock(self) -> None:
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = open_private(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -226,10 +270,29 @@ class StoreFolder:
             if not self.read_only:
                 self._index.write_stamp(path)
 
+    def _protect(self) -> None:
+        """Take everybody else's access to the store's folders and files away, also to those of earlier versions."""
+        with contextlib.suppress(PermissionError):  # another user's folder, in which this one may write
+            if all(path.name == _LOCK or SPACE.fullmatch(path.name) for path in self.path.iterdir()):
+                make_private(self.path)
+        for space in spaces(self.path):
+            make_private(space)
+            for path in space.iterdir():
+                if _FAN.fullmatch(path.name) and _is_folder(path):
+                    make_private(path)
+                    each: Iterable[Path] = path.iterdir()
+                else:
+                    each = [path]
+                for file in each:
+                    if file.suffix in (CHUNKS, DAMAGED, DOCUMENTS, BEFORE, _TEMPORARY) and not file.is_dir():
+                        make_private(file)
+
     def _ours(self) -> Iterator[Path]:
-        for pattern in ("*/*.*", "*/*/*.*"):
-            for path in self.path.glob(pattern):
-                if _OURS.fullmatch(path.relative_to(self.path).as_posix()) and path.is_file() and not path.is_symlink():
+        """Return all regular files that have names of the store's."""
+        for space in spaces(self.path):
+            found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
+            for path in itertools.chain(found, _chunk_files(space)):
+                if path.is_file() and not path.is_symlink():
                     yield path
 
     def check_integrity(self) -> None:
@@ -239,3 +302,24 @@ class StoreFolder:
             files, there = self._index.files, set(self._ours())
             assert there == set(files), there ^ set(files)
             assert all(path.stat().st_size == file.size for path, file in files.items())
+
+
+def spaces(folder: Path) -> list[Path]:
+    """Return the folders of all namespaces in the store at `folder`."""
+    return sorted(path for path in folder.iterdir() if SPACE.fullmatch(path.name) and _is_folder(path))
+
+
+def chunk_paths(space: Path) -> Iterator[Path]:
+    """Return everything in the folder of a namespace that has a chunk's name, of whatever kind it is."""
+    return (path for path in _chunk_files(space) if path.suffix == CHUNKS)
+
+
+def _chunk_files(space: Path) -> Iterator[Path]:
+    if _is_folder(space):
+        for fan in space.iterdir():
+            if _FAN.fullmatch(fan.name) and _is_folder(fan):
+                yield from (path for path in fan.iterdir() if _CHUNK_FILE.fullmatch(path.name))
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

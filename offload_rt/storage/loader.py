@@ -164,8 +164,7 @@ class ChunkLoader:
             if not chunk.read_layer(place, own):
                 return False
             rows = block[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
-            pairs = (2, span.size) if chunk.apart else (span.size, 2)
-            k, v = rows.view(layout.kv_heads, *pairs, format.width).unbind(1 if chunk.apart else 2)
+            k, v = rows.view(layout.kv_heads, span.size, 2, format.width).unbind(2)
             self._pool.fill_span(layer, span, k, v)
             return True
         finally:
@@ -174,8 +173,7 @@ class ChunkLoader:
 
 def fits(pool: HostPool, chunk: StoredChunk, tokens: int) -> bool:
     """Whether a layer's block of a stored chunk has as many bytes as `tokens` tokens of this pool."""
-    rows = 2 * pool.layout.kv_heads * tokens * pool.layout.row_bytes
-    return chunk.layer_bytes == (rows if chunk.apart else chunk_layer_bytes(tokens, pool.layout))
+    return chunk.layer_bytes == chunk_layer_bytes(tokens, pool.layout)
 
 
 def adopt(pool: HostPool, chunk: StoredChunk, span: Span) -> Home | None:

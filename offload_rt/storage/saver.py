@@ -16,7 +16,7 @@ from ..pool.homes import Home
 from ..pool.pool import HostPool
 from ..pool.stored_rows import Span
 from ..transfer.link import KVStorage
-from .chunk_store import ChunkStore, ChunkWriter, NamedChunk
+from .chunk_store import ChunkSink, ChunkWriter, NamedChunk
 
 WRITE_BUFFER = 1 << 28
 """Bytes that may wait to be written."""
@@ -56,7 +56,7 @@ class Saver:
     after `KVStorage.settle`, and writes the store.
     """
 
-    def __init__(self, store: ChunkStore, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
+    def __init__(self, store: ChunkSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
         self._store, self._pool, self._rows = store, pool, rows
         self._buffer_bytes = buffer_bytes
         self._waiting = 0

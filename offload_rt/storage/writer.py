@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ..disk.block_file import BlockFile
 from ..pool.homes import Home
-from .chunk_file import ChunkHeader, ChunkName, checksum, data_offset
+from ..private_files import open_private
+from .chunk_file import ChunkHeader, checksum, data_offset
 from .folder import StoreFolder
 
 
@@ -20,19 +21,19 @@ class FileChunkWriter:
     def __init__(
         self,
         folder: StoreFolder,
-        name: ChunkName,
+        key: bytes,
         layers: int,
         layer_bytes: int,
         temporary: Path,
         path: Path,
         size: int,
     ) -> None:
-        self._folder, self._name, self._layers, self._layer_bytes = folder, name, layers, layer_bytes
+        self._folder, self._key, self._layers, self._layer_bytes = folder, key, layers, layer_bytes
         self._temporary, self._path, self._size = temporary, path, size
-        self._offset = data_offset(name, layers)
+        self._offset = data_offset(layers)
         self._checksums: dict[int, int] = {}
         self._open = True
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
     def write(self, layer: int, block: memoryview) -> None:
         """Writes one layer's block."""
@@ -62,7 +63,7 @@ class FileChunkWriter:
             return False
         checksums = tuple(self._checksums[layer] for layer in range(self._layers))
         if self._open:
-            self._attempt(ChunkHeader(self._name, self._layer_bytes, checksums).encode(), 0, sync=True)
+            self._attempt(ChunkHeader(self._key, self._layer_bytes, checksums).encode(), 0, sync=True)
         if self._open:
             try:
                 self._folder.finish(self._temporary, self._path, self._size)

@@ -19,6 +19,11 @@ FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
 KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "20"))
 
 
+def named(kind: str) -> str:
+    """A document's name."""
+    return f"{kind}-{'0' * 32}"
+
+
 def tokens_of(number: int, count: int = 64) -> bytes:
     return np.arange(number, number + count, dtype="<i8").tobytes()
 

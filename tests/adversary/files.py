@@ -1,0 +1,229 @@
+"""A file-system fuzzer on a store of sessions: nothing it does may give a wrong token, or take more than it damages.
+
+A case runs a few sessions in a store of its own. Between turns and restarts it truncates, changes, renames, swaps,
+deletes, duplicates and chmods files, and puts links, pipes and folders in their place. The oracles:
+
+* a session opens with tokens that it once had, or raises StoreError; its next answer is the model's own;
+* no other kind of exception escapes, `check_integrity` holds, and nothing outside the folder changes;
+* after a session was deleted, no run of its tokens is in any file, unless the deletion said which files it could not
+  read; then they must be among these.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import warnings
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import torch
+from support.leftovers import leftovers
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import StoreError
+from offload_rt.sessions.catalog import delete_stored, read_catalog
+from offload_rt.sessions.session import Session
+
+NAMES = ("ada", "bob", "kitchen.sinks")
+PARAMS = SamplingParams(max_tokens=3, temperature=0)
+ROUNDS = 5
+
+
+@cache
+def runtime() -> LLM:
+    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+    return LLM(model, dtype="float64", host_memory="4MiB", policy="full")
+
+
+@cache
+def model_answer(tokens: tuple[int, ...]) -> list[int]:
+    """What the model says after `tokens`, from an engine that shares nothing with the sessions."""
+    model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+    with LLM(model, dtype="float64", host_memory="4MiB", policy="full", prefix_sharing=False) as llm:
+        return completed(llm.generate([list(tokens)], PARAMS))[0].token_ids
+
+
+# ------------------------------------------------------------------------------------------------------------- damages
+
+
+def truncate(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size + 1))
+
+
+def flip(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice((1, 3)) if data else 0):
+        data[rng.randrange(min(len(data), rng.choice((64, 1 << 30))))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def rename(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    os.replace(path, other.with_name(other.name + rng.choice(("", ".bak", "~"))))
+
+
+def swap(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    os.replace(path, path.with_name("between"))
+    if other.exists():
+        os.replace(other, path)
+    os.replace(path.with_name("between"), other)
+
+
+def delete(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    path.unlink()
+
+
+def duplicate(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    if path != other:
+        shutil.copyfile(path, other)
+
+
+def chmod(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    rng.choice((path, path.parent)).chmod(rng.choice((0o000, 0o444, 0o777)))
+
+
+def link(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    path.unlink()
+    path.symlink_to(rng.choice((outside / "victim", other, path, Path("/nowhere"), Path("/dev/zero"))))
+
+
+def fifo(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def stale(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    """What a process that was killed was writing."""
+    shutil.copyfile(path, path.with_name(f"{path.stem}.{rng.randrange(1, 99999)}.{rng.randrange(99)}.tmp"))
+
+
+def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+    """A folder of the store is a link to a place outside that holds files of the same names."""
+    if path.parent.name == "store":
+        return
+    target = outside / path.parent.name
+    if target.exists():
+        return
+    target.mkdir()
+    for name in os.listdir(path.parent):
+        (target / name).write_text("the user's own")
+    shutil.rmtree(path.parent)
+    path.parent.symlink_to(target)
+
+
+DAMAGES = (truncate, flip, rename, swap, delete, duplicate, chmod, link, fifo, folder, stale, linked_folder)
+HIDES = (rename, swap, duplicate)
+"""What may leave a file of one session under a name that is no file's of the store, which nobody may delete."""
+
+
+class Case:
+    """Sessions in a store, what each of them may be, and a folder outside that must not change."""
+
+    def __init__(self, rng: random.Random, place: Path) -> None:
+        self.rng, self.place, self.store = rng, place, place / "store"
+        self.been: dict[str, list[list[int]]] = {name: [[]] for name in NAMES}
+        self.done = Counter[str]()
+        self.hidden = False
+        (place / "outside").mkdir()
+        (place / "outside" / "victim").write_text("the user's own")
+
+    def outside(self) -> dict[Path, tuple[int, bytes]]:
+        files = [path for path in (self.place / "outside").rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mode, path.read_bytes()) for path in files}
+
+    def turn(self, name: str) -> None:
+        """Open a session, take a turn, close it."""
+        try:
+            session = runtime().session(name, self.store)
+        except StoreError:
+            self.done["refused"] += 1
+            return
+        try:
+            assert session.tokens in self.been[name], f"{name!r} was never this"
+            self.answer(session)
+            if self.rng.random() < 0.2 and len(session.tokens) > 100:
+                session.truncate(keep_last=70)
+                # Positions differ from a fresh prompt's from now on: the session starts again without its past.
+                session.discard()
+                self.been[name] = [[]]
+                return
+            self.been[name].append(session.tokens)
+        except StoreError:
+            self.done["refused"] += 1
+            self.been[name].append(session.tokens)
+        finally:
+            try:
+                session.close()
+            except StoreError:
+                self.done["refused"] += 1
+
+    def answer(self, session: Session) -> None:
+        prompt = tiny_prompt(self.rng.choice((5, 70, 140)), seed=self.rng.randrange(5))
+        before = session.tokens
+        events: list[int] = []
+        for event in session.send(prompt, PARAMS):
+            if event.token_id is not None:
+                events.append(event.token_id)
+            if self.rng.random() < 0.05:
+                self.damage()
+        self.been[session.name].append(session.tokens)
+        assert events == model_answer((*before, *prompt)), "a wrong token"
+        session.check_integrity()
+        self.done["answers"] += 1
+
+    def damage(self) -> None:
+        files = sorted(path for path in self.store.rglob("*") if path.is_file() and not path.is_symlink())
+        if not files:
+            return
+        kind = self.rng.choice(DAMAGES)
+        path, other = self.rng.choice(files), self.rng.choice(files)
+        self.hidden |= kind in HIDES
+        kind(self.rng, path, other, self.place / "outside")
+        self.done[kind.__name__] += 1
+
+    def delete(self, name: str) -> None:
+        """Delete a session, and search for what is left of it."""
+        try:
+            removed = delete_stored(self.store, name).removed
+        except (StoreError, LookupError, ValueError):
+            self.done["not deleted"] += 1
+            return
+        gone = max(self.been[name], key=len)
+        kept = [tokens for other, all in self.been.items() if other != name for tokens in all]
+        left = leftovers(self.store, gone, kept)
+        excused = self.hidden or removed.unreadable
+        assert excused or not left, left
+        self.done["searched" if not excused else "excused"] += 1
+        self.been[name] = [[]]
+
+
+def run_case(seed: int) -> Counter[str]:
+    """Run one case. Raise an exception if an oracle fails."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = Case(rng, Path(place))
+        for name in NAMES:
+            case.turn(name)
+        for _ in range(ROUNDS):
+            for _ in range(rng.choice((0, 1, 1, 2))):
+                case.damage()
+            before = case.outside()
+            if rng.random() < 0.25:
+                case.delete(rng.choice(NAMES))
+            else:
+                case.turn(rng.choice(NAMES))
+            read_catalog(case.store)
+            now = case.outside()
+            assert all(now.get(path) == known for path, known in before.items()), "something outside was touched"
+        return case.done

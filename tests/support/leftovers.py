@@ -1,0 +1,42 @@
+"""Search the files of a folder, byte by byte, for tokens and text that should be gone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+RUN = 4
+"""Consecutive token ids that count as a leftover."""
+
+
+def runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
+    return {tuple(tokens[i : i + RUN]) for i in range(len(tokens) - RUN + 1)}
+
+
+def spellings(run: tuple[int, ...]) -> list[bytes]:
+    """A run of token ids as little-endian int64 and int32, as hexadecimal text, as JSON."""
+    packed = [np.asarray(run, dtype).tobytes() for dtype in ("<i8", "<i4")]
+    texts = [json.dumps(run).strip("[]"), json.dumps(run, separators=(",", ":")).strip("[]")]
+    return [*packed, *(data.hex().encode() for data in packed), *(text.encode() for text in texts)]
+
+
+def leftovers(folder: Path, gone: Sequence[int], kept: Iterable[Sequence[int]], texts: Iterable[str] = ()) -> list[str]:
+    """Where a file in `folder` (or its name) says a run of the tokens `gone` that is in none of `kept`, or one of
+    `texts`."""
+    wanted = runs(gone) - {run for tokens in kept for run in runs(tokens)}
+    patterns = [spelling for run in wanted for spelling in spellings(run)]
+    for text in texts:
+        patterns += [text.encode(), json.dumps(text).strip('"').encode()]
+    found = []
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root) / name
+            data = name.encode("utf-8", "surrogateescape")
+            if path.is_file() and not path.is_symlink():
+                data += b"\n" + path.read_bytes()
+            found += [f"{path}: {pattern[:40]!r}" for pattern in patterns if pattern in data]
+    return found

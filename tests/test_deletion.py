@@ -1,0 +1,186 @@
+"""Deleting a session leaves nothing of it on disk, and takes nothing of any other; names are only ever data."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from support.leftovers import leftovers
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, InputError, SamplingParams
+from offload_rt.cli import main
+from offload_rt.errors import StoreError
+from offload_rt.sessions.catalog import delete_stored, find_stored, read_catalog
+from offload_rt.sessions.history import document_name
+from offload_rt.sessions.session import Session
+
+SHORT = SamplingParams(max_tokens=6, temperature=0)
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+NAMES = [
+    "kitchen.sinks", "kitchen", "a/b", "../../up", "/etc/passwd", ".", "..", "a@llama", "lock", "x.doc", "x.before",
+    "x.damaged", "x.1.1.tmp", "x.kv", "Case", "case",
+    unicodedata.normalize("NFC", "é"), unicodedata.normalize("NFD", "é"),
+    document_name("kitchen"), "sinks-" + "0" * 32 + "-4", "[red]x[/]", "[/]", "a\nb\x1b[2J", "%2e%2e", " ", "x" * 200,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(MODEL, dtype="float64", host_memory="16MiB", policy="full")
+
+
+def answer(session: Session, turn: list[int]) -> list[int]:
+    found = [event.token_id for event in session.send(turn, SHORT)]
+    session.check_integrity()
+    return found
+
+
+def told(llm: LLM, folder: Path, name: str, *turns: list[int]) -> list[int]:
+    """A session that took these turns and was closed; its tokens."""
+    session = llm.session(name, folder)
+    for turn in turns:
+        answer(session, turn)
+    tokens = session.tokens
+    session.close()
+    return tokens
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_no_name_is_ever_parsed(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`kitchen.sinks` was deleted with any other session of its store."""
+    store, tokens = tmp_path / "store", {}
+    for i, name in enumerate(NAMES):
+        tokens[name] = told(llm, store, name, tiny_prompt(5, seed=i))
+    assert os.listdir(tmp_path) == ["store"]
+    assert main(["sessions", "list", "--store", str(store)]) == 0
+    listed = capsys.readouterr().out
+    assert len(listed.splitlines()) == len(NAMES) + 1 and "\x1b" not in listed and "[red]x[/]" in listed
+    for name in NAMES[::2]:
+        llm.session(name, store).discard() if len(name) % 2 else delete_stored(store, name)
+        del tokens[name]
+        assert {one.history.name: one.history.tokens for one in read_catalog(store).sessions} == tokens
+    for name, known in tokens.items():
+        with llm.session(name, store) as session:
+            assert session.tokens == known
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "\ud800", 5])
+def test_what_cannot_be_a_name_is_refused(name: object, llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="1 to 200 characters"):
+        llm.session(name, tmp_path)  # type: ignore[arg-type]
+
+
+def test_sessions_of_two_models_are_told_apart_by_an_option(llm: LLM, tmp_path: Path) -> None:
+    other = LLM(tiny_model("qwen2", num_hidden_layers=1), host_memory="16MiB", policy="full")
+    for each in (llm, other):
+        told(each, tmp_path, "s", tiny_prompt(5))
+    with pytest.raises(InputError, match="--model"):
+        find_stored(tmp_path, "s")
+    assert delete_stored(tmp_path, "s", other.runner.model.name).model == other.runner.model.name
+    assert find_stored(tmp_path, "s").history.model == llm.runner.model.name
+
+
+@pytest.mark.parametrize("how", ["discard", "command"])
+def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path) -> None:
+    """Neither of its text now nor of what was cut out of it, answered twice, or left when a process ended."""
+    kept = told(llm, tmp_path, "kept", tiny_prompt(100, seed=1))
+    session = llm.session("gone", tmp_path)
+    seen = []
+    for seed in (2, 3):
+        seen += [*tiny_prompt(90, seed=seed), *answer(session, tiny_prompt(90, seed=seed))]
+    session.truncate(keep_last=80)
+    events = session.send(tiny_prompt(90, seed=4), SHORT)
+    next(events)
+    events.close()
+    seen += tiny_prompt(90, seed=4)
+    session.history.tokens = session.history.tokens[:70]  # as an edit leaves chunks behind
+    session.history.forget_from(70)
+    session.kv.drop()
+    seen += [*tiny_prompt(80, seed=5), *answer(session, tiny_prompt(80, seed=5))]
+    session.history.turns.append(("user", "My secret is a blue “Fahrrad”."))
+    session.save()
+    session.close()
+    [document] = tmp_path.glob(f"*/{document_name('gone')}.doc")
+    document.with_suffix(".damaged").write_bytes(document.read_bytes())
+    document.with_name("session-" + "f" * 32 + ".doc").write_bytes(document.read_bytes())  # a copy by hand
+    assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) and list(tmp_path.rglob("sinks-*"))
+    if how == "discard":
+        llm.session("gone", tmp_path).discard()
+    else:
+        assert main(["sessions", "delete", "gone", "--store", str(tmp_path)]) == 0
+    assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) == []
+    session = llm.session("kept", tmp_path)
+    assert set(files(tmp_path)) == {"lock", f"{session.history.document}.doc", f"{session.history.document}.before"} | {
+        f"{key}.kv" for key in session.history.keys
+    }, "no chunk but those of the session that stays"
+    assert session.tokens == kept and answer(session, tiny_prompt(9)) and session.host.stats.computed_tokens == 0
+    session.close()
+
+
+def test_chunks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) -> None:
+    session = llm.session("one", tmp_path)
+    answer(session, tiny_prompt(150))
+    session.truncate(keep_last=100)
+    answer(session, tiny_prompt(60, seed=2))
+    twin = session.fork("two")
+    session.discard()
+    assert list(tmp_path.rglob("sinks-*")), "the twin needs the originals too"
+    twin.close()
+    twin = llm.session("two", tmp_path)
+    right = completed(llm.generate([tiny_prompt(5)], SHORT))
+    assert right and answer(twin, tiny_prompt(9)) and twin.host.stats.computed_tokens == 0
+    twin.discard()
+    assert files(tmp_path) == ["lock"]
+
+
+def test_a_deletion_spares_what_an_open_session_has_on_its_way(llm: LLM, tmp_path: Path) -> None:
+    """In the middle of an answer whose chunks no history knows yet."""
+    other, session = llm.session("other", tmp_path), llm.session("s", tmp_path)
+    answer(other, tiny_prompt(80, seed=7))
+    events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))
+    for _ in range(70):
+        next(events)
+    session.context.saver.flush()
+    there = set(tmp_path.rglob("*.kv"))
+    other.discard()
+    assert len(there & set(tmp_path.rglob("*.kv"))) >= 3
+    list(events)
+    tokens = session.tokens
+    session.close()
+    again = llm.session("s", tmp_path)
+    assert again.tokens == tokens and answer(again, tiny_prompt(9)) and again.host.stats.computed_tokens == 0
+    again.close()
+
+
+def test_a_session_that_answers_while_it_is_deleted_writes_nothing_afterwards(llm: LLM, tmp_path: Path) -> None:
+    session = llm.session("s", tmp_path)
+    events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))
+    next(events)
+    session.discard()
+    assert list(events) == [] and files(tmp_path) == ["lock"]
+
+
+def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(llm, tmp_path, "s", tiny_prompt(70))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".kv":
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(StoreError, match=r"cannot delete .*\.kv.*still in the store"):
+            delete_stored(tmp_path, "s")
+    assert find_stored(tmp_path, "s").history.tokens, "it can be deleted again"
+    delete_stored(tmp_path, "s")
+    assert files(tmp_path) == ["lock"]
