@@ -15,7 +15,7 @@ import pytest
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, ArtifactError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.engine.recording import Recording
 from offload_rt.sessions.catalog import read_catalog

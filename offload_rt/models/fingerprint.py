@@ -58,6 +58,8 @@ def _architecture(model: nn.Module) -> str:
     """Return the model's class and configuration as canonical JSON."""
     config: Any = text_config(model.config)
     said = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
+    if packing_of(model) is None:  # how a file was packed says nothing about weights that were unpacked
+        said.pop("quantization_config", None)
     entries = {key: _canonical(value) for key, value in said.items()}
     entries = {key: value for key, value in entries.items() if value is not None}
     return json.dumps({"architecture": type(model).__name__, "config": entries}, sort_keys=True, default=str)
