@@ -24,10 +24,10 @@ class Sequence:
 
     `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
     `provenance` names the cache salt and what was cut: it is part of the key of every chunk. `interrupted`: a step on
-    it was interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool below
-    `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks` how
-    many others will fork from it and may grow as long. `draft_start`: while drafts are decoded, the first token that
-    may be taken back: what its windows show is kept. `drafter`: the same text in the pool of a draft model."""
+    it was interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool
+    below `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks`
+    how many others will fork from it and may grow as long. `draft_start`: while drafts are decoded, the first token
+    that may be taken back: what its windows show is kept. `drafter`: the same text in the pool of a draft model."""
 
     id: int
     tokens: list[int]

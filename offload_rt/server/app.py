@@ -130,7 +130,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        service.forget([service.responses.delete(name, request.scope["state"]["owner"])])
+        await service.delete_response(request.scope["state"]["owner"], name)
         return {"id": name, "object": "response", "deleted": True}
 
 
@@ -149,7 +149,7 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/sessions/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        service.forget([service.conversations.delete(request.scope["state"]["owner"], name)])
+        await service.delete_session(request.scope["state"]["owner"], name)
         return {"id": name, "object": "session", "deleted": True}
 
 
@@ -173,6 +173,8 @@ def _add_tools(app: FastAPI, service: Service) -> None:
             ids = await service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
         else:
             messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+            if body.continue_final_message:
+                raise refused("continue_final_message: this server cannot continue a message", "continue_final_message")
             tools, template = tool_options(body.tools, None), body.chat_template_kwargs or {}
             conversation = Conversation(messages, **tools, template=template)
             _, ids = await service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)

@@ -99,18 +99,19 @@ async def _one(
     """What one prompt's completions gain, step by step."""
     deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))
     echoed: set[int] = set()
-    async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:
-        async for output in outputs:
-            choices = []
-            for delta in deltas.of(output):
-                echo = "" if delta.index in echoed else prompt.echo
-                echoed.add(delta.index)
-                choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
-                if echo and top is not None and output.prompt_logprobs is not None:
-                    before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0, prompt.first)
-                    choice["logprobs"] = _with(before, choice["logprobs"])
-                choices.append(choice)
-            yield choices, prompt.number, usage_of(output)
+    with service.answering(where.session):
+        async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:
+            async for output in outputs:
+                choices = []
+                for delta in deltas.of(output):
+                    echo = "" if delta.index in echoed else prompt.echo
+                    echoed.add(delta.index)
+                    choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
+                    if echo and top is not None and output.prompt_logprobs is not None:
+                        before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0, prompt.first)
+                        choice["logprobs"] = _with(before, choice["logprobs"])
+                    choices.append(choice)
+                yield choices, prompt.number, usage_of(output)
 
 
 def _choice(index: int, echo: str, delta: Delta, top: int | None, offsets: dict[int, int]) -> dict[str, Any]:
