@@ -79,7 +79,7 @@ async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs is for logprobs: true", "top_logprobs")
     conversation = from_chat(body)
-    text, ids = await service.prompts.of_conversation(conversation)
+    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     structured = structured_outputs(body.response_format, body.structured_outputs)
     forced = {} if structured else forced_call(conversation)

@@ -48,7 +48,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         raise refused("suffix: this server does not fill in between", "suffix")
     if (body.best_of or n) != n:
         raise refused("best_of must be n, or left out: this server ranks no completions", "best_of")
-    prompts = await _prompts(service, body)
+    prompts = await until_gone(request.receive, _prompts(service, body))
     logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
     logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
     logprobs |= structured_outputs(body.response_format, body.structured_outputs)

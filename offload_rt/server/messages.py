@@ -23,13 +23,14 @@ from .structured import forced_call
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-async def count_tokens(service: Service, body: CountRequest) -> Response:
+async def count_tokens(service: Service, body: CountRequest, request: Request) -> Response:
     """Count the tokens of a prompt. A conversation that ends with an assistant's message is counted as it is: clients
     measure with this how long a conversation has become."""
     service.check_model(body.model)
     conversation = from_messages(body)
     answers = conversation.messages[-1]["role"] != "assistant"
-    _, ids = await service.prompts.of_conversation(conversation, answer=answers)
+    made = service.prompts.of_conversation(conversation, answer=answers)
+    _, ids = await until_gone(request.receive, made)
     return json_answer({"input_tokens": len(ids)})
 
 
@@ -38,7 +39,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     service.check_model(body.model)
     conversation = from_messages(body)
     refuse_prefill(conversation.messages, "messages")
-    text, ids = await service.prompts.of_conversation(conversation)
+    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
     given = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(body, name)) is not None}
     forced = forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_tokens)

@@ -40,7 +40,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
     messages = [*(before.messages if before else ()), *new_messages(body)]
     conversation = from_responses(body, messages)
-    text, ids = await service.prompts.of_conversation(conversation)
+    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
     given: dict[str, Any] = {
         name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None
     }
