@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .arguments import sampling, shown, whole_or_none
+from .arguments import salt, sampling, shown, whole_or_none
 from .config import StoreOptions
 from .engine.callers import Caller, EngineLoad, Mailbox
 from .engine.constraints import check_answerable
@@ -85,12 +85,14 @@ class AsyncLLM:
         *,
         session: str | None = None,
         trace: bool = False,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]:
         """What becomes of one prompt, as it comes: each item is all of it so far, the last has `finished`. Leaving the
         iterator (break, a cancelled task, `aclose`) aborts the request. Of a beam search only the last item comes.
 
         session: a name in the store. What it has computed of the beginning of `prompt` (the whole conversation, each
             time) comes back from host memory or disk, also after a restart; the rest and the answer are kept there.
+        cache_salt: as `LLM.generate` takes it. A session keeps the salt of its first turn.
         trace: items have a `RequestTrace`; they come from the prefill too, layer by layer.
 
         Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait,
@@ -99,7 +101,7 @@ class AsyncLLM:
         params = sampling(sampling_params, self._llm.runner.model.sampling)
         if session is not None and self._sessions is None:
             raise InputError(f"session={shown(session)}, and there is no store: make AsyncLLM(llm, store=folder)")
-        caller = await self._arrive(prompt, params, request_id, session, trace)
+        caller = await self._arrive(prompt, params, request_id, session, trace, salt(cache_salt))
         finished = False
         try:
             while not finished:
@@ -186,7 +188,13 @@ class AsyncLLM:
         self._thread.join()
 
     async def _arrive(
-        self, prompt: PromptLike, params: SamplingParams, request_id: str | None, session: str | None, trace: bool
+        self,
+        prompt: PromptLike,
+        params: SamplingParams,
+        request_id: str | None,
+        session: str | None,
+        trace: bool,
+        cache_salt: str,
     ) -> Caller:
         """Hands a prompt to the engine's thread; a text is tokenized beside the event loop."""
         if request_id is not None and not isinstance(request_id, str):
@@ -206,7 +214,7 @@ class AsyncLLM:
                 await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
             name = request_id or f"request-{next(self._ids)}"
             watch = Watch(len(ids), self._llm.geometry.layers) if trace else None
-            caller = Caller(name, text, ids, params, Mailbox(), session, watch)
+            caller = Caller(name, text, ids, params, Mailbox(), session, watch, cache_salt=cache_salt)
             with self._lock:
                 self._check_open()  # behind the last call of all nobody answers
                 self._calls.put(lambda: self._join(caller))
@@ -274,10 +282,12 @@ class AsyncLLM:
     def _request(self, caller: Caller) -> Request:
         """Queues what a caller asks for."""
         if caller.session is None or self._sessions is None:
-            return self._engine.add(caller.ids, caller.params, caller.watch)
+            return self._engine.add(caller.ids, caller.params, caller.watch, caller.cache_salt)
         with self._llm.runner.pool.lock:
             number = self._engine.next_id()
-            turn = self._sessions.turn(caller.session, number, caller.ids, caller.params, caller.watch)
+            turn = self._sessions.turn(
+                caller.session, number, caller.ids, caller.params, caller.watch, caller.cache_salt
+            )
         self._engine.submit(turn)
         return turn
 

@@ -21,6 +21,7 @@ from ..sampling_params import SamplingParams
 from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
 from .detokenizer import added_text, decode, decoding_context
 from .request import Request, SampledRequest
+from .room import salt_provenance
 from .runner import Runner
 from .sampler import Sampler
 from .times import Times
@@ -168,7 +169,10 @@ class BeamSearchRequest:
             raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
         prompt = self.prompt.token_ids
         runner.check_fits(self.expected_tokens)
-        sequence = runner.retry_after_reclaim(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
+        provenance, count = salt_provenance(self.prompt.cache_salt), len(prompt)
+        sequence = runner.retry_after_reclaim(
+            lambda: runner.new_sequence(prompt, count + 1, reuse=count, provenance=provenance)
+        )
         self.sequences = [sequence]
         self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))

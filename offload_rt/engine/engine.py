@@ -51,13 +51,15 @@ class Engine:
         """A number for a request that somebody else makes."""
         return next(self._ids)
 
-    def add(self, token_ids: Seq[int], params: SamplingParams, recorder: Recorder | None = None) -> Request:
+    def add(
+        self, token_ids: Seq[int], params: SamplingParams, recorder: Recorder | None = None, cache_salt: str = ""
+    ) -> Request:
         """Queues a prompt of at least one token, and returns the request that answers it. `recorder` is told what the
         decode steps of its first completion select; nothing of a beam search. Raises InputError where the model has not
         what `params` name."""
         model = self.runner.model
         check_answerable(params, model)
-        prompt = Prompt(self.next_id(), tuple(token_ids))
+        prompt = Prompt(self.next_id(), tuple(token_ids), cache_salt)
         request: Request
         if params.num_beams > 1:
             request = BeamSearchRequest(prompt, params, model.tokenizer, model.eos_token_ids)

@@ -99,17 +99,18 @@ class Runner:
         """Of the rows of decoded tokens: the policy's, but those that full attention verifies are its own."""
         return self.policy.lineage if self.config.exact is None else EXACT
 
-    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
+    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
         """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
-        `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
+        `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill under the same
+        `provenance`.
 
         Raises InputError for token ids the model does not have, PoolFullError where the pool has no room. Whether the
         whole sequence can ever fit is `check_fits`' to say.
         """
         check_token_ids(tokens, self.model)
-        diverged_at = self.room.diverges(tokens[:reuse])
-        blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens))
-        sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
+        diverged_at = self.room.diverges(tokens[:reuse], provenance)
+        blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens), provenance)
+        sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length, provenance=provenance)
         sequence.trace.diverged_at = diverged_at
         return sequence
 
@@ -165,17 +166,17 @@ class Runner:
             known=sequence.position,
             exact=sequence.exact,
             shift=sequence.shift,
-            truncation_id=sequence.truncation_id,
+            provenance=sequence.provenance,
             origin=sequence,
             same_trace=same_trace,
         )
 
-    def match(self, tokens: Seq[int], truncation_id: str = "", floor: int = 0) -> BlockTable:
+    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0) -> BlockTable:
         """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them.
         floor: the first token that sliding layers may see."""
         if not self.room.shares:
             return BlockTable(floor=floor)
-        return self.pool.match(tokens, EXACT + truncation_id, self.lineage + truncation_id, floor=floor)
+        return self.pool.match(tokens, EXACT + provenance, self.lineage + provenance, floor=floor)
 
     def adopt(
         self,
@@ -186,14 +187,14 @@ class Runner:
         known: int,
         exact: int,
         shift: int = 0,
-        truncation_id: str = "",
+        provenance: str = "",
     ) -> Sequence:
         """A sequence whose first `known` tokens were computed before: rows of `blocks.length` of them are in the block
         table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
         `capacity` tokens; PoolFullError gives the block table back."""
         self.room.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         self.pool.commit(blocks, known)
-        return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, truncation_id=truncation_id)
+        return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
 
     @on_own_device
     def reload(self, sequence: Sequence) -> None:
@@ -219,7 +220,7 @@ class Runner:
         known: int,
         exact: int,
         shift: int = 0,
-        truncation_id: str = "",
+        provenance: str = "",
         origin: Sequence | None = None,
         same_trace: bool = False,
     ) -> Sequence:
@@ -239,7 +240,7 @@ class Runner:
             unlearned=known if origin is None else origin.unlearned,
             learned=0 if origin is None else origin.learned,
             shift=shift,
-            truncation_id=truncation_id,
+            provenance=provenance,
             expected=0 if origin is None else origin.expected,
         )
         self._open[sequence.id] = sequence
@@ -278,7 +279,7 @@ class Runner:
         the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
         if self.room.shares:
             lineage = EXACT if sequence.position == sequence.exact else self.lineage
-            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.truncation_id)
+            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.provenance)
 
     @on_own_device
     @torch.inference_mode()

@@ -37,8 +37,8 @@ def fingerprint(model: Any) -> str:
     """Return the digest of a loaded transformers model as 64 hexadecimal digits.
 
     It covers the class, all configuration entries but `_NEUTRAL`, and name, shape and all elements of every weight (of
-    a multimodal model, those of its language model). It does not depend on the device, the checkpoint's file layout, or a
-    dtype that holds the checkpoint's numbers exactly: a bfloat16 checkpoint loaded in float32 has the same fingerprint.
+    a multimodal model, those of its language model). It does not depend on the device, the checkpoint's file layout,
+    or a dtype that holds the checkpoint's numbers exactly: a bfloat16 checkpoint loaded in float32 has the same one.
     Numbers that depend on the dtype of computation, such as stored KV, must name that dtype as well.
     """
     digest = hashlib.sha256(f"offload-rt model {_VERSION}\n{_architecture(model)}\n".encode())

@@ -78,7 +78,7 @@ def refusal(error: BaseException) -> RefusedError:
     if isinstance(error, QueueFullError):
         return RefusedError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, SessionBusyError):
-        message = "this session is answering: one answer at a time"
+        message = "this conversation is being answered or deleted: ask again when that has ended"
         return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
         return refused(str(error), code="pool_full")
