@@ -84,7 +84,7 @@ class SessionStore:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
         history = self._history(name)
         for old in self._old(name) if history is not None else ():
-            if old.history is not None and old.history.id == history.id:
+            if history is not None and old.history is not None and old.history.id == history.id:
                 old.remove()  # a takeover that was interrupted after the new document was written
         if history is None:
             history = self._take_over(name) or History(name, self.context.runner.model.name)
