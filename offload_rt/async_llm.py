@@ -18,6 +18,7 @@ from .arguments import salt, sampling, shown, whole_or_none
 from .config import StoreOptions
 from .engine.callers import Caller, EngineLoad, Mailbox
 from .engine.constraints import check_answerable
+from .engine.failures import failure
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
 from .engine.watching import Watch
@@ -243,7 +244,8 @@ class AsyncLLM:
                 call = self._step
             try:
                 call()
-            except Exception as error:  # of no request alone: what is half computed is nobody's answer
+            except Exception as error:  # of no single request: no answer can be trusted
+                logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
             self._device_bytes = self._llm.runner.link.device_bytes
 
@@ -253,7 +255,12 @@ class AsyncLLM:
                 self._sessions.look_ahead()
         numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):
-            self._report(self._by_number[number])
+            caller = self._by_number[number]
+            try:
+                self._report(caller)
+            except Exception as error:
+                assert caller.request is not None
+                self._fail(caller.request, failure(caller.request, error))
 
     def _prefilled(self, request: Request, layers: int) -> None:
         """Says how far a prompt is, where somebody watches."""
@@ -331,8 +338,8 @@ class AsyncLLM:
         self._link_bytes += sum(stats.link_bytes_to_device for stats in ended if stats is not None)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Tells whose request it is; its other completions end too. A turn whose history could not be written has been
-        answered."""
+        """Tell the caller of a failed request; its other completions end too. A turn whose history could not be written
+        has been answered already."""
         if (caller := self._by_number.get(request.prompt.id)) is not None:
             self._leave(caller)
             self._tell(caller, error)
@@ -340,7 +347,8 @@ class AsyncLLM:
             logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
-        """Tells everybody; whatever else fails by that, the loop goes on for those who come next."""
+        """Fail all pending requests with `error`. Errors raised while notifying are suppressed so that the loop keeps
+        running."""
         for caller in list(self._callers.values()):
             self._tell(caller, error)
             with suppress(Exception):
@@ -363,8 +371,10 @@ class AsyncLLM:
 
 @contextmanager
 def _not_saved() -> Iterator[None]:
-    """Notes in the log what could not be saved, and goes on."""
+    """Log an error that does not concern the request that has just ended."""
     try:
         yield
     except StoreError as error:
         logger.warning("a session could not be saved: %s", error)
+    except Exception:
+        logger.exception("a request or its session could not be ended properly")

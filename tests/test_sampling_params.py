@@ -204,11 +204,12 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
     while not engine.idle:
         engine.step()
         engine.check_integrity()
-    assert [type(error) for error in failed] == [InputError, ArithmeticError]
+    assert [type(error) for error in failed] == [InputError, EngineError]
+    assert isinstance(failed[1].__cause__, ArithmeticError)
     assert (wild.finish_reason, none.finish_reason, calm.finish_reason) == ("abort", "abort", "length")
     assert calm.completions()[0].token_ids == theirs() and wild.completions()[0].token_ids == [10, 11, 12]
     assert llm.runner.pool.bytes_held == 0
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(EngineError, match="no more numbers"):
         llm.generate(PROMPT, SamplingParams(logits_processors=[Remembers(10)]))
 
 

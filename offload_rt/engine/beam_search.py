@@ -208,18 +208,20 @@ class BeamSearchRequest:
         return []
 
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Makes the sequences those of the chosen beams: the first beam that continues a sequence keeps it, the others
-        fork it, and a sequence that nothing continues goes first."""
-        parents = {parent for parent, _ in chosen}
-        for i, sequence in enumerate(self.sequences):
+        """Replace the sequences by those of the chosen beams. Sequences that no beam continues are freed first. The
+        first beam that continues a sequence keeps it, the others fork it."""
+        before, parents = list(self.sequences), {parent for parent, _ in chosen}
+        for i, sequence in enumerate(before):
             if i not in parents:
                 runner.free(sequence)
+                self.sequences.remove(sequence)
         moved: list[Sequence] = []
-        continued: set[int] = set()
         for parent, _ in chosen:
-            before = self.sequences[parent]
-            moved.append(self._fork(runner, before) if parent in continued else before)
-            continued.add(parent)
+            sequence = before[parent]
+            if sequence in moved:
+                sequence = self._fork(runner, sequence)
+                self.sequences.append(sequence)  # at once: `drop` must free it if the next fork fails
+            moved.append(sequence)
         for sequence, (_, token) in zip(moved, chosen, strict=True):
             sequence.tokens.append(token)
         self.sequences = moved
@@ -228,10 +230,10 @@ class BeamSearchRequest:
         return runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
 
     def drop(self, runner: Runner) -> None:
-        """Frees all beams; a search that has not ended begins anew."""
-        for sequence in self.sequences:
-            runner.free(sequence)
-        self.sequences = []
+        """Free all beams. A search that has not ended starts again."""
+        while self.sequences:
+            runner.free(self.sequences[-1])
+            self.sequences.pop()
         if self.finish_reason is None:
             self._beams = self._new_beams()
 

@@ -100,7 +100,7 @@ class Room:
         try:
             self._pool.reserve(blocks, capacity)
             self._pool.slide(blocks, start, stop, whole=self.evicts)
-        except PoolFullError:
+        except BaseException:
             self._pool.release(blocks)
             raise
         return blocks

@@ -32,7 +32,7 @@ from ..select.base import Policy
 from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..transfer.link import Link
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
-from .neighbours import Neighbours
+from .pool_order import PoolOrder
 from .own_device import on_own_device
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
@@ -59,13 +59,13 @@ class Runner:
         plan: DevicePlan | None = None,
         weights: HostWeights | None = None,
         draft: Runner | None = None,
-        neighbours: Neighbours | None = None,
+        order: PoolOrder | None = None,
     ) -> None:
         """plan: what the device may hold, where there is a limit. weights: what brings those that are not on it.
-        draft: runs the model that drafts for this one. neighbours: of another runner of the pool."""
+        draft: runs the model that drafts for this one. order: of another runner of the pool."""
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
         self.plan, self.weights, self.draft = plan, weights, draft
-        self.neighbours = neighbours or Neighbours()
+        self.order = order or PoolOrder()
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
         self._slice_tokens = best if plan is None else plan.costs.slice
@@ -249,8 +249,9 @@ class Runner:
             self._prepare()
             shared = None if origin is None else origin.blocks
             self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, shared)
-        except OffloadError:
+        except BaseException:
             del self._open[sequence.id]
+            self.link.storage.close(blocks)
             self.pool.release(blocks)
             raise
         return sequence
@@ -263,16 +264,19 @@ class Runner:
 
     @on_own_device
     def free(self, sequence: Sequence) -> None:
-        """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
-        del self._open[sequence.id]
+        """Give back everything the sequence holds; its full blocks stay in the prefix tree, idle. If this raises, a
+        second call frees the rest."""
         if sequence.drafter is not None:
             assert self.draft is not None
             self.draft.free(sequence.drafter)
             sequence.drafter = None
         self.strategies.release()
         self.link.storage.close(sequence.blocks)
-        self._publish(sequence)
-        self.pool.release(sequence.blocks)
+        try:
+            self._publish(sequence)
+        finally:
+            self.pool.release(sequence.blocks)
+        del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
         """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from ..errors import (
     DiskError,
+    EngineError,
     LogitsError,
     MemoryLimitError,
     OffloadError,
@@ -84,7 +85,7 @@ def refusal(error: BaseException) -> RefusedError:
         return refused(str(error), code="pool_full")
     if isinstance(error, LogitsError):
         return RefusedError(500, str(error))
-    if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError)):
+    if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError, EngineError)):
         return refused(str(error))
     if isinstance(error, (RequestValidationError, ValidationError)):  # of pydantic: made of what a client sent
         return _invalid(error.errors())
