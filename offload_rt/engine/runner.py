@@ -13,7 +13,6 @@ import torch
 from ..allocator import give_back
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
-from ..errors import OffloadError
 from ..forward.batch import DecodeBatch
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
@@ -32,8 +31,8 @@ from ..select.base import Policy
 from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..transfer.link import Link
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
-from .pool_order import PoolOrder
 from .own_device import on_own_device
+from .pool_order import PoolOrder
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
 from .segments import segment_tokens
