@@ -29,8 +29,8 @@ MOST_BYTES = 1 << 18
 """Size of a structure at most: what is longer takes seconds to compile."""
 
 DEEPEST_SCHEMA, MOST_RULES = 2000, 400
-"""llguidance follows references by recursion, and a stack overflow would end the process. Chains of 1,000 `$ref`s (5,000
-levels of JSON) and of 3,000 rules do that with a stack of 8 MiB."""
+"""llguidance follows references by recursion, and a stack overflow would end the process. Chains of 1,000 `$ref`s (of
+5,000 levels of JSON) and of 3,000 rules do that with a stack of 8 MiB."""
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,24}"}
 """White space between the parts of a JSON value, as a model likes to lay it out, but not for ever."""
