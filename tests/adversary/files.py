@@ -200,8 +200,8 @@ class Case:
         gone = max(self.been[name], key=len)
         kept = [tokens for other, all in self.been.items() if other != name for tokens in all]
         left = leftovers(self.store, gone, kept)
-        # A file that was renamed to no name of a document's is the user's own. One that was renamed to another session's
-        # and then damaged belongs to nobody who could be asked: the deletion has to name it.
+        # A file that was renamed to no name of a document's is the user's own. One that was renamed to another
+        # session's and then damaged belongs to nobody who could be asked: the deletion has to name it.
         missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.stem not in removed.unreadable]
         assert not missed, left
         self.done["searched"] += 1
