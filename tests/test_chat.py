@@ -57,7 +57,7 @@ def test_a_chat_comes_back_with_all_that_was_said(
     assert main(["sessions", "export", "other", "--store", str(store), "--out", str(tmp_path / "o.txt")]) == 0
     text = (tmp_path / "o.txt").read_text()
     assert "### user\nFirst line.\nSecond line.\n\nand what then?" in text and text.count("### assistant") == 3
-    assert main(["sessions", "show", "book@reference", "--store", str(store)]) == 0
+    assert main(["sessions", "show", "book", "--model", "reference", "--store", str(store)]) == 0
     assert "tokens were cut" in capsys.readouterr().err
     files = len(list(store.rglob("*.kv")))
     assert main(["sessions", "delete", "other", "--store", str(store)]) == 0
@@ -241,5 +241,5 @@ def test_without_a_template_text_is_appended_as_it_is() -> None:
 def test_documents_of_other_formats_are_no_histories() -> None:
     good = History("n", "m", tokens=[1, 2, 3], computed=2, decoded=[(1, 2)], turns=[("user", "ä")])
     assert History.from_bytes(good.to_bytes()) == good
-    for bad in (b"", b"{}", b"[]", b'{"format": 1}', good.to_bytes().replace(b'"format": 1', b'"format": 9')):
+    for bad in (b"", b"{}", b"[]", b'{"format": 2}', good.to_bytes().replace(b'"format": 2', b'"format": 9')):
         assert History.from_bytes(bad) is None

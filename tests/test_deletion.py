@@ -116,7 +116,7 @@ def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
         llm.session("gone", tmp_path).discard()
     else:
         assert main(["sessions", "delete", "gone", "--store", str(tmp_path)]) == 0
-    assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) == []
+    assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) == {}
     session = llm.session("kept", tmp_path)
     assert set(files(tmp_path)) == {"lock", f"{session.history.document}.doc", f"{session.history.document}.before"} | {
         f"{key}.kv" for key in session.history.keys

@@ -370,6 +370,29 @@ def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_text() == "mine" for name in names)
 
 
+@pytest.mark.parametrize("level", ["namespace", "fan"])
+def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path) -> None:
+    """Files outside the store that have names like its own are neither read into it nor written, removed or changed."""
+    store = open_store(tmp_path / "store")
+    save(store, 1)
+    [path] = (tmp_path / "store").glob("*/*/*.kv")
+    place = path.parent if level == "fan" else path.parent.parent
+    place.rename(tmp_path / "outside")
+    place.symlink_to(tmp_path / "outside")
+    before = {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()}
+    store.remove([chunk_key(store.root, "exact", tokens_of(1))])
+    store.retain(set())
+    save(store, 1)
+    if level == "namespace":
+        with pytest.raises(StoreError, match="a link is in the place of a folder"):
+            store.put(named("one"), b"text")
+    store.close()
+    store = open_store(tmp_path / "store")
+    assert load(store, 1) is None
+    store.check_integrity()
+    assert {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()} == before
+
+
 def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot use the store"):

@@ -19,6 +19,7 @@ from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.errors import StoreError
+from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
 from offload_rt.storage.disk_store import DiskStore
 
@@ -234,7 +235,7 @@ def test_a_session_that_cannot_be_saved_keeps_no_other_from_it(tmp_path: Path, m
         real = DiskStore.put
 
         def refuses(store: DiskStore, name: str, data: bytes) -> None:
-            if name == "bob":
+            if name == document_name("bob"):
                 raise StoreError("no room for bob")
             real(store, name, data)
 

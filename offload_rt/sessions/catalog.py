@@ -146,8 +146,9 @@ def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSess
 
 def _find(folder: Path, name: str, model: str | None) -> StoredSession | DamagedSession:
     catalog = read_catalog(folder)
-    found: list[StoredSession | DamagedSession] = [one for one in catalog.sessions if one.is_called(name, model)]
-    found = found or [one for one in catalog.damaged if one.is_called(name, model)]
+    whole = [one for one in catalog.sessions if one.is_called(name, model)]
+    damaged = [one for one in catalog.damaged if one.is_called(name, model)]
+    found: list[StoredSession | DamagedSession] = [*whole] or [*damaged]
     if len(found) == 1:
         return found[0]
     known = ", ".join(f"{one.history.name!r} of {one.history.model}" for one in catalog.sessions) or "none"

@@ -83,31 +83,35 @@ class SessionStore:
         if name in self._open:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
         history = self._history(name)
-        for old in self._old(name) if history is not None else ():
-            if history is not None and old.history is not None and old.history.id == history.id:
-                old.remove()  # a takeover that was interrupted after the new document was written
         if history is None:
             history = self._take_over(name) or History(name, self.context.runner.model.name)
+        else:
+            self._finish_take_over(history)
         return self.enter(history)
 
     def _take_over(self, name: str) -> History | None:
         """Write the history that an earlier version left of session `name` of this model in today's format, and remove
         the old files. Return None if there is none. Raise StoreError."""
-        for old in self._old(name):
-            if old.history is not None:
-                self.context.storage.put(old.history.document, old.history.to_bytes())
-                old.remove()
-            return old.history
+        for old, history in self._old(name):
+            self.context.storage.put(history.document, history.to_bytes())
+            old.remove()
+            return history
         return None
 
-    def _old(self, name: str) -> list[OldSession]:
+    def _finish_take_over(self, known: History) -> None:
+        """Remove old files that a process left which ended after it had written the new document."""
+        for old, history in self._old(known.name):
+            if history.id == known.id:
+                old.remove()
+
+    def _old(self, name: str) -> list[tuple[OldSession, History]]:
         """Sessions of format 1 that are this one: of this name and model, with tokens that the model has."""
         model, vocab = self.context.runner.model.name, self.context.runner.adapter.geometry.vocab
         return [
-            old
+            (old, history)
             for old in (old_sessions(self._folder) if self._folder is not None else ())
-            if old.is_called(name) and old.history is not None
-            if old.history.model == model and max(old.history.tokens, default=0) < vocab
+            if (history := old.history) is not None and old.is_called(name)
+            if history.model == model and max(history.tokens, default=0) < vocab
         ]
 
     def _history(self, name: str) -> History | None:
@@ -169,7 +173,7 @@ class SessionStore:
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.needed(answering=session.busy)}
         removed = remove_session(storage, storage.root.hex(), document_name(name), held)
-        for old in self._old(name):
+        for old, _ in self._old(name):
             old.remove()
         return removed
 

@@ -5,8 +5,8 @@ deletes, duplicates and chmods files, and puts links, pipes and folders in their
 
 * a session opens with tokens that it once had, or raises StoreError; its next answer is the model's own;
 * no other kind of exception escapes, `check_integrity` holds, and nothing outside the folder changes;
-* after a session was deleted, no run of its tokens is in any file, unless the deletion said which files it could not
-  read; then they must be among these.
+* after a session was deleted, no run of its tokens is in any file of the store, except in documents that the deletion
+  named as unreadable.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.sessions.catalog import delete_stored, read_catalog
 from offload_rt.sessions.session import Session
+from offload_rt.storage.folder import DOCUMENT_FILE
 
 NAMES = ("ada", "bob", "kitchen.sinks")
 PARAMS = SamplingParams(max_tokens=3, temperature=0)
@@ -122,8 +124,6 @@ def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) ->
 
 
 DAMAGES = (truncate, flip, rename, swap, delete, duplicate, chmod, link, fifo, folder, stale, linked_folder)
-HIDES = (rename, swap, duplicate)
-"""What may leave a file of one session under a name that is no file's of the store, which nobody may delete."""
 
 
 class Case:
@@ -133,7 +133,6 @@ class Case:
         self.rng, self.place, self.store = rng, place, place / "store"
         self.been: dict[str, list[list[int]]] = {name: [[]] for name in NAMES}
         self.done = Counter[str]()
-        self.hidden = False
         (place / "outside").mkdir()
         (place / "outside" / "victim").write_text("the user's own")
 
@@ -187,8 +186,8 @@ class Case:
             return
         kind = self.rng.choice(DAMAGES)
         path, other = self.rng.choice(files), self.rng.choice(files)
-        self.hidden |= kind in HIDES
-        kind(self.rng, path, other, self.place / "outside")
+        with suppress(FileNotFoundError):  # the store is open, and has just renamed it
+            kind(self.rng, path, other, self.place / "outside")
         self.done[kind.__name__] += 1
 
     def delete(self, name: str) -> None:
@@ -201,9 +200,12 @@ class Case:
         gone = max(self.been[name], key=len)
         kept = [tokens for other, all in self.been.items() if other != name for tokens in all]
         left = leftovers(self.store, gone, kept)
-        excused = self.hidden or removed.unreadable
-        assert excused or not left, left
-        self.done["searched" if not excused else "excused"] += 1
+        # A file that was renamed to no name of a document's is the user's own. One that was renamed to another
+        # session's and then damaged belongs to nobody who could be asked: the deletion has to name it.
+        missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.stem not in removed.unreadable]
+        assert not missed, left
+        self.done["searched"] += 1
+        self.done["left, and named or renamed"] += len(left)
         self.been[name] = [[]]
 
 

@@ -31,8 +31,8 @@ STEPS = 8
 PIECES = [
     "kitchen", "session", "sinks", ".sinks", ".doc", ".before", ".damaged", ".tmp", ".kv", ".1.1.tmp", "lock", "/",
     "..", ".", "@", "@llama", "%2F", "%", "\\", "\0", "\n", "\r", "\x1b[31m", "\x7f", "\u202e", "\u200b", "\ufeff", " ",
-    "-", "[red]", "[/]", "é", "e\u0301", "ﬁ", "fi", "İ", "i", "I", "ß", "SS", "🦊", "\U0010ffff", "null", "'", '"', "*",
-    "?", "{}", "0" * 32, "con", "~", "$HOME", "-rf", "{name}",
+    "-", "[red]", "[/]", "é", "e\u0301", "ﬁ", "fi", "İ", "i", "I", "ß", "SS", "🦊", "\U0010ffff", "null", "'",
+    '"', "*", "?", "{}", "0" * 32, "con", "~", "$HOME", "-rf", "{name}",
 ]  # fmt: skip
 
 
@@ -94,7 +94,7 @@ class Sessions:
             assert name.startswith("-"), "only what looks like an option is refused"
             delete_stored(self.folder, name)
         gone = self.expected.pop(name)
-        assert leftovers(self.folder, gone, self.expected.values()) == []
+        assert leftovers(self.folder, gone, self.expected.values()) == {}
 
     def check(self) -> None:
         """Compare the whole store with the dictionary."""

@@ -24,19 +24,22 @@ def spellings(run: tuple[int, ...]) -> list[bytes]:
     return [*packed, *(data.hex().encode() for data in packed), *(text.encode() for text in texts)]
 
 
-def leftovers(folder: Path, gone: Sequence[int], kept: Iterable[Sequence[int]], texts: Iterable[str] = ()) -> list[str]:
-    """Where a file in `folder` (or its name) says a run of the tokens `gone` that is in none of `kept`, or one of
-    `texts`."""
+def leftovers(
+    folder: Path, gone: Sequence[int], kept: Iterable[Sequence[int]], texts: Iterable[str] = ()
+) -> dict[Path, bytes]:
+    """Files in `folder` whose content or name holds a run of the tokens `gone` that is in none of `kept`, or one of
+    `texts`, with what was found."""
     wanted = runs(gone) - {run for tokens in kept for run in runs(tokens)}
     patterns = [spelling for run in wanted for spelling in spellings(run)]
     for text in texts:
         patterns += [text.encode(), json.dumps(text).strip('"').encode()]
-    found = []
+    found: dict[Path, bytes] = {}
     for root, _, names in os.walk(folder):
         for name in names:
             path = Path(root) / name
             data = name.encode("utf-8", "surrogateescape")
             if path.is_file() and not path.is_symlink():
                 data += b"\n" + path.read_bytes()
-            found += [f"{path}: {pattern[:40]!r}" for pattern in patterns if pattern in data]
+            if (pattern := next((one for one in patterns if one in data), None)) is not None:
+                found[path] = pattern
     return found
