@@ -388,6 +388,12 @@ class LLM:
             known = self._stores[folder] = SessionStore.on_disk(self._runner, folder, chosen)
         return known
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of prompts that no request and no open session uses. Return whether all of it is gone."""
+        self._check_open()
+        with self._runner.pool.lock:
+            return self._runner.pool.drop_prefixes()
+
     def encode(self, prompt: PromptLike | object, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or the ids themselves (`engine.prompts`). Raises InputError where there are none, and
         for what is no prompt."""

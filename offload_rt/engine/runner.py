@@ -107,6 +107,7 @@ class Runner:
         whole sequence can ever fit is `check_fits`' to say.
         """
         check_token_ids(tokens, self.model)
+        provenance = self.model.weights_provenance() + provenance
         diverged_at = self.room.diverges(tokens[:reuse], provenance)
         blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens), provenance)
         sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length, provenance=provenance)

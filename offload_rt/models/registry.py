@@ -31,6 +31,7 @@ from .checkpoint import (
 )
 from .fingerprint import fingerprint
 from .host_embedding import HostEmbedding
+from .live_weights import LiveWeights
 from .location import OPEN, Hub, Location, locate
 from .packed import UNPACKED, held_bytes, keep_layout, moves_packed, packing, packing_of, stays_packed, stored_bytes
 from .placement import ON_DEVICE, Placement, lone_embedding
@@ -92,6 +93,22 @@ class LoadedModel:
     layers: tuple[nn.Module, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     embedding: HostEmbedding | None = None
+    live: LiveWeights | None = None
+    """Of a model that the caller owns, and may change."""
+
+    def weights_provenance(self) -> str:
+        """Return the part of the KV provenance that separates KV of the present weights from KV of weights before a
+        change in place. Raises ModelError if a module of the model was replaced."""
+        changes = 0 if self.live is None else self.live.changes()
+        return f"weights-{changes} " if changes else ""
+
+    def check_weights_unchanged(self) -> None:
+        """Raise ModelError if the weights are not those of the fingerprint, which stored sessions are named by."""
+        if self.weights_provenance():
+            raise ModelError(
+                "the model's weights were changed since this LLM was made, and its sessions belong to the weights "
+                "before; close them and make another LLM of the changed model"
+            )
 
 
 def adapter_for(model: Any) -> ModelAdapter:
@@ -180,6 +197,7 @@ def load_model(
             layers=tuple(decoder_layers(loaded)),
             sampling=sampling_defaults(getattr(loaded, "generation_config", None)),
             embedding=embedding,
+            live=LiveWeights(loaded) if loaded is model and not placement else None,
         )
 
 

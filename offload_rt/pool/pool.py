@@ -295,6 +295,11 @@ class HostPool(StoredRows):
                     self._windows.keep(blocks.chunks[i], blocks.windows[i])
         return list(instead)
 
+    def drop_prefixes(self) -> bool:
+        """Forget the published blocks that no sequence holds. Return whether no published block is left."""
+        self._forget(self._tree.evict(len(self._tree)))
+        return not len(self._tree)
+
     def claim(self, blocks: BlockTable, index: int) -> bool:
         """Makes chunk `index` of a block table its own for good, so that single slots of it may be overwritten: False
         where another sequence holds it. A chunk that is also in the prefix tree leaves it, with everything behind it,

@@ -49,6 +49,7 @@ class SessionStore:
     def __init__(self, runner: Runner, open_tier: OpenTier, options: StoreOptions | None = None) -> None:
         """open_tier: is called once; the store closes what it returns."""
         _check_restorable(runner)
+        runner.model.check_weights_unchanged()
         namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
         storage = open_tier(namespace, runner.pool.groups.layers)
         make_saver = Saver if runner.pool.file is None else HomeSaver

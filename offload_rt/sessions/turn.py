@@ -71,6 +71,7 @@ class Turn(SampledRequest):
         dropped, new tokens are prefilled too if that gives the same rows; else they are decoded again, as the first
         time. Raises PoolFullError, ModelError."""
         kv = self.kv
+        runner.model.check_weights_unchanged()
         self._host.take(kv)
         arrived = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
         try:

@@ -1,0 +1,100 @@
+"""Weights that change in place under a live `LLM` or drop-in: KV of the old weights is never used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, ModelError, SamplingParams, offload
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+PROMPT = tiny_prompt(150)
+
+
+def optimizer_step(model: PreTrainedModel) -> None:
+    weight = model.get_parameter("model.layers.0.self_attn.v_proj.weight").requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5).step()
+    weight.requires_grad_(False)
+
+
+def merge_through_data(model: PreTrainedModel) -> None:
+    """As PEFT merges an adapter: no version counter changes."""
+    weight = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
+    weight.data += torch.full((len(weight), 1), 0.3) @ torch.full((1, weight.shape[1]), 0.3)
+
+
+def load(model: PreTrainedModel) -> None:
+    model.load_state_dict(tiny_model("llama", seed=5).state_dict())
+
+
+def new_parameter(model: PreTrainedModel) -> None:
+    layer = model.get_submodule("model.layers.0.self_attn.k_proj")
+    layer.weight = torch.nn.Parameter(layer.weight.detach() * 2, requires_grad=False)
+
+
+CHANGES = [optimizer_step, merge_through_data, load, new_parameter]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_prompt_is_answered_from_kv_of_old_weights(change: Callable[[PreTrainedModel], None]) -> None:
+    model = tiny_model("llama")
+    llm = LLM(model, policy="full", host_memory="8MiB")
+    llm.generate(PROMPT, GREEDY)
+    [again] = llm.generate(PROMPT, GREEDY)
+    assert again.num_cached_tokens == 128, "unchanged weights share prefixes"
+    change(model)
+    [found] = llm.generate(PROMPT, GREEDY)
+    assert found.num_cached_tokens == 0
+    assert_greedy(model, PROMPT, list(found.outputs[0].token_ids))
+    [again] = llm.generate(PROMPT, GREEDY)
+    assert again.num_cached_tokens == 128 and again.outputs[0].token_ids == found.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_drop_in_sees_changes_between_calls(change: Callable[[PreTrainedModel], None]) -> None:
+    model = tiny_model("llama")
+    ids = torch.tensor([PROMPT])
+    with offload(model, policy="full", host_memory="8MiB"):
+        model.generate(ids, max_new_tokens=6, do_sample=False)
+        change(model)
+        found = model.generate(ids, max_new_tokens=6, do_sample=False)[0, len(PROMPT) :].tolist()
+    assert_greedy(model, PROMPT, found)
+
+
+def test_sessions_refuse_changed_weights(tmp_path: Path) -> None:
+    """A session is never saved under the fingerprint of other weights."""
+    model = tiny_model("llama")
+    llm = LLM(model, policy="full", host_memory="8MiB")
+    session = llm.session("s", tmp_path)
+    list(session.send(PROMPT, GREEDY))
+    optimizer_step(model)
+    with pytest.raises(ModelError, match="weights were changed"):
+        list(session.send(PROMPT, GREEDY))
+    session.close()
+    with pytest.raises(ModelError, match="weights were changed"):
+        llm.session("other", tmp_path)
+    changed = LLM(model, policy="full", host_memory="8MiB")
+    assert changed.session("s", tmp_path).tokens == [], "sessions belong to a model"
+
+
+def test_a_replaced_module_is_refused() -> None:
+    model = tiny_model("llama")
+    llm, attention = LLM(model, policy="full", host_memory="8MiB"), model.get_submodule("model.layers.0.self_attn")
+    attention.q_proj = torch.nn.Linear(*reversed(attention.q_proj.weight.shape), bias=False)
+    with pytest.raises(ModelError, match="a module of the model was replaced"):
+        llm.generate(PROMPT, GREEDY)
+
+
+def test_prefix_cache_is_reset() -> None:
+    llm = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
+    llm.generate(PROMPT, GREEDY)
+    assert llm.reset_prefix_cache()
+    [found] = llm.generate(PROMPT, GREEDY)
+    assert found.num_cached_tokens == 0
+    llm.runner.check_integrity()
