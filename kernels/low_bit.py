@@ -83,6 +83,11 @@ def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype:
 # ----------------------------------------------------------------------------------------------------------- layout
 
 
+def packs(head_dim: int, value_bits: int) -> bool:
+    """Return whether keys of 4 bits and values of `value_bits` bits of one token fill whole bytes."""
+    return head_dim * KEY_BITS % 8 == 0 and head_dim * value_bits % 8 == 0
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the parts of a block lie: packed keys, packed values, steps of keys, steps of values, of 64 tokens each.
@@ -96,7 +101,7 @@ class Layout:
     value_bits: int
 
     def __post_init__(self) -> None:
-        assert self.head_dim % 4 == 0 and self.value_bits in (2, 4)
+        assert self.value_bits in (2, 4) and packs(self.head_dim, self.value_bits)
 
     @property
     def key_bytes(self) -> int:

@@ -36,6 +36,13 @@ def whole_or_none(name: str, value: object, least: int) -> int | None:
     return None if value is None else whole(name, value, least)
 
 
+def salt(cache_salt: object) -> str:
+    """Return the cache salt of a request. Raises InputError if it is not a text."""
+    if not isinstance(cache_salt, str):
+        raise InputError(f"cache_salt={shown(cache_salt)}; it must be a text, empty to share KV with all requests")
+    return cache_salt
+
+
 def sampling(given: object, default: SamplingParams) -> SamplingParams:
     """The sampling parameters of one request; `default` where none are given. Raises InputError."""
     if given is None:

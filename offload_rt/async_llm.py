@@ -14,10 +14,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .arguments import sampling, shown, whole_or_none
+from .arguments import salt, sampling, shown, whole_or_none
 from .config import StoreOptions
 from .engine.callers import Caller, EngineLoad, Mailbox
 from .engine.constraints import check_answerable
+from .engine.failures import failure
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
 from .engine.watching import Watch
@@ -85,12 +86,14 @@ class AsyncLLM:
         *,
         session: str | None = None,
         trace: bool = False,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]:
         """What becomes of one prompt, as it comes: each item is all of it so far, the last has `finished`. Leaving the
         iterator (break, a cancelled task, `aclose`) aborts the request. Of a beam search only the last item comes.
 
         session: a name in the store. What it has computed of the beginning of `prompt` (the whole conversation, each
             time) comes back from host memory or disk, also after a restart; the rest and the answer are kept there.
+        cache_salt: as `LLM.generate` takes it. A session keeps the salt of its first turn.
         trace: items have a `RequestTrace`; they come from the prefill too, layer by layer.
 
         Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait,
@@ -99,7 +102,7 @@ class AsyncLLM:
         params = sampling(sampling_params, self._llm.runner.model.sampling)
         if session is not None and self._sessions is None:
             raise InputError(f"session={shown(session)}, and there is no store: make AsyncLLM(llm, store=folder)")
-        caller = await self._arrive(prompt, params, request_id, session, trace)
+        caller = await self._arrive(prompt, params, request_id, session, trace, salt(cache_salt))
         finished = False
         try:
             while not finished:
@@ -186,7 +189,13 @@ class AsyncLLM:
         self._thread.join()
 
     async def _arrive(
-        self, prompt: PromptLike, params: SamplingParams, request_id: str | None, session: str | None, trace: bool
+        self,
+        prompt: PromptLike,
+        params: SamplingParams,
+        request_id: str | None,
+        session: str | None,
+        trace: bool,
+        cache_salt: str,
     ) -> Caller:
         """Hands a prompt to the engine's thread; a text is tokenized beside the event loop."""
         if request_id is not None and not isinstance(request_id, str):
@@ -206,7 +215,7 @@ class AsyncLLM:
                 await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
             name = request_id or f"request-{next(self._ids)}"
             watch = Watch(len(ids), self._llm.geometry.layers) if trace else None
-            caller = Caller(name, text, ids, params, Mailbox(), session, watch)
+            caller = Caller(name, text, ids, params, Mailbox(), session, watch, cache_salt=cache_salt)
             with self._lock:
                 self._check_open()  # behind the last call of all nobody answers
                 self._calls.put(lambda: self._join(caller))
@@ -235,7 +244,8 @@ class AsyncLLM:
                 call = self._step
             try:
                 call()
-            except Exception as error:  # of no request alone: what is half computed is nobody's answer
+            except Exception as error:  # of no single request: no answer can be trusted
+                logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
             self._device_bytes = self._llm.runner.link.device_bytes
 
@@ -245,7 +255,12 @@ class AsyncLLM:
                 self._sessions.look_ahead()
         numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):
-            self._report(self._by_number[number])
+            caller = self._by_number[number]
+            try:
+                self._report(caller)
+            except Exception as error:
+                assert caller.request is not None
+                self._fail(caller.request, failure(caller.request, error))
 
     def _prefilled(self, request: Request, layers: int) -> None:
         """Says how far a prompt is, where somebody watches."""
@@ -274,10 +289,12 @@ class AsyncLLM:
     def _request(self, caller: Caller) -> Request:
         """Queues what a caller asks for."""
         if caller.session is None or self._sessions is None:
-            return self._engine.add(caller.ids, caller.params, caller.watch)
+            return self._engine.add(caller.ids, caller.params, caller.watch, caller.cache_salt)
         with self._llm.runner.pool.lock:
             number = self._engine.next_id()
-            turn = self._sessions.turn(caller.session, number, caller.ids, caller.params, caller.watch)
+            turn = self._sessions.turn(
+                caller.session, number, caller.ids, caller.params, caller.watch, caller.cache_salt
+            )
         self._engine.submit(turn)
         return turn
 
@@ -321,8 +338,8 @@ class AsyncLLM:
         self._link_bytes += sum(stats.link_bytes_to_device for stats in ended if stats is not None)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Tells whose request it is; its other completions end too. A turn whose history could not be written has been
-        answered."""
+        """Tell the caller of a failed request; its other completions end too. A turn whose history could not be written
+        has been answered already."""
         if (caller := self._by_number.get(request.prompt.id)) is not None:
             self._leave(caller)
             self._tell(caller, error)
@@ -330,7 +347,8 @@ class AsyncLLM:
             logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
-        """Tells everybody; whatever else fails by that, the loop goes on for those who come next."""
+        """Fail all pending requests with `error`. Errors raised while notifying are suppressed so that the loop keeps
+        running."""
         for caller in list(self._callers.values()):
             self._tell(caller, error)
             with suppress(Exception):
@@ -353,8 +371,10 @@ class AsyncLLM:
 
 @contextmanager
 def _not_saved() -> Iterator[None]:
-    """Notes in the log what could not be saved, and goes on."""
+    """Log an error that does not concern the request that has just ended."""
     try:
         yield
     except StoreError as error:
         logger.warning("a session could not be saved: %s", error)
+    except Exception:
+        logger.exception("a request or its session could not be ended properly")

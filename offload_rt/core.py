@@ -196,10 +196,12 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request starts from: `id` numbers the requests of an engine, `token_ids` is not empty."""
+    """What one request starts from: `id` numbers the requests of an engine, `token_ids` is not empty. Requests with
+    different `cache_salt`s share no KV."""
 
     id: int
     token_ids: tuple[int, ...]
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         assert self.token_ids, "the facade refuses empty prompts"

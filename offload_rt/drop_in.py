@@ -50,6 +50,11 @@ def offload(
     A cache that shall outlive a call, for a conversation: `cache = OffloadedCache(llm)`, given to `generate` as
     `past_key_values`. Raises what `LLM` raises; InputError for a second block around the same model.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(
+            f"offload() takes a loaded transformers model, not {model!r:.80}; load it first, for example with "
+            "AutoModelForCausalLM.from_pretrained, or use LLM for a folder or a hub id"
+        )
     if "forward" in vars(model):
         raise InputError("the model's forward is replaced already: leave the other block first")
     llm = LLM(model, config, tokenizer=tokenizer, **fields)

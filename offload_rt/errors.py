@@ -12,7 +12,8 @@
     │       └── DeviceFullError             device_memory leaves no room for it
     ├── QueueFullError                      as many prompts wait as may wait
     ├── StoreError           (OSError)      the session store: lock, path, limit
-    └── DiskError            (OSError)      rows of a running context: a disk that cannot be read or written
+    ├── DiskError            (OSError)      rows of a running context: a disk that cannot be read or written
+    └── EngineError                         an unexpected exception ended a request; it is the `__cause__`
 
 `assert` is for invariants of our own code; nothing a user does may trip one.
 """
@@ -73,3 +74,8 @@ class StoreError(OffloadError, OSError):
 
 class DiskError(OffloadError, OSError):
     """Rows of a context that lies on disk cannot be read or written."""
+
+
+class EngineError(OffloadError):
+    """An unexpected exception ended a request, or all requests if the engine could not recover. The exception is the
+    `__cause__`."""

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .arguments import folder_path, sampling, sampling_of_each, texts_or_ids, whole_or_none
+from .arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .config import EngineConfig, StoreOptions
 from .config_fields import configured
 from .core import ModelGeometry
@@ -103,7 +103,8 @@ class LLM:
         """The same weights and the same host pool under another policy, everything else as here: a prompt that was
         prefilled under one of them is not prefilled again under the other. For comparing policies, one after another.
         exact: in place of this one's, as `LLM` takes it (False: no drafts). Raises ConfigError, also with
-        `device_memory`."""
+        `device_memory`, and InputError if this runtime is closed."""
+        self._check_open()
         other = LLM.__new__(LLM)
         given = {} if policy_options is None else policy_options
         other._begin(build_beside(self._runner, policy, given, exact), self._family)
@@ -116,8 +117,7 @@ class LLM:
 
     @property
     def runner(self) -> Runner:
-        """The loaded model with its policy, pool and link: what engines are made of, for measuring and for front ends.
-        Every sequence that it makes must be freed."""
+        """The loaded model with its policy, pool and link. Free every sequence that it makes."""
         return self._runner
 
     @property
@@ -143,8 +143,7 @@ class LLM:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest text, prompt and answer together, that the model's positions, host memory and the
-        device's limit have room for."""
+        """The most tokens of prompt and answer together that positions, host memory and device memory allow."""
         return most_tokens(self.geometry.max_positions, self._runner.check_fits)
 
     @property
@@ -159,10 +158,15 @@ class LLM:
         return self._last.stats(self._runner) if self._last is not None else None
 
     def stream(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, record: str | Path | None = None
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        record: str | Path | None = None,
+        *,
+        cache_salt: str = "",
     ) -> Iterator[TokenOutput]:
         """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest. What every step
-        selects is written to the new folder `record` (see `engine/recording.py`).
+        selects is written to the new folder `record` (see `engine/recording.py`). cache_salt: as `generate` takes it.
 
         Raises InputError for an empty prompt or wrong ids, for several completions and for a folder that is not empty,
         ModelError for too many positions, PoolFullError.
@@ -173,26 +177,28 @@ class LLM:
             raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
         if record is not None and self.config.exact is not None:
             raise InputError("a recording is of what steps select, and with exact=... all is attended: leave one out")
-        ids = self.encode(prompt)
-        return (
-            self._stream(ids, params) if record is None else self._recorded(ids, params, folder_path("record", record))
-        )
+        ids, cache_salt = self.encode(prompt), salt(cache_salt)
+        if record is None:
+            return self._stream(ids, params, cache_salt)
+        return self._recorded(ids, params, cache_salt, folder_path("record", record))
 
-    def _recorded(self, prompt: list[int], params: SamplingParams, folder: Path) -> Iterator[TokenOutput]:
+    def _recorded(
+        self, prompt: list[int], params: SamplingParams, cache_salt: str, folder: Path
+    ) -> Iterator[TokenOutput]:
         tokens, writer = list(prompt), RunWriter(folder, RunInfo.of(self._runner, prompt))
         try:
-            for event in self._stream(prompt, params, writer):
+            for event in self._stream(prompt, params, cache_salt, writer):
                 tokens.append(event.token_id)
                 yield event
         finally:
             writer.close(tokens, self.tokenizer)
 
     def _stream(
-        self, prompt: list[int], params: SamplingParams, recorder: Recorder | None = None
+        self, prompt: list[int], params: SamplingParams, cache_salt: str, recorder: Recorder | None = None
     ) -> Iterator[TokenOutput]:
         with self._progress.prefill(self.geometry.layers) as on_prefill:
             engine = Engine(self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers))
-            self._last = request = engine.add(prompt, params, recorder)
+            self._last = request = engine.add(prompt, params, recorder, cache_salt)
             try:
                 while not engine.idle:
                     yield from engine.step()
@@ -203,16 +209,20 @@ class LLM:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """What becomes of `prompts`, in order: of each, `n` completions. All are decoded in one batch that requests
-        join and leave.
+        """Return the outputs of `prompts`, in order, with `n` completions each. All are decoded in one batch that
+        requests join and leave. KV of common prefixes is computed and stored once.
 
-        What prompts have in common is found, computed and stored once, and attended to together. `sampling_params` is
-        one for all or one per prompt. Raises as `stream`; nothing is returned if one prompt fails.
+        `sampling_params`: one for all or one per prompt. `cache_salt`: KV is shared only among requests with the same
+        salt, so that no client learns from latency or `num_cached_tokens` what another one has asked.
+
+        Raises as `stream`; nothing is returned if one prompt fails.
         """
         given = each_prompt(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-        return self._generate([self.encode(prompt) for prompt in given], texts, sampling_params)
+        return self._generate([self.encode(prompt) for prompt in given], texts, sampling_params, salt(cache_salt))
 
     def chat(
         self,
@@ -223,6 +233,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answers to a conversation, or to each of several, as `generate` gives them. Each goes through the tokenizer's
         chat template, with `tools` and the variables in `chat_template_kwargs` (`enable_thinking=False`, ...).
@@ -243,7 +254,8 @@ class LLM:
             )
             for one in (messages if several else [messages])
         ]
-        return self._generate([ids for _, ids in prompts], [text for text, _ in prompts], sampling_params)
+        texts = [text for text, _ in prompts]
+        return self._generate([ids for _, ids in prompts], texts, sampling_params, salt(cache_salt))
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
         """The text that `chat` makes of one conversation, and its token ids; the options are `chat`'s. Raises as it."""
@@ -253,14 +265,13 @@ class LLM:
         return text, encode_rendered(self.tokenizer, text)
 
     def _generate(
-        self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object
+        self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object, cache_salt: str
     ) -> list[RequestOutput]:
-        """What becomes of tokenized prompts, whose texts are `texts`."""
         each, self._last = sampling_of_each(sampling_params, len(encoded), self._runner.model.sampling), None
         for prompt, one in zip(encoded, each, strict=True):
             self._runner.room.check(len(prompt), len(prompt) + one.max_tokens)
         engine = self.make_engine()
-        requests = [engine.add(prompt, one) for prompt, one in zip(encoded, each, strict=True)]
+        requests = [engine.add(prompt, one, cache_salt=cache_salt) for prompt, one in zip(encoded, each, strict=True)]
         try:
             with self._progress.items("generate", sum(one.n for one in each)) as on_done:
                 while not engine.idle:
@@ -301,9 +312,8 @@ class LLM:
     ) -> list[Score]:
         """Teacher-forced log-probabilities of `continuations[i]` after `prompts[i]`.
 
-        All but each prompt's last token (or only its first `decode_from` tokens) are prefilled exactly; the rest goes
-        through the decode path and so through the policy. Equal prompts are prefilled once. A continuation given as a
-        string is tokenized on its own, without special tokens.
+        All but each prompt's last token (or only its first `decode_from` tokens) are prefilled exactly; the rest is
+        decoded under the policy. A continuation given as a string is tokenized on its own, without special tokens.
 
         Raises InputError for empty prompts or continuations and lists of different lengths, PoolFullError.
         """
@@ -316,14 +326,8 @@ class LLM:
         encoded = [self.encode(prompt) for prompt in first]
         targets = [self.encode(text, special_tokens=False) for text in then]
         with self._progress.items("score", len(encoded)) as on_done, self._runner.pool.lock:
-            return score(
-                self._runner,
-                encoded,
-                targets,
-                decode_from=decode_from,
-                batch=batch or self.config.max_batch,
-                on_done=on_done,
-            )
+            most = batch or self.config.max_batch
+            return score(self._runner, encoded, targets, decode_from=decode_from, batch=most, on_done=on_done)
 
     def session(
         self,

@@ -191,6 +191,9 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     listed = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
     check(listed, f"{name}={value!r:.80} must be a text or a list of texts")
+    for text in texts:  # tokenizers refuse lone surrogates with a TypeError
+        lone = any("\ud800" <= letter <= "\udfff" for letter in text)
+        check(not lone, f"{name} has {text!r:.80}, which holds half of a surrogate pair; give valid Unicode")
     return tuple(texts)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ import pytest
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, ArtifactError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.engine.recording import Recording
+from offload_rt.models.registry import load_model
 from offload_rt.sessions.catalog import read_catalog
 from offload_rt.sessions.history import History, document_name
 from offload_rt.sessions.naming import Lineage, name_chunks
 from offload_rt.sessions.old_format import OldSession
+from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.storage.files import seal
 
 BEFORE = Path(__file__).parent / "data" / "written_before"
@@ -107,7 +110,13 @@ def test_a_skew_artifact_and_a_recording_mean_the_same(tmp_path: Path) -> None:
     expected = EXPECTED["recording"]
     old = Recording.open(BEFORE / "recording")
     assert [[rows.tolist() for rows in step] for _, step in list(old.steps())[:2]] == expected["first"]
-    llm = LLM("reference", policy_options=ROWS, skew=BEFORE / "skew_reference", device="cpu")
+    before = BEFORE / "skew_reference"
+    with pytest.raises(ArtifactError, match="make one for this model with 'offload-rt skew'"):  # another fingerprint
+        LLM("reference", policy_options=ROWS, skew=before, device="cpu")
+    [file] = before.glob("*.safetensors")
+    renamed = replace(SkewArtifact.load(file, None), fingerprint=load_model("reference", device="cpu").fingerprint)
+    renamed.save(tmp_path / "skew.safetensors")
+    llm = LLM("reference", policy_options=ROWS, skew=tmp_path / "skew.safetensors", device="cpu")
     prompt, params = list(old.info.tokens[: expected["prompt_tokens"]]), SamplingParams(16, temperature=0)
     new = [event.token_id for event in llm.stream(prompt, params, record=tmp_path / "new")]
     assert [*prompt, *new] == list(old.info.tokens) == expected["tokens"]

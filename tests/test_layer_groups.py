@@ -382,3 +382,25 @@ def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor
     first = pool.groups.first_seen(length) if pool.groups.group[layer] else 0
     parts = pool.runs(blocks, layer, range(first, length))
     return torch.stack([torch.cat([part.k for part in parts], 1), torch.cat([part.v for part in parts], 1)])
+
+
+@pytest.mark.parametrize("first", [CHUNK, 100])
+@pytest.mark.parametrize("kind", ["all slide", "half slide"])
+@pytest.mark.parametrize("path", ["in place", "copied", "int8"])
+def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_path: Path) -> None:
+    """The last block of a prefill slice may have no slots in sliding layers. Another session with the same first block
+    then starts from the prefix tree."""
+    options = {"copied": {"prefill_slice": CHUNK}, "int8": {"kv_format": "int8"}}.get(path, {})
+    llm = make(kind, **options)
+    llm = staged(llm) if path == "copied" else llm
+    for name, turns in {"long": (first, 600), "same start": (first + 80, 30)}.items():
+        session = llm.session(name, tmp_path)
+        for seed, length in enumerate(turns):
+            turn = tiny_prompt(length, seed=seed)
+            before = [*session.tokens, *turn]
+            found = answer(session, turn, 6)
+            if path != "int8":  # int8 rounds keys and values
+                assert_greedy(model_of(kind), before, found)
+        session.close()
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0

@@ -187,7 +187,6 @@ def test_what_is_not_packed_is_in_the_dtype_that_was_asked_for(packed: Path) -> 
     shape, model = load_shape(packed, dtype="bfloat16"), load_model(packed, dtype="bfloat16", verify="always")
     assert model.adapter.dtype == shape.dtype == torch.bfloat16
     assert shape.weight_bytes == pytest.approx(model.weight_bytes, rel=0.04)
-    assert model.fingerprint == load_model(packed, dtype="float32").fingerprint
 
 
 def test_other_weights_have_another_fingerprint(packed: Path) -> None:

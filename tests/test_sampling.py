@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.engine.detokenizer import TextStream
@@ -93,6 +96,45 @@ def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokeniz
     pieces = [stream.push(token) for token in ids] + [stream.flush()]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
     assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces[:-1])
+
+
+@pytest.fixture(scope="session")
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of Llama 2's kind: spaces are part of tokens, bytes as a fallback, and the space at the start of a
+    decoded text is stripped."""
+    tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    special = ["<unk>", "<s>", "</s>"]
+    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = [" the arrow shot Dick , who went the black way ."] * 4
+    tokenizer.train_from_iterator(words, BpeTrainer(vocab_size=100, special_tokens=[*special, *alphabet]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_prompt_and_streamed_text_are_the_decoded_whole(
+    llama_tokenizer: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    """Wherever the prompt ends: before a space, behind special tokens, or with an incomplete character."""
+    used = data.draw(st.sampled_from([llama_tokenizer, tokenizer]))
+    words = st.sampled_from(["the", "arrow", " ", "  ", "é", "\N{SNOWMAN}", ",", "<s>", "</s>", "\n", "Dick"])
+    text = " ".join(data.draw(st.lists(words, min_size=1, max_size=12)))
+    ids = used(text, add_special_tokens=data.draw(st.booleans()))["input_ids"]
+    cut = data.draw(st.integers(0, len(ids)))
+    stream = TextStream(used, (), prompt=ids[:cut])
+    shown = "".join([stream.push(token) for token in ids[cut:]] + [stream.flush()])
+    before = used.decode(ids[:cut], skip_special_tokens=True)
+    whole = used.decode(ids, skip_special_tokens=True)
+    assert whole == (before if whole.startswith(before) else before.rstrip("\N{REPLACEMENT CHARACTER}")) + shown
+
+
+def test_stop_strings_may_begin_with_a_space(llama_tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt, answer = (llama_tokenizer(text)["input_ids"] for text in ("Who shot", "the arrow"))
+    stream = TextStream(llama_tokenizer, [" the"], prompt=prompt)
+    assert [stream.push(token) for token in answer] and stream.stopped == " the"
 
 
 @given(

@@ -13,11 +13,11 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from offload_rt import LLM, ConfigError, InputError, SamplingParams
+from offload_rt import LLM, ConfigError, InputError, SamplingParams, offload
 from offload_rt.engine.detokenizer import TextStream
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sampler import Sampler
-from offload_rt.errors import LogitsError
+from offload_rt.errors import EngineError, LogitsError
 from offload_rt.models.registry import load_model
 from offload_rt.outputs import CompletionOutput
 
@@ -204,11 +204,12 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
     while not engine.idle:
         engine.step()
         engine.check_integrity()
-    assert [type(error) for error in failed] == [InputError, ArithmeticError]
+    assert [type(error) for error in failed] == [InputError, EngineError]
+    assert isinstance(failed[1].__cause__, ArithmeticError)
     assert (wild.finish_reason, none.finish_reason, calm.finish_reason) == ("abort", "abort", "length")
     assert calm.completions()[0].token_ids == theirs() and wild.completions()[0].token_ids == [10, 11, 12]
     assert llm.runner.pool.bytes_held == 0
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(EngineError, match="no more numbers"):
         llm.generate(PROMPT, SamplingParams(logits_processors=[Remembers(10)]))
 
 
@@ -228,7 +229,7 @@ def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any])
     calm = engine.add(prompts[2], greedy)
     while not engine.idle:
         engine.step()
-    assert [type(error) for error in failed] == [LogitsError, LogitsError] and "no numbers" in str(failed[0])
+    assert [type(error) for error in failed] == [LogitsError, LogitsError] and "not finite" in str(failed[0])
     assert [each.finish_reason for each in (*wild, calm)] == ["abort", "abort", "length"]
 
 
@@ -273,3 +274,55 @@ def test_what_the_model_has_not_is_refused(params: dict[str, Any], message: str)
 def test_values_outside_their_domain_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(name for name in reversed(params) if name != "temperature")):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"allowed_token_ids": [6], "stop_token_ids": [6], "min_tokens": 2}, InputError, "no token may be chosen"),
+        ({"logits_processors": [lambda _, scores: None]}, InputError, "returned None"),
+        ({"logits_processors": [lambda _, scores: scores[:, :3]]}, InputError, "must return floating-point logits"),
+        ({"logits_processors": [lambda _, scores: scores * torch.nan]}, InputError, "returned NaN"),
+        ({"logits_processors": [lambda _, scores: scores - torch.inf]}, InputError, "no token may be chosen"),
+    ],
+)
+def test_constraints_without_an_answer_are_errors(
+    beams: int, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full")
+    with pytest.raises(error, match=message):
+        llm.generate(tiny_prompt(20), SamplingParams(max_tokens=4, temperature=0, num_beams=beams, **options))
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_logits_that_are_not_finite_are_errors(beams: int, value: float) -> None:
+    model = tiny_model("llama")
+    llm = LLM(model, host_memory="8MiB", policy="full")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(value)
+    with pytest.raises(LogitsError, match="not finite"):
+        llm.generate(tiny_prompt(20), SamplingParams(max_tokens=4, temperature=0, num_beams=beams))
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_a_surrogate_pair_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} has .* half of a surrogate pair"):
+        SamplingParams(**{name: ["a\ud800"]})
+
+
+def test_a_closed_runtime_has_no_other_policies() -> None:
+    llm = LLM(tiny_model("llama"), host_memory="8MiB")
+    llm.close()
+    with pytest.raises(InputError, match="is closed"):
+        llm.under("full")
+
+
+@pytest.mark.parametrize("model", ["a folder", None, torch.nn.Linear(2, 2)])
+def test_offload_takes_models_only(model: Any) -> None:
+    with pytest.raises(InputError, match="takes a loaded transformers model"), offload(model):
+        pass

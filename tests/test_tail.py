@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.outputs import completed
-from support.tiny_models import NAMES, tiny_model, tiny_prompt
+from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.kernels.low_bit import LowBitQuery
@@ -179,3 +179,22 @@ def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> N
         assert found.token_ids == plain.token_ids
         assert (found.stats.link_bytes_weights > 0) == ("device_memory" in more)
         llm.runner.check_integrity()
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 10, 34])
+def test_default_takes_any_even_head_dim(head_dim: int) -> None:
+    """The default runs, and a budget that selects everything gives the tokens of full attention."""
+    model, prompt = tiny_model("llama", head_dim=head_dim), tiny_prompt(150)
+    options = ({}, {"budget": 1.0, "dense_layers": (), "recent": 8})
+    found = [
+        completed(LLM(model, host_memory="8MiB", verify="off", policy_options=each).generate([prompt], GREEDY))
+        for each in options
+    ]
+    assert all(len(one.token_ids) == GREEDY.max_tokens for [one] in found)
+    assert_greedy(model, prompt, list(found[1][0].token_ids))
+
+
+def test_tails_that_cannot_be_packed_are_refused() -> None:
+    options = {"tail": "int2"}
+    with pytest.raises(ConfigError, match=r"tail='int2' .* head_dim=6 .* use tail='int4', tail='off'"):
+        LLM(tiny_model("llama", head_dim=6), policy="infinigen", policy_options=options, host_memory="8MiB")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.architectures import architecture
 from support.outputs import completed
+from support.step_order import run_in_rounds
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, PoolFullError, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.engine import neighbours
+from offload_rt.engine import pool_order
+from offload_rt.engine.engine import Engine
 
 SHORT = SamplingParams(max_tokens=12, temperature=0)
 POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": {"policy_options": {"recent": 16}}}
@@ -74,7 +80,7 @@ def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) ->
     next(stream)
     with pytest.raises(PoolFullError):
         llm.generate(tiny_prompt(100, seed=1), SHORT)
-    monkeypatch.setattr(neighbours, "PATIENCE", 0.05)
+    monkeypatch.setattr(pool_order, "PATIENCE", 0.05)
     next(stream)
     with ThreadPoolExecutor(1) as threads, pytest.raises(PoolFullError):
         threads.submit(llm.generate, tiny_prompt(100, seed=1), SHORT).result(20)
@@ -122,3 +128,70 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
         [history], SHORT
     )[0].outputs[0].token_ids
     llm.close()
+
+
+class _Pool:
+    """Random requests for several engines of one pool, which is little larger than the largest request needs."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
+        rng = random.Random(seed)
+        self.model = architecture("gemma3") if seed % 2 else tiny_model("llama", num_hidden_layers=2)
+        self.asked = [
+            [(self._prompt(rng), self._params(rng)) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(2, 3))
+        ]
+        every = [request for engine in self.asked for request in engine]
+        self.expected = {str(one): self._alone(*one) for one in every}
+        self.llm = self._llm(max(self._least(*one) for one in every) + rng.randint(0, 2))
+
+    def _llm(self, chunks: int) -> LLM:
+        probe = getattr(self, "chunk_bytes", None)
+        if probe is None:
+            probe = self.chunk_bytes = LLM(self.model, policy="full", verify="off").runner.pool.chunk_bytes
+        return LLM(self.model, policy="full", host_memory=chunks * probe, verify="off")
+
+    @staticmethod
+    def _prompt(rng: random.Random) -> list[int]:
+        return [token % 90 + 1 for token in tiny_prompt(rng.randint(50, 140), seed=rng.randrange(99))]
+
+    @staticmethod
+    def _params(rng: random.Random) -> SamplingParams:
+        count, kind = rng.randint(2, 30), rng.choice(("beams", "beams", "several", "sampled"))
+        if kind == "beams":
+            return SamplingParams(max_tokens=count, temperature=0, num_beams=rng.randint(2, 3))
+        return SamplingParams(max_tokens=count, seed=rng.randrange(99), n=rng.randint(2, 3) if kind == "several" else 1)
+
+    def _alone(self, prompt: list[int], params: SamplingParams) -> list[list[int]]:
+        return [one.token_ids for one in completed(self._llm(200).generate([prompt], params))]
+
+    def _least(self, prompt: list[int], params: SamplingParams) -> int:
+        """Return the blocks that the request needs if it is alone."""
+        for chunks in itertools.count(3):
+            with suppress(PoolFullError):
+                self._llm(chunks).generate([prompt], params)
+                return chunks
+        raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request ends, and within a bound: while the oldest waits the others only drain, and then it runs alone.
+
+    With T new tokens and L layers at most, draining takes L + T rounds, and so does the oldest request. A completion of
+    its own may be preempted by older ones of its engine and drain again: 3 (L + T) rounds for each completion.
+    """
+    case = _Pool(seed, monkeypatch)
+    engines = [Engine(case.llm.runner, max_batch=4) for _ in case.asked]
+    added = list(zip(engines, case.asked, strict=True))
+    requests = [(str(one), engine.add(*one)) for engine, asked in added for one in asked]
+    longest = max(params.max_tokens for asked in case.asked for _, params in asked) + case.llm.geometry.layers
+    completions = sum(max(params.n, params.num_beams) for asked in case.asked for _, params in asked)
+
+    def check() -> None:
+        for engine in engines:
+            engine.check_integrity()
+
+    run_in_rounds(engines, seed, 3 * longest * completions, check)
+    for name, request in requests:
+        assert [one.token_ids for one in request.completions()] == case.expected[name]
+    assert case.llm.runner.pool.bytes_held == 0

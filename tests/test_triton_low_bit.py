@@ -11,7 +11,7 @@ from offload_rt.kernels import low_bit_lists
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, dequantise_rows, mixing, tail_attention, unpack_rows
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 
-SHAPES = [(64, 3, 4), (80, 1, 2), (12, 2, 4)]
+SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4)]
 """d, G, bits of a value."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import cast
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
@@ -19,8 +18,10 @@ from ..forward.prefill import Prefill
 from ..forward.sequence import Sequence
 from ..outputs import CompletionOutput, FinishReason, Logprobs, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
-from .constraints import constraints
+from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
+from .detokenizer import added_text, decode, decoding_context
 from .request import Request, SampledRequest
+from .room import salt_provenance
 from .runner import Runner
 from .sampler import Sampler
 from .times import Times
@@ -60,15 +61,20 @@ class Beams:
         self.done = False
 
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
-        """One step, from logits `[num_beams, V]` of the running beams. Returns the new running beams, best first, each
-        as (beam it continues, token); `done` says that nothing can improve any more."""
+        """Take one step from logits `[num_beams, V]` of the running beams.
+
+        Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no beam can
+        improve any more. Raises InputError if the constraints leave no token, LogitsError for NaN logits.
+        """
         params, width = self._params, self._params.num_beams
+        check_logits(logits)
         log_probs = torch.log_softmax(logits.float(), dim=-1)
         if self._processors is None:
             self._processors = self._constraints(logits.device)
         if self._processors:
             history = torch.tensor([[*self._prompt, *tokens] for tokens in self.running], device=logits.device)
-            log_probs = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, log_probs))
+            log_probs = apply_constraints(self._processors, history, log_probs)
+            check_any_allowed(log_probs.flatten(0))  # one beam may have no continuation
         total = (log_probs.cpu() + self._scores[:, None]).flatten()
         scores, flat = torch.topk(total, self._candidates)
         parents, tokens = (flat // logits.shape[1]).tolist(), (flat % logits.shape[1]).tolist()
@@ -127,6 +133,7 @@ class BeamSearchRequest:
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
+        self._context = decoding_context(tokenizer, prompt.token_ids)
         self._beams = self._new_beams()
         self._final: Stats | None = None
 
@@ -162,7 +169,10 @@ class BeamSearchRequest:
             raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
         prompt = self.prompt.token_ids
         runner.check_fits(self.expected_tokens)
-        sequence = runner.retry_after_reclaim(lambda: runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
+        provenance, count = salt_provenance(self.prompt.cache_salt), len(prompt)
+        sequence = runner.retry_after_reclaim(
+            lambda: runner.new_sequence(prompt, count + 1, reuse=count, provenance=provenance)
+        )
         self.sequences = [sequence]
         self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))
@@ -198,18 +208,20 @@ class BeamSearchRequest:
         return []
 
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Makes the sequences those of the chosen beams: the first beam that continues a sequence keeps it, the others
-        fork it, and a sequence that nothing continues goes first."""
-        parents = {parent for parent, _ in chosen}
-        for i, sequence in enumerate(self.sequences):
+        """Replace the sequences by those of the chosen beams. Sequences that no beam continues are freed first. The
+        first beam that continues a sequence keeps it, the others fork it."""
+        before, parents = list(self.sequences), {parent for parent, _ in chosen}
+        for i, sequence in enumerate(before):
             if i not in parents:
                 runner.free(sequence)
+                self.sequences.remove(sequence)
         moved: list[Sequence] = []
-        continued: set[int] = set()
         for parent, _ in chosen:
-            before = self.sequences[parent]
-            moved.append(self._fork(runner, before) if parent in continued else before)
-            continued.add(parent)
+            sequence = before[parent]
+            if sequence in moved:
+                sequence = self._fork(runner, sequence)
+                self.sequences.append(sequence)  # at once: `drop` must free it if the next fork fails
+            moved.append(sequence)
         for sequence, (_, token) in zip(moved, chosen, strict=True):
             sequence.tokens.append(token)
         self.sequences = moved
@@ -218,10 +230,10 @@ class BeamSearchRequest:
         return runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
 
     def drop(self, runner: Runner) -> None:
-        """Frees all beams; a search that has not ended begins anew."""
-        for sequence in self.sequences:
-            runner.free(sequence)
-        self.sequences = []
+        """Free all beams. A search that has not ended starts again."""
+        while self.sequences:
+            runner.free(self.sequences[-1])
+            self.sequences.pop()
         if self.finish_reason is None:
             self._beams = self._new_beams()
 
@@ -269,7 +281,8 @@ class BeamSearchRequest:
         ]
 
     def _decode(self, tokens: list[int]) -> str:
-        return "" if self._tokenizer is None else str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        both = decode(self._tokenizer, [*self._context, *tokens])
+        return added_text(decode(self._tokenizer, self._context), both)
 
     def _text(self, tokens: list[int]) -> str:
         """What was generated, up to the first stop string."""

@@ -140,8 +140,7 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
         policy = build_policy(model, name, options, artifact_loader(model, config))
     link = build_link(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
     draft = None if model_then is None else runner.draft
-    shared = runner.neighbours
-    return Runner(model, policy, runner.pool, link, config, weights=runner.weights, draft=draft, neighbours=shared)
+    return Runner(model, policy, runner.pool, link, config, weights=runner.weights, draft=draft, order=runner.order)
 
 
 def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:

@@ -86,3 +86,4 @@ class Caller:
     request: Request | None = None
     counted: int = 0
     """Of its new tokens, those that are among the engine's."""
+    cache_salt: str = ""

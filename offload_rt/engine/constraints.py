@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -11,13 +11,12 @@ from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
 
-from ..errors import InputError
+from ..errors import InputError, LogitsError
 from ..models.registry import LoadedModel
 from ..sampling_params import SamplingParams
 from .structure import Structure
@@ -35,6 +34,20 @@ class NewTokenPenalties(LogitsProcessor):
         written = input_ids[:, self._prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)  # type: ignore[return-value]
+
+
+class AllowedTokens(LogitsProcessor):
+    """Forbid all tokens but `tokens`. Unlike transformers' PrefixConstrainedLogitsProcessor, which forces the allowed
+    tokens if other constraints forbid all of them, this leaves none: the caller gets an error."""
+
+    def __init__(self, tokens: Collection[int], device: torch.device) -> None:
+        self._tokens = torch.tensor(sorted(set(tokens)), device=device)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return constrained logits `[B, V]`."""
+        found = torch.full_like(scores, -torch.inf)
+        found[:, self._tokens] = scores[:, self._tokens]
+        return cast(torch.FloatTensor, found)
 
 
 def constraints(
@@ -58,10 +71,45 @@ def constraints(
     if params.min_tokens and ends:
         found.append(MinNewTokensLengthLogitsProcessor(prompt, params.min_tokens, sorted(ends), device=str(device)))
     if params.allowed_token_ids is not None:
-        allowed: Any = torch.tensor(sorted(set(params.allowed_token_ids)), device=device)
-        found.append(PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed, params.num_beams))
+        found.append(AllowedTokens(params.allowed_token_ids, device))
     found.extend(params.logits_processors)
     return found
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """Raise LogitsError if any row of logits `[..., V]` contains NaN, +inf, or no finite number."""
+    if not torch.isfinite(logits.amax(dim=-1)).all():
+        raise LogitsError(
+            "the model's logits are not finite (NaN or infinite): its activations overflowed, as they can in float16, "
+            "or its weights contain such values; load it with dtype='bfloat16' or 'float32'"
+        )
+
+
+def apply_constraints(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the constrained logits `[B, V]` behind `history` `[B, T]`. Raises InputError if a processor of the caller
+    returns anything else."""
+    found: Any = scores
+    for processor in processors:
+        found = processor(cast(torch.LongTensor, history), found)
+        if not isinstance(found, torch.Tensor) or found.shape != scores.shape or not found.is_floating_point():
+            shape = f"a tensor {found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+            raise InputError(
+                f"the logits processor {type(processor).__name__} returned {shape:.120}; it must return floating-point "
+                f"logits of shape {tuple(scores.shape)}"
+            )
+    return cast(torch.Tensor, found.to(scores))
+
+
+def check_any_allowed(scores: torch.Tensor) -> None:
+    """Raise InputError if a row of the constrained logits `[B, V]` allows no token or contains NaN."""
+    best = scores.amax(dim=-1)
+    if best.isnan().any():
+        raise InputError("a logits processor returned NaN; it must return numbers, or -inf for tokens to forbid")
+    if not torch.isfinite(best).all():
+        raise InputError(
+            "no token may be chosen: what allows tokens (allowed_token_ids, structured_outputs, logits_processors) "
+            "and what forbids them (bad_words, logit_bias, min_tokens) leave none"
+        )
 
 
 def bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

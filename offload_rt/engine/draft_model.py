@@ -72,9 +72,9 @@ class DraftModel:
     def _caught_up(self, sequence: Sequence) -> Sequence:
         """The draft model's sequence, at most `CATCH_UP` tokens behind the newest token of `sequence`."""
         if sequence.drafter is None:
-            tokens = sequence.tokens
+            tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(
-                lambda: self._runner.new_sequence(tokens, len(tokens), reuse=len(tokens))
+                lambda: self._runner.new_sequence(tokens, len(tokens), reuse=len(tokens), provenance=provenance)
             )
         drafter = self._followed(sequence)
         newest = len(drafter.tokens) - 1

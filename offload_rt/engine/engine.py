@@ -1,34 +1,44 @@
-"""The engine: `step()` allocates, admits, decodes (or drafts and verifies), prefills and samples; requests join and
+"""The engine: `step()` allocates, admits, decodes (or drafts and verifies), prefills and samples. Requests join and
 leave between steps."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import torch
 
 from ..core import Prompt
-from ..errors import DiskError, PoolFullError, StoreError
+from ..errors import PoolFullError
 from ..forward.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
 from .beam_search import BeamSearchRequest
 from .constraints import check_answerable
-from .drafting import Draft, Drafting
+from .drafting import Drafting
+from .failures import Suspects, failure
 from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
 from .scheduler import Scheduler
 from .swap import Swap
 
+logger = logging.getLogger(__name__)
+
 
 class Engine:
-    """Serves requests on one runner. A prefill runs layer by layer between the decode steps of the others, as many
-    layers a step as the config's `prefill_tokens` pay for: all at once where nothing else runs.
-    `on_prefill(request, layers done)` is called after each; `swap` may keep what is preempted; `on_failure` is called
-    for a request that cannot go on, where `step` raises its error without one; `waited_for()` says after a layer of a
-    prefill whether somebody waits for the step to end, which it then does."""
+    """Serves requests on one runner.
+
+    A prefill runs layer by layer between the decode steps of the others, as many layers per step as `prefill_tokens`
+    of the configuration allows; all at once if nothing else runs. An exception in one request ends this request alone.
+
+    Args:
+        on_prefill: Is called as `on_prefill(request, layers_done)` after each layer of a prefill.
+        swap: Keeps the KV cache of preempted requests on disk.
+        on_failure: Is called with a request that has failed and its error. Without it, `step` raises the error.
+        waited_for: Returns whether a client waits for the step to end. Asked after each layer of a prefill.
+    """
 
     def __init__(
         self,
@@ -46,65 +56,83 @@ class Engine:
         self.scheduler = Scheduler(runner, max_batch, swap)
         self._on_prefill, self._on_failure, self._waited_for = on_prefill, on_failure, waited_for
         self._ids = itertools.count()
+        self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """A number for a request that somebody else makes."""
+        """Return a number for a request that is made elsewhere and passed to `submit`."""
         return next(self._ids)
 
-    def add(self, token_ids: Seq[int], params: SamplingParams, recorder: Recorder | None = None) -> Request:
-        """Queues a prompt of at least one token, and returns the request that answers it. `recorder` is told what the
-        decode steps of its first completion select; nothing of a beam search. Raises InputError where the model has not
-        what `params` name."""
+    def add(
+        self, token_ids: Seq[int], params: SamplingParams, recorder: Recorder | None = None, cache_salt: str = ""
+    ) -> Request:
+        """Queue a prompt of at least one token, and return its request.
+
+        Args:
+            recorder: Is told what the decode steps of the first completion select; unused for beam search.
+            cache_salt: KV is shared only with prompts of the same salt.
+
+        Raises:
+            InputError: The model lacks something that `params` name.
+            EngineError: The engine has failed for good.
+        """
         model = self.runner.model
         check_answerable(params, model)
-        prompt = Prompt(self.next_id(), tuple(token_ids))
+        prompt = Prompt(self.next_id(), tuple(token_ids), cache_salt)
         request: Request
         if params.num_beams > 1:
             request = BeamSearchRequest(prompt, params, model.tokenizer, model.eos_token_ids)
         else:
             request = SampledRequest(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
-        self.scheduler.add(request)
+        self._queue(request, swaps=True)
         return request
 
     def submit(self, request: Request) -> None:
-        """Queues a request that somebody else made, such as a turn of a session, whose rows are the session's."""
-        self.scheduler.add(request, swaps=False)
+        """Queue a request that was made elsewhere, such as a turn of a session, whose KV cache the session owns."""
+        self._queue(request, swaps=False)
+
+    def _queue(self, request: Request, *, swaps: bool) -> None:
+        with self.runner.pool.lock:  # engines of other threads look at the queue
+            self.scheduler.add(request, swaps=swaps)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits, prefills or runs, and nothing has failed that `step` has not said."""
+        """Whether there are no requests, and `step` has no failure to report."""
         return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
-        """One step: a new token for everything that runs, and prefill work for at most one request. Raises the error
-        of one that has failed (PoolFullError where it can never fit), before anything else happens: it has left the
-        queue, and the others go on with the next step. Engines of several threads take turns on their pool, step by
-        step; one that has no room for anything waits a moment.
+        """Compute a new token of every running request, and prefill layers of at most one request.
 
-        What ends is durable (`Request.persist`) before its last output is returned, and is written while others may use
-        the pool: a disk that blocks holds up this engine alone. Nobody else touches what is written meanwhile: the
-        request has ended, and whoever owns it is told only afterwards. Where it cannot be written, the outputs are
-        returned all the same, and the next step raises."""
-        try:
-            with self.runner.pool.lock:
-                self.scheduler.allocate()
-                self.scheduler.admit()
-                self._report_failures()
-                events = self._decode() + self._advance_prefill()
-                self.scheduler.neighbour.stepped()
-            self.scheduler.neighbour.wait()
-            return events
-        finally:
-            self.scheduler.failed.extend(self._persist())
+        Engines of several threads take turns on their pool, step by step. An engine that has no room for any of its
+        requests waits a moment. Requests that end are persisted before their last output is returned, without the
+        pool's lock, so a slow disk holds up this engine alone.
+
+        Raises:
+            OffloadError: A request has failed, and there is no `on_failure`. It has left the queue, and the others go
+                on with the next step. An unexpected exception is an EngineError with that exception as its cause.
+        """
+        scheduler = self.scheduler
+        with scheduler.member.stepping():
+            try:
+                with self.runner.pool.lock:
+                    if (broken := self.runner.order.broken) is not None:
+                        scheduler.fail_all(broken)
+                    scheduler.allocate()
+                    scheduler.admit()
+                    self._report_failures()
+                    events = self._decode() + self._advance_prefill()
+                scheduler.member.wait()
+                return events
+            finally:
+                scheduler.failed.extend(self._persist())
 
     def _persist(self) -> list[tuple[Request, Exception]]:
-        """Makes durable what has ended. Returns what could not be, and why."""
+        """Persist the requests that have ended. Return those that could not be, with their errors."""
         ended, lost = self.scheduler.ended, list[tuple[Request, Exception]]()
         while ended:
             try:
-                ended[0].persist()  # and stays there where this is interrupted
-            except StoreError as error:
-                lost.append((ended[0], error))
+                ended[0].persist()  # stays in the queue if this is interrupted
+            except Exception as error:
+                lost.append((ended[0], failure(ended[0], error)))
             ended.popleft()
         return lost
 
@@ -116,8 +144,8 @@ class Engine:
             self._on_failure(request, error)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request with all its completions where they stand; nothing happens to those that have ended. Raises
-        StoreError where what ended cannot be written."""
+        """End a request with all its completions; nothing happens to completions that have ended. Raises StoreError if
+        the result cannot be written, EngineError if that failed unexpectedly."""
         with self.runner.pool.lock:
             for sample in request.samples:
                 if sample.finish_reason is None:
@@ -126,32 +154,41 @@ class Engine:
             raise error
 
     def _decode(self) -> list[TokenOutput]:
-        running = list(self.scheduler.running)
-        if not running:
-            return []
-        widths = [len(request.sequences) for request in running]
-        try:
-            if self._drafting is not None:
-                drafts = self._drafting.round(running)
-                return [event for draft in drafts for event in self._accept_draft(draft)]
-            logits = self.runner.decode([s for request in running for s in request.sequences])
-        except DiskError as error:  # what one of them needs cannot be read, and none has a whole step
-            for request in running:
-                self.scheduler.fail(request, error)
-            return []
-        pairs = zip(running, logits.split(widths), strict=True)
-        return [event for request, rows in pairs for event in self._accept(request, rows)]
+        """Decode all running requests together, or one after the other while one of them is suspected of an error."""
+        running = [] if self.scheduler.stalled else self.scheduler.running
+        return [event for group in self._suspects.groups(running) for event in self._decode_group(group)]
 
-    def _accept_draft(self, draft: Draft) -> list[TokenOutput]:
-        """Tokens as far as drafts were right, and one more."""
-        assert self._drafting is not None
-        events: list[TokenOutput] = []
+    def _decode_group(self, group: list[Request]) -> list[TokenOutput]:
         try:
-            for logits in self._drafting.accepted(draft):
-                events += self._accept(draft.request, logits)
-        except DiskError as error:  # behind a wrong draft its window is read again
-            self.scheduler.fail(draft.request, error)
+            steps = self._steps(group)
+        except Exception as error:
+            self._decode_failed(group, error)
+            return []
+        events = [event for step in steps for event in self._accept_all(step)]
+        for request in group:
+            self._suspects.decoded(request)
         return events
+
+    def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[torch.Tensor]]]:
+        """Return the logits of each request of `group`: of one token, or of several if drafts are verified."""
+        if self._drafting is not None:
+            drafting = self._drafting
+            return [(draft.request, drafting.accepted(draft)) for draft in drafting.round(group)]
+        logits = self.runner.decode([sequence for request in group for sequence in request.sequences])
+        rows = logits.split([len(request.sequences) for request in group])
+        return [(request, [one]) for request, one in zip(group, rows, strict=True)]
+
+    def _decode_failed(self, group: list[Request], error: Exception) -> None:
+        """Fail the request of a group of one. In a larger group the cause is unknown: all its requests start again, and
+        are then decoded one by one until they have passed this position."""
+        if len(group) == 1:
+            self.scheduler.fail(group[0], error)
+            return
+        logger.warning("a decode step of %d requests failed: they are decoded alone", len(group), exc_info=error)
+        for request in reversed(group):
+            self._suspects.add(request)
+            # Resident KV and policy state may be a token ahead in some layers, so nothing of them is kept on disk.
+            self.scheduler.preempt(request, swap=False)
 
     def _advance_prefill(self) -> list[TokenOutput]:
         scheduler, spent = self.scheduler, 0.0
@@ -159,46 +196,50 @@ class Engine:
             request, prefill = scheduler.prefilling
             try:
                 self.runner.advance_prefill(prefill)
+                self._on_prefill(request, prefill.layer)
             except StartAgainError:
                 scheduler.restart(request)
                 break
-            except DiskError as error:
+            except PoolFullError as error:
+                scheduler.retry_later(request, error)
+                break
+            except Exception as error:
                 scheduler.fail(request, error)
                 break
-            self._on_prefill(request, prefill.layer)
             if prefill.done:
                 assert prefill.logits is not None
                 logits = prefill.logits
-                return [event for one in scheduler.prefilled() for event in self._accept(one, logits)]
+                return [event for one in scheduler.prefilled() for event in self._accept_all((one, [logits]))]
             spent += prefill.tokens / self.runner.adapter.geometry.layers
             if self._waited_for() or (scheduler.running and spent >= self.runner.config.prefill_tokens):
                 break
         return []
 
-    def _accept(self, request: Request, logits: torch.Tensor) -> list[TokenOutput]:
+    def _accept_all(self, step: tuple[Request, Iterable[torch.Tensor]]) -> list[TokenOutput]:
+        """Let a request choose a token from each of its logits. Return the outputs, also of those before an error."""
+        request, each = step
+        events: list[TokenOutput] = []
         try:
-            events = request.accept(self.runner, logits)
+            for logits in each:
+                accepted = request.accept(self.runner, logits)
+                if accepted:
+                    request.times.token()
+                if request.finish_reason is not None and (error := self._retire(request)) is not None:
+                    self.scheduler.failed.append((request, failure(request, error)))
+                    break
+                events += accepted
         except PoolFullError as error:  # beams that fork; they start again when there is room
-            if self.scheduler.running == [request]:
-                self.scheduler.stop(request, error)
-            else:
-                self.scheduler.preempt(request)
-            return []
-        except Exception as error:  # of a processor that a caller brought, or where nothing may be chosen
+            self.scheduler.retry_later(request, error)
+        except Exception as error:
             self.scheduler.fail(request, error)
-            return []
-        if events:
-            request.times.token()
-        if request.finish_reason is not None:
-            self._retire(request)
         return events
 
-    def _retire(self, request: Request) -> None:
-        self.scheduler.remove(request)
+    def _retire(self, request: Request) -> Exception | None:
+        """Take a request that has ended out of the queues. Return what went wrong when it was freed, or None."""
         request.times.ended()
-        self.scheduler.finish(request)
+        return self.scheduler.finish(request)
 
     def check_integrity(self) -> None:
-        """Asserts that queues, sequences and pool agree."""
+        """Assert that queues, sequences and pool agree."""
         self.scheduler.check_integrity()
         self.runner.check_integrity()

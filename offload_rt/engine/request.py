@@ -15,6 +15,7 @@ from ..outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput, S
 from ..sampling_params import SamplingParams
 from .detokenizer import TextStream
 from .logprobs import PromptLogprobs, logprobs_of
+from .room import salt_provenance
 from .runner import Runner
 from .sampler import Sampler
 from .times import Times
@@ -167,7 +168,9 @@ class SampledRequest:
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
         self._sampler = Sampler(params, sample, self._ends, tokenizer)
-        self._stream = TextStream(tokenizer, params.stop, keep_stop=params.include_stop_str_in_output)
+        self._stream = TextStream(
+            tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, prompt=prompt.token_ids
+        )
 
     @property
     def samples(self) -> list[Request]:
@@ -202,9 +205,9 @@ class SampledRequest:
         runner.check_fits(self.expected_tokens)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
         seen = None if self.new_tokens else self._prompt_logprobs()
-        reuse = stop if seen is None else 0
+        reuse, provenance = stop if seen is None else 0, salt_provenance(self.prompt.cache_salt)
         self.sequence = runner.retry_after_reclaim(
-            lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=reuse)
+            lambda: runner.new_sequence(self.tokens, len(self.tokens) + 1, reuse=reuse, provenance=provenance)
         )
         self.sequence.trace.prompt_tokens = prompt
         self._count_on(self.sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence as Seq
 
 from ..config import EngineConfig
@@ -15,6 +16,19 @@ from ..transfer.link import KVStorage
 
 EXACT = "exact"
 """Lineage of rows that exact attention made, by prefill or under policy "full"."""
+
+
+def salt_provenance(cache_salt: str) -> str:
+    """Return the part of a KV provenance key that `cache_salt` adds; nothing for the empty salt, which all share.
+
+    A digest, not the salt itself: a salt that looks like another suffix ("+cut-...") must not collide with it.
+    """
+    if not cache_salt:
+        return ""
+    # JSON clients can send half a surrogate pair, which strict UTF-8 refuses.
+    data = cache_salt.encode("utf-8", "surrogatepass")
+    return f"+salt-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
+
 
 SHARED_BEHIND = 512
 """Of a prompt that others may begin with, so many tokens more than its own windows show keep their rows of sliding
@@ -62,20 +76,20 @@ class Room:
             return AppendOnly(self._pool)
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
-    def diverges(self, tokens: Seq[int]) -> int | None:
-        """Returns the first of a prompt's `tokens` at which it parts from all that the prefix tree has; None where it
-        has them all, or nobody looks there."""
+    def diverges(self, tokens: Seq[int], provenance: str) -> int | None:
+        """Return the first of a prompt's `tokens` that the prefix tree does not have under `provenance`. Return None if
+        it has them all, or if prefixes are not shared."""
         if not self.shares or self._policy.wants_queries:
             return None
-        known = self._pool.known_tokens(tokens, EXACT)
+        known = self._pool.known_tokens(tokens, EXACT + provenance)
         return known if known < len(tokens) else None
 
-    def block_table(self, known: Seq[int], capacity: int, stop: int) -> BlockTable:
+    def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
         """Room for `capacity` tokens, of which `stop` are there or come with the next prefill, behind what the prefix
-        tree has of `known`. Raises PoolFullError."""
+        tree has of `known` under `provenance`. Raises PoolFullError."""
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
-            blocks = self._pool.match(known, EXACT)
+            blocks = self._pool.match(known, EXACT + provenance)
         if not blocks.length:
             blocks = self._pool.new_block_table(capacity)
         return self.reserved(blocks, capacity, blocks.length, stop)
@@ -86,7 +100,7 @@ class Room:
         try:
             self._pool.reserve(blocks, capacity)
             self._pool.slide(blocks, start, stop, whole=self.evicts)
-        except PoolFullError:
+        except BaseException:
             self._pool.release(blocks)
             raise
         return blocks

@@ -13,7 +13,6 @@ import torch
 from ..allocator import give_back
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
-from ..errors import OffloadError
 from ..forward.batch import DecodeBatch
 from ..forward.batched import StrategyCache
 from ..forward.cuda_graphs import steps_for
@@ -32,8 +31,8 @@ from ..select.base import Policy
 from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..transfer.link import Link
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
-from .neighbours import Neighbours
 from .own_device import on_own_device
+from .pool_order import PoolOrder
 from .reclaim import Reclaimable, retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
 from .segments import segment_tokens
@@ -59,13 +58,13 @@ class Runner:
         plan: DevicePlan | None = None,
         weights: HostWeights | None = None,
         draft: Runner | None = None,
-        neighbours: Neighbours | None = None,
+        order: PoolOrder | None = None,
     ) -> None:
         """plan: what the device may hold, where there is a limit. weights: what brings those that are not on it.
-        draft: runs the model that drafts for this one. neighbours: of another runner of the pool."""
+        draft: runs the model that drafts for this one. order: of another runner of the pool."""
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
         self.plan, self.weights, self.draft = plan, weights, draft
-        self.neighbours = neighbours or Neighbours()
+        self.order = order or PoolOrder()
         self.adapter = model.adapter
         best = prefill_slices(config, self.adapter.device)[0]
         self._slice_tokens = best if plan is None else plan.costs.slice
@@ -99,17 +98,18 @@ class Runner:
         """Of the rows of decoded tokens: the policy's, but those that full attention verifies are its own."""
         return self.policy.lineage if self.config.exact is None else EXACT
 
-    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0) -> Sequence:
+    def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
         """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
-        `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill.
+        `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill under the same
+        `provenance`.
 
         Raises InputError for token ids the model does not have, PoolFullError where the pool has no room. Whether the
         whole sequence can ever fit is `check_fits`' to say.
         """
         check_token_ids(tokens, self.model)
-        diverged_at = self.room.diverges(tokens[:reuse])
-        blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens))
-        sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length)
+        diverged_at = self.room.diverges(tokens[:reuse], provenance)
+        blocks = self.room.block_table(tokens[:reuse], capacity, len(tokens), provenance)
+        sequence = self._open_sequence(blocks, tokens, known=blocks.length, exact=blocks.length, provenance=provenance)
         sequence.trace.diverged_at = diverged_at
         return sequence
 
@@ -165,17 +165,17 @@ class Runner:
             known=sequence.position,
             exact=sequence.exact,
             shift=sequence.shift,
-            truncation_id=sequence.truncation_id,
+            provenance=sequence.provenance,
             origin=sequence,
             same_trace=same_trace,
         )
 
-    def match(self, tokens: Seq[int], truncation_id: str = "", floor: int = 0) -> BlockTable:
+    def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0) -> BlockTable:
         """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them.
         floor: the first token that sliding layers may see."""
         if not self.room.shares:
             return BlockTable(floor=floor)
-        return self.pool.match(tokens, EXACT + truncation_id, self.lineage + truncation_id, floor=floor)
+        return self.pool.match(tokens, EXACT + provenance, self.lineage + provenance, floor=floor)
 
     def adopt(
         self,
@@ -186,14 +186,14 @@ class Runner:
         known: int,
         exact: int,
         shift: int = 0,
-        truncation_id: str = "",
+        provenance: str = "",
     ) -> Sequence:
         """A sequence whose first `known` tokens were computed before: rows of `blocks.length` of them are in the block
         table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
         `capacity` tokens; PoolFullError gives the block table back."""
         self.room.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         self.pool.commit(blocks, known)
-        return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, truncation_id=truncation_id)
+        return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
 
     @on_own_device
     def reload(self, sequence: Sequence) -> None:
@@ -219,7 +219,7 @@ class Runner:
         known: int,
         exact: int,
         shift: int = 0,
-        truncation_id: str = "",
+        provenance: str = "",
         origin: Sequence | None = None,
         same_trace: bool = False,
     ) -> Sequence:
@@ -239,7 +239,7 @@ class Runner:
             unlearned=known if origin is None else origin.unlearned,
             learned=0 if origin is None else origin.learned,
             shift=shift,
-            truncation_id=truncation_id,
+            provenance=provenance,
             expected=0 if origin is None else origin.expected,
         )
         self._open[sequence.id] = sequence
@@ -248,8 +248,9 @@ class Runner:
             self._prepare()
             shared = None if origin is None else origin.blocks
             self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, shared)
-        except OffloadError:
+        except BaseException:
             del self._open[sequence.id]
+            self.link.storage.close(blocks)
             self.pool.release(blocks)
             raise
         return sequence
@@ -262,23 +263,26 @@ class Runner:
 
     @on_own_device
     def free(self, sequence: Sequence) -> None:
-        """Gives back everything the sequence holds; its full chunks stay in the prefix tree, idle."""
-        del self._open[sequence.id]
+        """Give back everything the sequence holds; its full blocks stay in the prefix tree, idle. If this raises, a
+        second call frees the rest."""
         if sequence.drafter is not None:
             assert self.draft is not None
             self.draft.free(sequence.drafter)
             sequence.drafter = None
         self.strategies.release()
         self.link.storage.close(sequence.blocks)
-        self._publish(sequence)
-        self.pool.release(sequence.blocks)
+        try:
+            self._publish(sequence)
+        finally:
+            self.pool.release(sequence.blocks)
+        del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
         """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
         the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
         if self.room.shares:
             lineage = EXACT if sequence.position == sequence.exact else self.lineage
-            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.truncation_id)
+            self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.provenance)
 
     @on_own_device
     @torch.inference_mode()

@@ -16,9 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..errors import InputError, LogitsError
 from ..sampling_params import SamplingParams
-from .constraints import constraints
+from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
 from .structure import Structure
 
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -60,13 +59,9 @@ class Sampler:
         return twin
 
     def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None) -> int:
-        """A token id from float32 logits `[V]` that follow `tokens`, the first `prompt` of which (None: all) are the
-        prompt. Raises InputError where nothing may be chosen, LogitsError where logits are no numbers."""
-        if logits.max().isnan():
-            raise LogitsError(
-                "the model's logits are no numbers (NaN): its activations have overflowed, as they do in float16, or "
-                "its weights hold such; load it with dtype='bfloat16' or 'float32'"
-            )
+        """Return the next token id, from float32 logits `[V]` behind `tokens`, the first `prompt` of which (None: all)
+        are the prompt. Raises InputError if the constraints leave no token, LogitsError for NaN logits."""
+        check_logits(logits)
         scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
         token = int(scores.argmax()) if self._greedy else self._draw(scores)
         if self._structure is not None:
@@ -91,16 +86,10 @@ class Sampler:
         if not self._constraints and self._structure is None:
             return scores
         history = torch.tensor([tokens], device=scores.device)
-        found: torch.Tensor = self._constraints(
-            cast(torch.LongTensor, history), cast(torch.FloatTensor, scores.clone())
-        )
+        found = apply_constraints(self._constraints, history, scores.clone())
         if self._structure is not None:
             found = found.masked_fill(~self._structure.allowed().to(found.device), -torch.inf)
-        if not torch.isfinite(found.max()):
-            raise InputError(
-                "no token may be chosen: what allows tokens (allowed_token_ids, structured_outputs, logits_processors) "
-                "and what forbids them (bad_words, logit_bias, min_tokens) leave none"
-            )
+        check_any_allowed(found)
         return found
 
     def _begin(self, scores: torch.Tensor, prompt: int) -> None:

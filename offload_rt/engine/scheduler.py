@@ -1,63 +1,87 @@
-"""Who runs: a queue of waiting requests, the one whose prompt is prefilled, and those that decode."""
+"""The queues of an engine: requests that wait, the one whose prompt is prefilled, and those that decode."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import OffloadError, PoolFullError
+from ..errors import EngineError, PoolFullError
 from ..forward.prefill import Prefill
+from .failures import failure
 from .request import Request
 from .runner import Runner
 from .swap import Swap, SwappedSequence
 
+logger = logging.getLogger(__name__)
+
 
 class Scheduler:
-    """First come, first served. A request is admitted when the pool has room for its prompt and a chunk for each
-    running sequence besides; it then grows chunk by chunk. When the pool runs out, the youngest is preempted: it keeps
-    its tokens and goes back to the head of the queue. When there is room its rows come back from disk, if there is a
-    `swap` and that was estimated cheaper, or are computed again (but for what the prefix tree still has). The oldest is
-    never preempted, so something always finishes; one that would not fit an empty pool is refused at once. Where
-    engines of other threads use the same pool, the only one here gives way to theirs, and waits for what they free.
+    """Serves requests first come, first served.
 
-    Owns `waiting`, `prefilling` and `running` (in order of admission); a request is in at most one of them. What could
-    not go on has left them and is in `failed`, with its error, until the engine says so."""
+    A request is admitted if the pool has room for its prompt and one more block for each running sequence. It then
+    grows block by block. If the pool runs out of memory, the youngest request is preempted: it keeps its tokens and
+    goes back to the head of the queue. When there is room again, its KV cache is read from disk if there is a `swap`
+    and that is estimated to be faster, or else computed again. The oldest request is never preempted for a younger one,
+    so every request ends. A request that does not fit an empty pool fails at once. Engines of other threads that use
+    the same pool are coordinated by `PoolOrder`.
+
+    An exception in one request fails this request alone. Failed requests are in `failed`, with their error, until the
+    engine reports them. If memory of a failed request cannot be freed, all engines of the pool stop.
+
+    A request is in at most one of `waiting`, `prefilling` and `running` (in order of admission).
+    """
 
     def __init__(self, runner: Runner, max_batch: int, swap: Swap | None = None) -> None:
         self._runner, self._max_batch, self._swap = runner, max_batch, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
         self._stay: WeakSet[Request] = WeakSet()
+        self._tickets: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self.waiting: deque[Request] = deque()
         self.prefilling: tuple[Request, Prefill] | None = None
         self.running: list[Request] = []
         self.failed: deque[tuple[Request, Exception]] = deque()
         self.ended: deque[Request] = deque()
         self.preemptions = self.restored = 0
+        self.stalled = False
+        """Whether the only running request keeps its memory and waits for another engine to free some."""
         self._full = False
-        self.neighbour = runner.neighbours.join(self)
+        self.member = runner.order.join(self)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [*self.running, *(self.prefilling or ())[:1], *self.waiting]
 
     @property
     def holds(self) -> bool:
-        """Whether something prefills or runs."""
+        """Whether a request prefills or runs."""
         return bool(self.prefilling or self.running)
 
     @property
+    def oldest(self) -> int | None:
+        """The lowest ticket of all requests, or None if there are no requests."""
+        return min((self._tickets[request] for request in self.requests), default=None)
+
+    @property
     def idle(self) -> bool:
-        """Whether nothing waits, prefills or runs."""
+        """Whether there are no requests."""
         return not (self.waiting or self.holds)
 
     def add(self, request: Request, *, swaps: bool = True) -> None:
-        """Queues a request behind those that wait. swaps: what it holds is its own, so that its rows may go to disk and
-        come back without it."""
+        """Queue a request. swaps: its KV cache may go to disk; False if a session owns it. Raises EngineError if the
+        pool is broken."""
+        if (broken := self._runner.order.broken) is not None:
+            raise broken
+        self._tickets[request] = self._runner.order.ticket()
         self.waiting.append(request)
         if not swaps:
             self._stay.add(request)
 
     def admit(self) -> None:
-        """Starts the prefill of the next request, if none is running, one waits and it fits now; one that comes back
-        from disk runs at once. One whose `start` raises fails; of a PoolFullError only where nothing runs that could
-        free chunks, here or in another thread's engine."""
-        if self.prefilling is not None or not self.waiting or self._full:
+        """Start the prefill of the next request, if none is running, one waits, and there is room for it. A request
+        that comes back from disk runs at once."""
+        if self.prefilling is not None or not self.waiting or self._full or not self.member.may_admit():
             return
         request = self.waiting[0]
         width = sum(r.width for r in self.running)
@@ -70,14 +94,9 @@ class Scheduler:
             self._runner.expect(request.sequences[0], request.expected_tokens, forks=request.width - 1)
             if self.running:
                 self._runner.retry_after_reclaim(lambda: self._runner.pool.check_spare(width))
-        except OffloadError as error:
-            request.drop(self._runner)
-            if isinstance(error, PoolFullError) and self.running:
-                self._full = True  # until somebody leaves: trying every step would cost every step
-            elif not isinstance(error, PoolFullError) or not self.neighbour.may_free():
-                self.fail(request, error)
+        except Exception as error:
+            self._not_started(request, error)
             return
-        self.neighbour.found_room()
         self.waiting.popleft()
         request.times.scheduled()
         self._discard_swapped(request)
@@ -86,6 +105,19 @@ class Scheduler:
             self.running.append(request)
         else:
             self.prefilling = request, prefill
+
+    def _not_started(self, request: Request, error: Exception) -> None:
+        """Handle an error of a request's start. A request without room waits if other requests will free memory."""
+        try:
+            request.drop(self._runner)
+        except Exception as other:
+            error = other
+        if not isinstance(error, PoolFullError):
+            self.fail(request, error)
+        elif self.running:
+            self._full = True  # until a request leaves: to try in every step would cost every step
+        elif not self.member.wait_for_others():
+            self.fail(request, self.member.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
         """Whether a request that was preempted has its rows again, from disk. Raises PoolFullError."""
@@ -106,97 +138,151 @@ class Scheduler:
             self._swap.discard(swapped)
 
     def prefilled(self) -> list[Request]:
-        """The prefill is done: its request runs, and so do the completions that fork from it, those that fit; the
-        others wait. Returns all that begin to run."""
+        """Move the request whose prefill is done to `running`, with the completions that fork from it. Forks without
+        room wait. Return all requests that begin to run."""
         assert self.prefilling is not None and self.prefilling[1].done
         request, prefill = self.prefilling
         self.prefilling = None
         started = [request]
         for fork in request.take_pending():
+            self._tickets[fork] = self._tickets[request]
             try:
                 fork.fork_from(self._runner, prefill.sequence)
                 started.append(fork)
             except PoolFullError:
                 self.waiting.append(fork)
+            except Exception as error:
+                self.fail(fork, error)
         self.running += started
         return started
 
     def allocate(self) -> None:
-        """Allocates the next step of all that run, oldest first, and preempts the youngest where the pool is full. One
-        that cannot go on alone fails."""
+        """Allocate the next step of all running requests, oldest first. If the pool is full, preempt the youngest."""
+        self.stalled = False
         for request in list(self.running):
-            while request in self.running:
+            while request in self.running and not self.stalled:
                 try:
                     request.reserve(self._runner)
                     break
                 except PoolFullError as error:
                     if self.prefilling is None and self.running == [request]:
-                        self.stop(request, error)
+                        self.stall(request, error)
                         break
                     self.preempt(self.running[-1] if self.prefilling is None else self.prefilling[0])
+                except Exception as error:
+                    self.fail(request, error)
 
-    def stop(self, request: Request, error: PoolFullError) -> None:
-        """Of one that runs alone and has no room: it waits for what other threads' engines free, or else fails."""
-        if not self.neighbour.may_free():
-            self.fail(request, error)
-            return
-        self.preempt(request)
-        self._full = False
+    def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
+        """Let the only started request, which has no room, wait for other engines. It fails if they hold nothing.
+
+        Args:
+            keep: The request may keep its memory while it waits. It does so if it is the oldest of the pool; else it
+                gives way.
+        """
+        if not self.member.wait_for_others():
+            self.fail(request, self.member.describe(error))
+        elif keep and self.member.claims:
+            self.stalled = self._full = True
+        else:
+            self.preempt(request)
+            if not self.member.claims:
+                self.member.give_way()
+
+    def retry_later(self, request: Request, error: PoolFullError) -> None:
+        """Send a request that found no room within a step back to the queue: its step is half done."""
+        if self.running in ([], [request]):
+            self.stall(request, error, keep=False)
+        else:
+            self.preempt(request)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """Ends a request that cannot go on; it holds nothing any more, and what it has written stays with it."""
-        self.remove(request)
+        """End a request with an error, and free what it holds."""
         self.finish(request)
-        self.failed.append((request, error))
+        self.failed.append((request, failure(request, error)))
 
-    def finish(self, request: Request) -> None:
-        """Ends a request that has left the queues; it is in `ended` until it has been made durable."""
-        request.finish(self._runner, "abort")
+    def fail_all(self, error: EngineError) -> None:
+        """End all requests with an error."""
+        for request in self.requests:
+            self.fail(request, error)
+
+    def finish(self, request: Request) -> Exception | None:
+        """End a request: take it out of the queues and free what it holds. It is in `ended` until it was persisted.
+        Return what went wrong, or None."""
+        failed = None
+        try:
+            self.remove(request)
+            request.finish(self._runner, "abort")
+        except Exception as error:
+            failed = error
+            self._free(request)
         self.ended.append(request)
+        self._runner.order.freed(ended=True)
+        return failed
 
-    def preempt(self, request: Request) -> None:
-        """Sends a request back to the head of the queue and frees what it holds; its rows may go to disk."""
-        swapped = self._swap_out(request)
-        self.remove(request)
-        request.drop(self._runner)
-        self.waiting.appendleft(request)
+    def _free(self, request: Request) -> None:
+        """Free what a request holds, after a first attempt failed. If this fails too, memory is lost and counts may be
+        wrong, so no engine may use the pool any more."""
+        request.finish_reason = request.finish_reason or "abort"
+        try:
+            request.drop(self._runner)
+        except Exception as error:
+            logger.critical("the KV pool is inconsistent", exc_info=error)
+            self._runner.order.broken = broken = EngineError(
+                f"the memory of request {request.prompt.id} could not be freed ({type(error).__name__}: {error}), so "
+                "the KV pool is inconsistent and all requests fail. Load the model again; the traceback is in the log"
+            )
+            broken.__cause__ = error
+
+    def preempt(self, request: Request, *, swap: bool = True) -> None:
+        """Send a request back to the head of the queue and free what it holds. swap: its KV cache may go to disk."""
+        swapped = self._swap_out(request) if swap else None
+        if not self.restart(request):
+            return
         if swapped is not None:
             self._swapped_out[request] = swapped
         self.preemptions += 1
-        self._full = True  # what was freed is for those that run; it waits until one of them leaves
+        self._full = bool(self.running)  # what was freed is for those; the request waits until one of them leaves
+        self._runner.order.freed(ended=False)
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
-        """Writes the rows of a running request to disk where that is the cheaper way to have them again."""
+        """Write the KV cache of a running request to disk if that is cheaper than computing it again."""
         if self._swap is None or request in self._stay or request not in self.running or request.tokens is None:
             return None
         [sequence] = request.sequences
-        return self._swap.swap_out(sequence, sum(len(one.sequences) for one in self.running))
+        try:
+            return self._swap.swap_out(sequence, sum(len(one.sequences) for one in self.running))
+        except Exception:
+            logger.warning("a preempted request could not be written to disk; it is computed again", exc_info=True)
+            return None
 
-    def restart(self, request: Request) -> None:
-        """Sends the request whose prefill runs back to the head of the queue, to start again at once."""
-        self.remove(request)
-        request.drop(self._runner)
+    def restart(self, request: Request) -> bool:
+        """Send a request back to the head of the queue, to start again. Return whether it has not failed by that."""
+        try:
+            self.remove(request)
+            request.drop(self._runner)
+        except Exception as error:
+            self.fail(request, error)
+            return False
         self.waiting.appendleft(request)
+        return True
 
     def remove(self, request: Request) -> None:
-        """Takes a request out of wherever it is."""
+        """Take a request out of its queue."""
         self._full = False
-        self.neighbour.found_room()
-        self._discard_swapped(request)
-        for sequence in request.sequences:
-            self._runner.expect(sequence, 0)
         if self.prefilling is not None and self.prefilling[0] is request:
             self.prefilling = None
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
             self.running.remove(request)
+        for sequence in request.sequences:
+            self._runner.expect(sequence, 0)
+        self._discard_swapped(request)
 
     def check_integrity(self) -> None:
-        """Asserts that no request is in two places and that only those that started hold sequences."""
-        prefilling = [] if self.prefilling is None else [self.prefilling[0]]
-        requests = [*self.waiting, *prefilling, *self.running]
-        assert len({id(request) for request in requests}) == len(requests)
-        assert all(request.sequences for request in [*self.running, *prefilling])
+        """Assert that no request is in two queues and that only started requests hold sequences."""
+        started = [*self.running, *(self.prefilling or ())[:1]]
+        assert len({id(request) for request in self.requests}) == len(self.requests)
+        assert all(request.sequences for request in started)
         assert not any(request.sequences for request in self.waiting)
         assert set(self._swapped_out) <= set(self.waiting)

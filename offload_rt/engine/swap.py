@@ -44,7 +44,7 @@ class SwappedSequence:
     position: int
     exact: int
     shift: int
-    truncation_id: str
+    provenance: str
     floor: int
 
     @property
@@ -128,7 +128,7 @@ class Swap:
         known = blocks.length
         sequence = runner.adopt(
             tokens, blocks, capacity=swapped.position + 1, known=swapped.position, exact=swapped.exact,
-            shift=swapped.shift, truncation_id=swapped.truncation_id,
+            shift=swapped.shift, provenance=swapped.provenance,
         )  # fmt: skip
         if not self._load(blocks, found):
             pool.truncate(blocks, known)
@@ -171,7 +171,7 @@ class Swap:
         windows = [name.window(group) for name in shown for group in groups.groups if group]
         return SwappedSequence(
             names if groups.full else [], windows, sequence.position, sequence.exact, sequence.shift,
-            sequence.truncation_id, sequence.blocks.floor,
+            sequence.provenance, sequence.blocks.floor,
         )  # fmt: skip
 
     def _names(self, sequence: Sequence) -> Iterator[NamedChunk]:
@@ -179,7 +179,7 @@ class Swap:
         own, parent = f"{FOLDER}-{next(self._ids)}", self._disk.root
         for i, tokens in enumerate(pack_tokens(sequence.tokens, sequence.position)):
             stop = min((i + 1) * CHUNK, sequence.position)
-            lineage = (EXACT if stop <= sequence.exact else own) + sequence.truncation_id
+            lineage = (EXACT if stop <= sequence.exact else own) + sequence.provenance
             key = chunk_key(parent, lineage, tokens)
             yield NamedChunk(i, parent, lineage, tokens, key)
             parent = key
@@ -188,7 +188,7 @@ class Swap:
         """What the prefix tree has of the tokens that an exact prefill computed."""
         if not self._runner.config.prefix_sharing:
             return BlockTable(floor=swapped.floor)
-        lineage = EXACT + swapped.truncation_id
+        lineage = EXACT + swapped.provenance
         return self._runner.pool.match(tokens[: swapped.exact + 1], lineage, floor=swapped.floor)
 
     def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[PlacedChunk] | None:

@@ -23,11 +23,11 @@ class Sequence:
     table, slots and state; all three fork with it.
 
     `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
-    `truncation_id` names what was cut: it belongs to the lineage of every chunk. `interrupted`: a step on it was
-    interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool below
-    `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks` how
-    many others will fork from it and may grow as long. `draft_start`: while drafts are decoded, the first token that
-    may be taken back: what its windows show is kept. `drafter`: the same text in the pool of a draft model."""
+    `provenance` names the cache salt and what was cut: it is part of the key of every chunk. `interrupted`: a step on
+    it was interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool
+    below `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks`
+    how many others will fork from it and may grow as long. `draft_start`: while drafts are decoded, the first token
+    that may be taken back: what its windows show is kept. `drafter`: the same text in the pool of a draft model."""
 
     id: int
     tokens: list[int]
@@ -41,7 +41,7 @@ class Sequence:
     unlearned: int = 0
     learned: int = 0
     shift: int = 0
-    truncation_id: str = ""
+    provenance: str = ""
     interrupted: bool = False
     expected: int = 0
     forks: int = 0

@@ -1,116 +1,74 @@
-"""A digest that tells one model from another in a fraction of a second, wherever and however its weights are stored.
+"""A digest of a model: its architecture, its whole configuration and every number of its weights.
 
-Skew artifacts, the calibration cache and stored sessions belong to one model; this is how they know it.
+Skew artifacts, the calibration cache and stored KV belong to one model and name it by this digest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from .packed import packing_of, tensors_of
 from .text_part import is_of, other_parts, text_config
 
-_VERSION = 2
-_SAMPLES = 512
-"""Elements of each tensor that are hashed: every element of a bias or gain of a small model, 0.3 MB of an 8B model."""
-_SPREAD = 2_654_435_761
-"""Knuth's multiplicative hash, a prime: multiples of it fall on all rows and columns, where a stride may miss some."""
+_VERSION = 3
+_BLOCK_ELEMENTS = 1 << 20
+"""Elements of a weight that are digested at a time: copies stay in the processor's cache."""
 
-_ESSENTIALS = (
-    "rope_parameters",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "layer_norm_epsilon",
-    "layer_norm_elementwise_affine",
-    "do_layer_norm_before",
-    "hidden_act",
-    "activation_function",
-    "sliding_window",
-    "use_sliding_window",
-    "layer_types",
-    "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
-    "tie_word_embeddings",
-)
-"""What changes a model's numbers and cannot be seen from the names, shapes and values of its weights."""
-
-_OF_SOME = (
-    "hidden_activation",
-    "layer_norm_eps",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "query_pre_attn_scalar",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "logits_scaling",
-    "logit_scale",
-    "no_rope_layers",
-    "use_parallel_residual",
-    "parallel_attn",
-    "new_decoder_architecture",
-    "multi_query",
-    "num_kv_heads",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "attention_value_scale",
-    "attention_chunk_size",
-    "attn_temperature_tuning",
-    "attn_scale",
-    "floor_scale",
-)
-"""The same, of architectures that came later: named only where a configuration has them, so that the fingerprints of
-the others stay."""
+_NEUTRAL = frozenset(
+    {
+        "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+        "finetuning_task", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
+        "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type",
+        "return_dict", "sep_token_id", "torch_dtype", "transformers_version", "use_cache",
+    }
+)  # fmt: skip
+"""Configuration entries that cannot change the numbers of an evaluation, beside those that begin with "_". All others
+count, known or not."""
 
 
 def fingerprint(model: Any) -> str:
-    """sha256, 64 hex digits, of a loaded transformers model: its architecture, the configuration that changes its
-    numbers, and name, shape and a fixed sample of up to 512 elements of every weight, rounded to bfloat16; of a
-    multimodal model, those of its text part.
+    """Return the digest of a loaded transformers model as 64 hexadecimal digits.
 
-    The same on every device, for every layout of the checkpoint's files, for every version of transformers, and whether
-    a model is loaded in float32 or in bfloat16: what is calibrated on a CPU serves the same model on a GPU. What is
-    tied to a dtype (stored KV) must name it beside the fingerprint. A change that touches none of the sampled elements,
-    or is lost in the rounding, goes unseen; training changes them all.
+    It covers the class, all configuration entries but `_NEUTRAL`, and name, shape and all elements of every weight (of
+    a multimodal model, those of its language model). It does not depend on the device, the checkpoint's file layout,
+    or a dtype that holds the checkpoint's numbers exactly: a bfloat16 checkpoint loaded in float32 has the same one.
+    Numbers that depend on the dtype of computation, such as stored KV, must name that dtype as well.
     """
     digest = hashlib.sha256(f"offload-rt model {_VERSION}\n{_architecture(model)}\n".encode())
-    samples = []
     weights = dict(model.named_parameters())
-    if packing_of(model) is not None:  # some keep packed numbers in buffers
+    if packing_of(model) is not None:  # some formats keep packed numbers in buffers
         weights |= dict(model.named_buffers())
     others = other_parts(model)
     for name, weight in sorted(weights.items()):
-        if any(is_of(part, name) for part in others):
-            continue
-        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        samples += [_sample(tensor.detach()).to(torch.bfloat16) for tensor in tensors_of(weight)]
-    # One copy to the host, not one per weight.
-    digest.update(torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes())
+        if not any(is_of(part, name) for part in others):
+            digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+            for tensor in tensors_of(weight):
+                digest.update(_digest(tensor.detach()))
     return digest.hexdigest()
 
 
 def _architecture(model: nn.Module) -> str:
-    """The model's class and the essentials of its configuration as canonical JSON."""
+    """Return the model's class and configuration as canonical JSON."""
     config: Any = text_config(model.config)
-    essentials = {key: _canonical(getattr(config, key, None)) for key in _ESSENTIALS}
-    further = {key: _canonical(getattr(config, key, None)) for key in _OF_SOME}
-    essentials |= {key: value for key, value in further.items() if value is not None}
-    return json.dumps({"architecture": type(model).__name__, "config": essentials}, sort_keys=True)
+    said = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
+    if packing_of(model) is None:  # how a file was packed says nothing about weights that were unpacked
+        said.pop("quantization_config", None)
+    entries = {key: _canonical(value) for key, value in said.items()}
+    entries = {key: value for key, value in entries.items() if value is not None}
+    return json.dumps({"architecture": type(model).__name__, "config": entries}, sort_keys=True, default=str)
 
 
 def _canonical(value: Any) -> Any:
-    """`value` with every number a float (checkpoints write 10000 and 10000.0) and without keys that say nothing."""
+    """Return `value` with every number as float (checkpoints write 10000 and 10000.0) and without empty entries."""
     if isinstance(value, dict):
-        return {key: _canonical(item) for key, item in value.items() if item is not None}
+        return {str(key): _canonical(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
         return [_canonical(item) for item in value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -118,10 +76,30 @@ def _canonical(value: Any) -> Any:
     return value
 
 
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """`[min(512, elements)]` elements of `weight`, always the same ones, however it lies in memory, on its device."""
-    elements = weight.numel()
-    if elements <= _SAMPLES:
-        return weight.reshape(-1)
-    index = torch.arange(_SAMPLES, device=weight.device) * _SPREAD % elements
-    return weight[torch.unravel_index(index, weight.shape)]
+def _digest(weight: torch.Tensor) -> bytes:
+    """Return a digest of all elements that does not depend on strides and device.
+
+    Numbers that bfloat16 holds exactly are digested as bfloat16, so that a checkpoint has one digest however wide it is
+    loaded. A block with other numbers is digested as it is, too."""
+    narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
+    for start, block in _blocks(weight):
+        rounded = block.bfloat16() if block.is_floating_point() else block
+        narrow.update(_bytes(rounded))
+        if rounded.dtype != block.dtype and not torch.equal(rounded.to(block.dtype), block):
+            single = block.float()
+            exact = single if torch.equal(single.to(block.dtype), block) else block
+            wide.update(start.to_bytes(8, "little"))
+            wide.update(_bytes(exact))
+    return narrow.digest() + wide.digest()
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the elements in order as flat CPU tensors, each with its first row. Borders depend on the shape alone."""
+    rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
+    at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
+    for start in range(0, len(rows), at_once):
+        yield start, rows[start : start + at_once].cpu().reshape(-1)
+
+
+def _bytes(block: torch.Tensor) -> memoryview:
+    return block.contiguous().view(torch.uint8).numpy().data

@@ -117,7 +117,9 @@ class PrefixTree:
             node = next((n for lineage in lineages if (n := self._find(parent, lineage, data)) is not None), None)
             if node is None:
                 children = self._tops if parent is None else parent.children
-                return known + max((_same_tokens(child.tokens, data) for child in children.values()), default=0)
+                # Blocks of other lineages may be another client's (cache salts): their tokens must not be visible.
+                mine = (child for child in children.values() if child.lineage in lineages)
+                return known + max((_same_tokens(child.tokens, data) for child in mine), default=0)
             parent, known = node, known + CHUNK
         return known
 

@@ -117,8 +117,11 @@ class StoredRows:
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[Span]:
-        """Where the token slots `tokens` of a group's layers lie, in token order, in as few pieces as possible."""
+        """Return where the token slots `tokens` lie in a group's layers, in token order, in as few spans as possible.
+        An empty range has no span: it may lie in a block for which a sliding layer has no slots."""
         assert tokens.step == 1 and tokens.start >= 0
+        if not tokens:
+            return []
         first = tokens.start // CHUNK
         held = self.chunks_of(blocks, group, range(first, chunks_for(tokens.stop)))
         assert len(held) == chunks_for(tokens.stop) - first

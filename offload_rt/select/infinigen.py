@@ -13,7 +13,7 @@ import torch
 from ..core import ModelGeometry, Selection, Visible
 from ..errors import ArtifactError
 from ..kernels.h2d_copy import copy_into, to_device
-from ..kernels.low_bit import Layout, LowBitQuery
+from ..kernels.low_bit import LowBitQuery
 from ..kernels.pages import PAGE_TOKENS
 from ..kernels.reference import capped
 from ..kernels.selection import extend_selection, floor_share
@@ -24,7 +24,7 @@ from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .budget import budget_tokens, dense_layers
 from .demand import MemoryDemand
 from .key_lists import KeyLists, Rule, Spans
-from .low_bit_rows import VALUE_BITS, LowBitRows, RowBasis, basis_bytes, row_bytes
+from .low_bit_rows import LowBitRows, RowBasis, basis_bytes, row_bytes, row_layout
 from .options import InfiniGenOptions
 from .passive import PassiveState
 from .registry import PolicyContext
@@ -283,7 +283,7 @@ class InfiniGen:
             for layer in range(geometry.layers)
             if layer not in self.dense_layers
         }
-        layout = Layout(geometry.head_dim, VALUE_BITS[self.options.tail])
+        layout = row_layout(self.options.tail, geometry)
         return lambda: LowBitRows(bases, layout, self.keys_device)
 
     def _keys_factory(

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from ..core import ModelGeometry
+from ..errors import ConfigError
 from ..kernels import dispatch
 from ..kernels.lists import Scores
-from ..kernels.low_bit import Layout, LowBitQuery, mixing
+from ..kernels.low_bit import Layout, LowBitQuery, mixing, packs
 from ..kernels.pages import BLOCK, Pages, PageTable
 from ..kernels.selection import skew
 from ..skewing.artifact import SkewArtifact
@@ -32,8 +33,19 @@ VALUE_BITS = {"int4": 4, "int2": 2}
 
 
 def row_bytes(tail: str, geometry: ModelGeometry) -> float:
-    """Bytes of the low-bit rows of one token of one layer."""
-    return geometry.kv_heads * Layout(geometry.head_dim, VALUE_BITS[tail]).block_bytes / BLOCK
+    """Bytes of the low-bit rows of one token of one layer. Raises ConfigError like `row_layout`."""
+    return geometry.kv_heads * row_layout(tail, geometry).block_bytes / BLOCK
+
+
+def row_layout(tail: str, geometry: ModelGeometry) -> Layout:
+    """Return the block layout. Raises ConfigError if a token's packed numbers do not fill whole bytes."""
+    if not packs(geometry.head_dim, VALUE_BITS[tail]):
+        other = "" if tail == "int4" or not packs(geometry.head_dim, 4) else "tail='int4', "
+        raise ConfigError(
+            f"tail={tail!r} cannot pack the model's head_dim={geometry.head_dim} into whole bytes; use {other}"
+            "tail='off' or preset='rows'"
+        )
+    return Layout(geometry.head_dim, VALUE_BITS[tail])
 
 
 def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:

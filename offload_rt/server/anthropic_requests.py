@@ -9,7 +9,7 @@ from pydantic import Field
 
 from .conversation import Conversation, call_message, text_of
 from .errors import refused
-from .openai_requests import Body, Count, Texts
+from .openai_requests import Body, CacheSalt, Count, Texts
 
 
 class Turn(Body):
@@ -54,6 +54,7 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 def from_messages(body: CountRequest) -> Conversation:

@@ -19,7 +19,7 @@ from ..errors import OffloadError
 from .anthropic_requests import CountRequest, MessagesRequest
 from .chat import chat
 from .completions import complete
-from .connection import ClientGoneError, json_answer
+from .connection import ClientGoneError, json_answer, until_gone
 from .conversation import Conversation, template_message, tool_options
 from .errors import RefusedError, error_response, refusal, refused
 from .gate import GONE, REQUEST_ID, Gate
@@ -130,7 +130,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        service.forget([service.responses.delete(name, request.scope["state"]["owner"])])
+        await service.delete_response(request.scope["state"]["owner"], name)
         return {"id": name, "object": "response", "deleted": True}
 
 
@@ -149,7 +149,7 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/sessions/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        service.forget([service.conversations.delete(request.scope["state"]["owner"], name)])
+        await service.delete_session(request.scope["state"]["owner"], name)
         return {"id": name, "object": "session", "deleted": True}
 
 
@@ -159,26 +159,30 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
         return await messages(service, body, request)
 
     @app.post("/v1/messages/count_tokens")
-    async def count(body: CountRequest) -> Response:
-        return await count_tokens(service, body)
+    async def count(body: CountRequest, request: Request) -> Response:
+        return await count_tokens(service, body, request)
 
 
 def _add_tools(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise refused("give either prompt, a text, or messages", "prompt")
         if body.messages is None:
-            ids = await service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
+            work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
+            ids = await until_gone(request.receive, work)
         else:
             messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+            if body.continue_final_message:
+                raise refused("continue_final_message: this server cannot continue a message", "continue_final_message")
             tools, template = tool_options(body.tools, None), body.chat_template_kwargs or {}
             conversation = Conversation(messages, **tools, template=template)
-            _, ids = await service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
+            made = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
+            _, ids = await until_gone(request.receive, made)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": service.room.most, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = service.prompts.tokenizer.convert_ids_to_tokens(ids)
+            found["token_strs"] = await service.prompts.tokens_of(ids)
         return found
 
     @app.post("/detokenize")

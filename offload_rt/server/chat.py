@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -41,12 +41,12 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
         "model": service.name,
     }
     keep = _keeper(service, body, request)
-    steps = answer(service, request, what)
+    steps, hold = answer(service, request, what), service.answering(what.where.session)
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
         traced = await _traced(service, text, what) if body.trace else None
-        return await streamed(request.receive, _events(steps, head, top, usage, keep, traced))
-    return json_answer(await until_gone(request.receive, _whole(steps, head, top, what.params.n, keep)))
+        return await streamed(request.receive, _events(steps, head, top, usage, keep, traced, hold))
+    return json_answer(await until_gone(request.receive, _whole(steps, head, top, what.params.n, keep, hold)))
 
 
 Keep = Callable[[Sequence[Piece]], None]
@@ -79,7 +79,7 @@ async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs is for logprobs: true", "top_logprobs")
     conversation = from_chat(body)
-    text, ids = await service.prompts.of_conversation(conversation)
+    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     structured = structured_outputs(body.response_format, body.structured_outputs)
     forced = {} if structured else forced_call(conversation)
@@ -96,6 +96,7 @@ async def _events(
     with_usage: bool,
     keep: Keep,
     traced: TraceEvents | None,
+    hold: AbstractContextManager[None],
 ) -> AsyncGenerator[bytes, None]:
     usage, calls, said = Usage(), dict[int, int](), list[Piece]()
     null = {"usage": None} if with_usage else {}
@@ -121,24 +122,25 @@ async def _events(
         elif logprobs is not None:
             yield chunk(step.index, {"content": ""}, logprobs=logprobs)
 
-    try:
-        async with aclosing(steps):
-            async for step in steps:
-                if not begun:
-                    begun = True
-                    keep(said)
-                    if traced is not None:
-                        yield event(head | {"choices": [], "trace": traced.head})
-                usage = step.usage
-                said += step.pieces if step.index == 0 else ()
-                if step.watched is None:
-                    for one in gained(step):
-                        yield one
-                elif traced is not None and (new := traced.of(step.watched)) is not None:
-                    yield event(head | {"choices": [], "trace": new})
-    finally:
-        if begun:  # also of an answer that the client stopped
-            keep(said)
+    with hold:  # until the answer is stored: a deletion in between would be undone by `keep`
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    if not begun:
+                        begun = True
+                        keep(said)
+                        if traced is not None:
+                            yield event(head | {"choices": [], "trace": traced.head})
+                    usage = step.usage
+                    said += step.pieces if step.index == 0 else ()
+                    if step.watched is None:
+                        for one in gained(step):
+                            yield one
+                    elif traced is not None and (new := traced.of(step.watched)) is not None:
+                        yield event(head | {"choices": [], "trace": new})
+        finally:
+            if begun:  # also of an answer that the client stopped
+                keep(said)
     if with_usage:
         yield event(head | {"choices": [], "usage": usage_json(usage)})
     yield event("[DONE]")
@@ -164,20 +166,26 @@ def _logprobs(step: Step, top: int | None) -> dict[str, Any] | None:
 
 
 async def _whole(
-    steps: AsyncGenerator[Step, None], head: dict[str, Any], top: int | None, count: int, keep: Keep
+    steps: AsyncGenerator[Step, None],
+    head: dict[str, Any],
+    top: int | None,
+    count: int,
+    keep: Keep,
+    hold: AbstractContextManager[None],
 ) -> dict[str, Any]:
     usage, pieces = Usage(), [list[Piece]() for _ in range(count)]
     choices: list[dict[str, Any]] = [{"index": i, "logprobs": None} for i in range(count)]
-    async with aclosing(steps):
-        async for step in steps:
-            usage = step.usage
-            pieces[step.index] += step.pieces
-            choice = choices[step.index]
-            if (found := _logprobs(step, top)) is not None:
-                before = choice["logprobs"] or {"content": []}
-                choice["logprobs"] = found | {"content": before["content"] + found["content"]}
-            choice |= {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
-    keep(pieces[0])
+    with hold:
+        async with aclosing(steps):
+            async for step in steps:
+                usage = step.usage
+                pieces[step.index] += step.pieces
+                choice = choices[step.index]
+                if (found := _logprobs(step, top)) is not None:
+                    before = choice["logprobs"] or {"content": []}
+                    choice["logprobs"] = found | {"content": before["content"] + found["content"]}
+                choice |= {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
+        keep(pieces[0])
     for choice, own in zip(choices, pieces, strict=True):
         choice["message"] = _message(own)
     return head | {"choices": choices, "usage": usage_json(usage)}

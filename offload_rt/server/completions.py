@@ -48,7 +48,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         raise refused("suffix: this server does not fill in between", "suffix")
     if (body.best_of or n) != n:
         raise refused("best_of must be n, or left out: this server ranks no completions", "best_of")
-    prompts = await _prompts(service, body)
+    prompts = await until_gone(request.receive, _prompts(service, body))
     logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
     logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
     logprobs |= structured_outputs(body.response_format, body.structured_outputs)
@@ -99,18 +99,19 @@ async def _one(
     """What one prompt's completions gain, step by step."""
     deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))
     echoed: set[int] = set()
-    async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:
-        async for output in outputs:
-            choices = []
-            for delta in deltas.of(output):
-                echo = "" if delta.index in echoed else prompt.echo
-                echoed.add(delta.index)
-                choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
-                if echo and top is not None and output.prompt_logprobs is not None:
-                    before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0, prompt.first)
-                    choice["logprobs"] = _with(before, choice["logprobs"])
-                choices.append(choice)
-            yield choices, prompt.number, usage_of(output)
+    with service.answering(where.session):
+        async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:
+            async for output in outputs:
+                choices = []
+                for delta in deltas.of(output):
+                    echo = "" if delta.index in echoed else prompt.echo
+                    echoed.add(delta.index)
+                    choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
+                    if echo and top is not None and output.prompt_logprobs is not None:
+                        before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0, prompt.first)
+                        choice["logprobs"] = _with(before, choice["logprobs"])
+                    choices.append(choice)
+                yield choices, prompt.number, usage_of(output)
 
 
 def _choice(index: int, echo: str, delta: Delta, top: int | None, offsets: dict[int, int]) -> dict[str, Any]:

@@ -33,8 +33,28 @@ class Conversation:
         return [self.named] if self.named else [tool["function"]["name"] for tool in self.tools]
 
 
+def refuse_prefill(messages: Sequence[Mapping[str, Any]], param: str) -> None:
+    """Refuse a conversation that ends with an assistant's message, which clients send to have it continued. A template
+    would close that message and begin another one, so that the answer would not be what was requested."""
+    if messages and messages[-1].get("role") == "assistant":
+        raise refused(
+            f"{param} ends with a message of the assistant, and this server cannot continue a message: remove it, add "
+            "a message of the user or a tool after it, or send the whole prompt as text to /v1/completions",
+            param,
+        )
+
+
 def from_chat(body: ChatRequest) -> Conversation:
-    """The conversation of a chat request. Raises RefusedError for parts that are no text."""
+    """The conversation of a chat request. Raises RefusedError for parts that are not text, and for prefill."""
+    refuse_prefill([{"role": message.role} for message in body.messages[-1:]], "messages")
+    if body.continue_final_message:
+        raise refused("continue_final_message: this server cannot continue a message", "continue_final_message")
+    if body.add_generation_prompt is False:
+        raise refused(
+            "add_generation_prompt must be true: without the beginning of an answer the model would continue the last "
+            "message. Send the whole prompt as text to /v1/completions instead",
+            "add_generation_prompt",
+        )
     return Conversation(
         [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
         **tool_options(body.tools, body.tool_choice),

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from ..errors import (
     DiskError,
+    EngineError,
     LogitsError,
     MemoryLimitError,
     OffloadError,
@@ -78,13 +79,13 @@ def refusal(error: BaseException) -> RefusedError:
     if isinstance(error, QueueFullError):
         return RefusedError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, SessionBusyError):
-        message = "this session is answering: one answer at a time"
+        message = "this conversation is being answered or deleted: ask again when that has ended"
         return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
         return refused(str(error), code="pool_full")
     if isinstance(error, LogitsError):
         return RefusedError(500, str(error))
-    if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError)):
+    if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError, EngineError)):
         return refused(str(error))
     if isinstance(error, (RequestValidationError, ValidationError)):  # of pydantic: made of what a client sent
         return _invalid(error.errors())

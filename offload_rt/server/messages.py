@@ -14,18 +14,23 @@ from starlette.responses import Response
 from .answers import Step, answer, asked
 from .anthropic_requests import CountRequest, MessagesRequest, from_messages
 from .connection import event, json_answer, streamed, until_gone
+from .conversation import refuse_prefill
 from .deltas import Usage
 from .parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
-from .service import Service
+from .service import Service, Where
 from .structured import forced_call
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-async def count_tokens(service: Service, body: CountRequest) -> Response:
-    """How many tokens the prompt of a request has."""
+async def count_tokens(service: Service, body: CountRequest, request: Request) -> Response:
+    """Count the tokens of a prompt. A conversation that ends with an assistant's message is counted as it is: clients
+    measure with this how long a conversation has become."""
     service.check_model(body.model)
-    _, ids = await service.prompts.of_conversation(from_messages(body))
+    conversation = from_messages(body)
+    answers = conversation.messages[-1]["role"] != "assistant"
+    made = service.prompts.of_conversation(conversation, answer=answers)
+    _, ids = await until_gone(request.receive, made)
     return json_answer({"input_tokens": len(ids)})
 
 
@@ -33,12 +38,14 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     """Answers a request, whole or as events."""
     service.check_model(body.model)
     conversation = from_messages(body)
-    text, ids = await service.prompts.of_conversation(conversation)
+    refuse_prefill(conversation.messages, "messages")
+    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
     given = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(body, name)) is not None}
     forced = forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_tokens)
     params = service.params(max_tokens=tokens, stop=body.stop_sequences or (), **given, **forced)
-    steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced)))
+    where = Where(cache_salt=service.salt(request, body.cache_salt))
+    steps = answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
     message: dict[str, Any] = {
         "id": f"msg_{request.scope['state']['request_id']}",
         "type": "message",

@@ -13,6 +13,8 @@ TokenIds = list[Annotated[int, Field(ge=0, le=INT64)]]
 Count = Annotated[int, Field(ge=1, le=INT64)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=1000)]
 """Few enough that looking for them holds up nobody else's tokens."""
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1000)]
+"""Requests with different salts share no KV, so that they cannot learn of each other (vLLM's field)."""
 Choices = Annotated[int, Field(ge=1, le=128)]
 
 
@@ -72,6 +74,7 @@ class SampledBody(Body):
     policy_options: dict[str, Any] | None = None
     exact: bool | None = None
     session: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class Message(Body):
@@ -138,6 +141,8 @@ class ChatRequest(SampledBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     trace: bool | None = None
 
 
@@ -161,6 +166,7 @@ class TokenizeRequest(Body):
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -29,6 +29,8 @@ class ServerOptions:
     max_policies: policies, with their options, that requests may name at once, the server's own among them.
     timeout: seconds from a request's arrival to its last token; then it is aborted.
     grace: seconds that answers may still take when the server is asked to end.
+    share_prefixes: requests of different API keys share KV. Without it a key finds only what it has computed itself, so
+        that no key learns from `cached_tokens` or latency what another one has asked.
     documents: folder for what the server remembers of conversations; None: in memory.
     cors_origins: pages from elsewhere that may call from a browser; none: no page but the server's own.
     allowed_hosts: names by which a server that listens on this machine alone may be addressed, besides its own: what a
@@ -54,6 +56,7 @@ class ServerOptions:
     reasoning_parser: ReasoningParser = option(
         "auto", help="how thinking is marked (auto: by template)", group="server"
     )
+    share_prefixes: bool = option(False, help="share KV among API keys", group="server")
     documents: Path | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()

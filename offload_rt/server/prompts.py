@@ -1,29 +1,45 @@
-"""Prompts as token ids: texts, and conversations through the model's chat template. Made in a thread of their own, so
-that a long document holds up nobody's stream."""
+"""Prompts as token ids: texts, and conversations through the model's chat template. They are made in threads beside the
+event loop: long texts in one of their own, so that they delay neither streams nor short prompts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from ..allocator import give_back
 from ..errors import OffloadError
-from ..sessions.chat_render import encode_rendered, render_chat
+from ..sessions.chat_render import render_chat
 from .conversation import Conversation
 from .errors import refused
+from .sampling import Room
+from .tokenizing import TextTokenizer
 
 T = TypeVar("T")
 
+LONG = 1 << 18
+"""Characters from which on a text counts as long: a second or less of tokenizing. Long texts go one by one."""
+
+TOKEN_SIZE = 4
+"""Characters of a token, about, where ids are given; of a message, besides its text, 16 times that."""
+
+SHORT_THREADS = 2
+"""Threads for other texts."""
+
 
 class Prompts:
-    """What the model's tokenizer makes of texts. Raises RefusedError for what it cannot read."""
+    """What the model's tokenizer makes of texts. Raises RefusedError for texts that it cannot read, and for long ones
+    of more tokens than there is room for. Cancelling a call ends its work."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, "offload-rt-prompts")
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, room: Room) -> None:
+        self._tokenizer, self._room = tokenizer, room
+        self._texts = None if tokenizer is None else TextTokenizer(tokenizer)
+        self._short = ThreadPoolExecutor(SHORT_THREADS, "offload-rt-prompts")
+        self._long = ThreadPoolExecutor(1, "offload-rt-long-prompts")
 
     @property
     def template(self) -> str:
@@ -42,48 +58,74 @@ class Prompts:
 
     async def of_text(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        return await self._in_thread(lambda: self._ids(text, special_tokens))
+        return await self._in_thread(len(text), lambda cancelled: self._ids(text, special_tokens, cancelled))
 
     async def of_conversation(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """The conversation as the template prints it, and its token ids. answer: with what begins the answer."""
 
-        def make() -> tuple[str, list[int]]:
+        def make(cancelled: Event) -> tuple[str, list[int]]:
             text = self._rendered(conversation, answer)
-            return text, self._ids(text, special_tokens=False)
+            return text, self._ids(text, False, cancelled)
 
-        return await self._in_thread(make)
+        size = sum(len(message["content"]) + 16 * TOKEN_SIZE for message in conversation.messages)
+        return await self._in_thread(size, make)
 
     async def spans_of(self, text: str, tokens: int) -> list[tuple[int, int]]:
         """Where in a rendered text each of its `tokens` tokens stands; empty where the tokenizer does not say."""
 
-        def find() -> list[tuple[int, int]]:
+        def find(cancelled: Event) -> list[tuple[int, int]]:
             if not self.tokenizer.is_fast:
                 return []
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             return [(int(a), int(b)) for a, b in found] if len(found) == tokens else []
 
-        return await self._in_thread(find)
+        return await self._in_thread(len(text), find)
 
     async def text_of(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
-        size = len(self.tokenizer)
-        if wrong := [i for i in ids if i >= size]:
-            raise refused(f"{wrong[0]} is no token of this model, which has {size:,}", "tokens")
-        return await self._in_thread(lambda: str(self.tokenizer.decode(list(ids))))
+
+        def decode(cancelled: Event) -> str:
+            size = len(self.tokenizer)
+            if (wrong := next((i for i in ids if i >= size), None)) is not None:
+                raise refused(f"{wrong} is no token of this model, which has {size:,}", "tokens")
+            return str(self.tokenizer.decode(list(ids)))
+
+        return await self._in_thread(TOKEN_SIZE * len(ids), decode)
+
+    async def tokens_of(self, ids: Sequence[int]) -> list[str]:
+        """The tokens of token ids, as the vocabulary writes them."""
+        convert = self.tokenizer.convert_ids_to_tokens
+        return await self._in_thread(TOKEN_SIZE * len(ids), lambda cancelled: list(convert(list(ids))))
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads."""
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
+        """Return what `work` returns, for a text of `size` characters. Its event is set when nobody waits any more."""
+        cancelled, loop = Event(), asyncio.get_running_loop()
 
-    def _ids(self, text: str, special_tokens: bool) -> list[int]:
+        def long() -> T:
+            try:
+                return work(cancelled)
+            finally:
+                give_back()  # the allocator would keep hundreds of megabytes
+
+        try:
+            if size > LONG:
+                return await loop.run_in_executor(self._long, long)
+            return await loop.run_in_executor(self._short, work, cancelled)
+        finally:
+            cancelled.set()
+
+    def _ids(self, text: str, special_tokens: bool, cancelled: Event) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError:
             raise refused("a text holds half a surrogate pair, which is no character") from None
-        return encode_rendered(self.tokenizer, text, special_tokens=special_tokens)
+        assert self.tokenizer is not None and self._texts is not None
+        return self._texts.encode(text, special_tokens, cancelled, self._room.check_prompt)
 
     def _rendered(self, conversation: Conversation, answer: bool) -> str:
         if conversation.offered is not None and "tools" not in self.template:

@@ -10,6 +10,11 @@ from .documents import Documents, digest
 from .errors import RefusedError
 
 
+def response_of(owner: str, name: str) -> str:
+    """Return the session of the response `name` of a key; no other key's response has the same."""
+    return digest("response", owner, name)
+
+
 @dataclass(frozen=True)
 class Kept:
     """A response as it was answered, and the conversation up to and with it. session: where the engine keeps what it

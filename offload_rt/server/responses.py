@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,10 @@ from .answers import Step, answer, asked
 from .connection import event, json_answer, streamed, until_gone
 from .conversation import call_message
 from .deltas import Usage
-from .documents import digest
 from .errors import refused
 from .parsers.pieces import Content, Piece, ToolCall, joined
 from .response_items import Items
-from .response_store import Kept
+from .response_store import Kept, response_of
 from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
 from .service import Service, Where
 from .structured import forced_call, structured_outputs
@@ -41,51 +40,49 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
     messages = [*(before.messages if before else ()), *new_messages(body)]
     conversation = from_responses(body, messages)
-    text, ids = await service.prompts.of_conversation(conversation)
+    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
     given: dict[str, Any] = {
         name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None
     }
     given |= (structured := structured_outputs(format_of(body)))
     given |= (forced := {} if structured else forced_call(conversation))
     params = service.params(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
-    new = digest("response", owner, head["id"])
-    session = _Session(new if before is None else before.session)
+    salt = service.salt(request, body.cache_salt)
 
-    def answers() -> AsyncGenerator[Step, None]:
-        where = Where(session=session.name if service.remembers and body.store is not False else None)
+    def answers(session: str) -> AsyncGenerator[Step, None]:
+        where = Where(session=session if service.remembers and body.store is not False else None, cache_salt=salt)
         return answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
 
-    steps = session.alone(service, answers, new)
-
-    def keep(response: dict[str, Any], pieces: Sequence[Piece]) -> None:
+    def keep(session: str, response: dict[str, Any], pieces: Sequence[Piece]) -> None:
         if body.store is not False:
-            kept = Kept(owner, response, [*messages, _said(pieces)], session.name)
+            kept = Kept(owner, response, [*messages, _said(pieces)], session)
             service.forget(service.responses.add(head["id"], kept))
 
+    turn = _Turn(service, response_of(owner, head["id"]), None if before is None else before.session, answers, keep)
     if body.stream:
-        return await streamed(request.receive, _events(steps, head, keep))
-    return json_answer(await until_gone(request.receive, _whole(steps, head, keep)))
+        return await streamed(request.receive, _events(turn, head))
+    return json_answer(await until_gone(request.receive, _whole(turn, head)))
 
 
-@dataclass
-class _Session:
-    """Where the engine keeps what it computes of a response: `name`, known for certain once its steps have begun."""
+@dataclass(frozen=True)
+class _Turn:
+    """One answer. response: its own session. before: the session of the conversation that it continues. answers: makes
+    the steps of the answer in a session. keep: stores the answer and the session that it was computed in."""
 
-    name: str
+    service: Service
+    response: str
+    before: str | None
+    answers: Callable[[str], AsyncGenerator[Step, None]]
+    keep: Callable[[str, dict[str, Any], Sequence[Piece]], None]
 
-    async def alone(
-        self, service: Service, answers: Callable[[], AsyncGenerator[Step, None]], other: str
-    ) -> AsyncGenerator[Step, None]:
-        """The steps of `answers`, while everybody knows that the session is answering. The second of two answers to one
-        response at once goes into a session of its own, `other`."""
-        self.name = other if self.name in service.answering else self.name
-        service.answering.add(self.name)
-        try:
-            async with aclosing(answers()) as steps:
-                async for step in steps:
-                    yield step
-        finally:
-            service.answering.discard(self.name)
+    @contextmanager
+    def begin(self) -> Iterator[tuple[str, AsyncGenerator[Step, None]]]:
+        """Hold the session of the answer; yield its name and the steps. The second of two answers to one response at
+        the same time goes into a session of its own."""
+        busy = self.before is None or self.service.is_answering(self.before)
+        session = self.response if busy or self.before is None else self.before
+        with self.service.answering(*{self.response, session}):
+            yield session, self.answers(session)
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
@@ -159,20 +156,21 @@ def _said(pieces: Sequence[Piece]) -> dict[str, Any]:
     return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
 
-async def _whole(steps: AsyncGenerator[Step, None], head: dict[str, Any], keep: Any) -> dict[str, Any]:
+async def _whole(turn: _Turn, head: dict[str, Any]) -> dict[str, Any]:
     items, pieces = Items(), list[Piece]()
-    async with aclosing(steps):
-        async for step in steps:
-            pieces += step.pieces
-    for piece in joined(pieces):
-        items.push(piece)
-    items.close()
-    response = _done(head, step, items.output)
-    keep(response, pieces)
+    with turn.begin() as (session, steps):
+        async with aclosing(steps):
+            async for step in steps:
+                pieces += step.pieces
+        for piece in joined(pieces):
+            items.push(piece)
+        items.close()
+        response = _done(head, step, items.output)
+        turn.keep(session, response, pieces)
     return response
 
 
-async def _events(steps: AsyncGenerator[Step, None], head: dict[str, Any], keep: Any) -> AsyncGenerator[bytes, None]:
+async def _events(turn: _Turn, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
     items, pieces, number = Items(), list[Piece](), 0
 
     def numbered(events: Sequence[dict[str, Any]]) -> bytes:
@@ -184,15 +182,16 @@ async def _events(steps: AsyncGenerator[Step, None], head: dict[str, Any], keep:
         return found
 
     begun = False
-    async with aclosing(steps):
-        async for step in steps:
-            if not begun:
-                begun = True
-                yield numbered([{"type": f"response.{name}", "response": head} for name in ("created", "in_progress")])
-            for piece in step.pieces:
-                pieces.append(piece)
-                yield numbered(items.push(piece))
-    yield numbered(items.close())
-    response = _done(head, step, items.output)
-    keep(response, pieces)
+    with turn.begin() as (session, steps):
+        async with aclosing(steps):
+            async for step in steps:
+                if not begun:
+                    begun = True
+                    yield numbered([{"type": f"response.{n}", "response": head} for n in ("created", "in_progress")])
+                for piece in step.pieces:
+                    pieces.append(piece)
+                    yield numbered(items.push(piece))
+        yield numbered(items.close())
+        response = _done(head, step, items.output)
+        turn.keep(session, response, pieces)
     yield numbered([{"type": f"response.{response['status']}", "response": response}])

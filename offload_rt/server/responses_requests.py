@@ -7,9 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .conversation import Conversation, call_message, text_of, tool_options
+from .conversation import Conversation, call_message, refuse_prefill, text_of, tool_options
 from .errors import refused
-from .openai_requests import Body, Count, FunctionSpec, JsonSchema, NamedFunction, NamedTool, ResponseFormat, Tool
+from .openai_requests import (
+    Body,
+    CacheSalt,
+    Count,
+    FunctionSpec,
+    JsonSchema,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+)
 
 
 class FlatTool(Body):
@@ -59,6 +69,7 @@ class ResponsesRequest(Body):
     tool_choice: Literal["none", "auto", "required"] | FlatNamed | None = None
     text: TextOptions | None = None
     background: bool | None = None
+    cache_salt: CacheSalt | None = None
 
 
 def new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -75,6 +86,7 @@ def from_responses(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]
     """The conversation of a request: its instructions, then `messages`."""
     if not messages:
         raise refused("input is empty: give a text, or at least one item", "input")
+    refuse_prefill(messages, "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     tools, choice = [], body.tool_choice
     for i, tool in enumerate(body.tools or ()):

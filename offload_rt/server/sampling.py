@@ -23,6 +23,21 @@ class Room:
     def __init__(self, positions: int, most: int, options: ServerOptions) -> None:
         self.positions, self.most, self._limit = positions, most, options.max_tokens_limit
 
+    def check_prompt(self, tokens: int) -> None:
+        """Raises RefusedError if a prompt of at least `tokens` tokens can never be answered."""
+        if tokens >= self.positions:
+            raise refused(
+                f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
+                f"{tokens:,}: shorten it",
+                code="context_length_exceeded",
+            )
+        if tokens >= self.most:
+            raise refused(
+                f"the prompt has at least {tokens:,} tokens, and this server's memory has room for {self.most:,}, the "
+                "answer included: shorten it, or start the server with more --host-memory",
+                code="pool_full",
+            )
+
     def tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
         """New tokens for a prompt of so many: as many as were asked for, else `default`, else what there is room for.
         Raises RefusedError where there are not as many positions. What memory has no room for the engine refuses."""

@@ -4,9 +4,12 @@ figures and a line in the log."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ..async_llm import AsyncLLM
-from ..errors import ConfigError, OffloadError
+from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from .conversations import Conversations, session_of
@@ -28,24 +31,26 @@ from .openai_requests import SampledBody
 from .options import ServerOptions
 from .parsers.choose import reasoning_parser, tool_parser
 from .prompts import Prompts
-from .response_store import ResponseStore
+from .response_store import ResponseStore, response_of
 from .sampling import Room
 
 
 @dataclass(frozen=True)
 class Where:
-    """How the engine takes a request: under which policy, in which session (its own name for it), and watched or
-    not."""
+    """How the engine takes a request: under which policy, in which session (the engine's name for it), traced or not,
+    and with which cache salt."""
 
     policy: str | None = None
     policy_options: Mapping[str, Any] | None = None
     session: str | None = None
     trace: bool = False
+    cache_salt: str = ""
 
     @property
     def named(self) -> dict[str, Any]:
-        """What of it `AsyncLLM.generate` is told."""
-        return ({"session": self.session} if self.session else {}) | ({"trace": True} if self.trace else {})
+        """Arguments of `AsyncLLM.generate`, without those that have their defaults."""
+        given = {"session": self.session, "trace": self.trace, "cache_salt": self.cache_salt}
+        return {name: value for name, value in given.items() if value}
 
 
 class Service:
@@ -56,13 +61,14 @@ class Service:
         self.engines = Engines(engine, options)
         self.conversations = Conversations(self._documents("conversations"))
         self.responses = ResponseStore(self._documents("responses"))
-        self.answering: set[str] = set()
-        """Sessions of responses that are being answered."""
+        self._held: set[str] = set()
+        self._salt_key = secrets.token_bytes(32)
+        self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
         self._forgetting: set[asyncio.Task[None]] = set()
         self.name = options.served_model_name or _called(engine.llm.name)
         self.created = int(time.time())
-        self.prompts = Prompts(engine.llm.tokenizer)
-        self.room = Room(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
+        self.room = room = Room(engine.llm.geometry.max_positions, engine.llm.most_tokens, options)
+        self.prompts = Prompts(engine.llm.tokenizer, room)
         self.figures = Figures(self.engines, self.name)
         self.tools = tool_parser(options.tool_parser, self.prompts.template)
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
@@ -81,13 +87,28 @@ class Service:
         """How the engine takes a request. Raises RefusedError for what this server cannot."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
             raise refused("exact is the server's, not a request's: leave it out, or start another server", "exact")
+        salt = self.salt(request, body.cache_salt)
         if body.session is None:
-            return Where(body.policy, body.policy_options, None, trace)
+            return Where(body.policy, body.policy_options, None, trace, salt)
         if not self.remembers:
             raise refused("this server keeps no sessions: leave session out, or start it with --store", "session")
         if body.policy is not None:
             raise refused("a session stays under the server's policy: leave policy or session out", "policy")
-        return Where(session=session_of(request.scope["state"]["owner"], body.session), trace=trace)
+        session = session_of(request.scope["state"]["owner"], body.session)
+        return Where(session=session, trace=trace, cache_salt=salt)
+
+    def salt(self, request: Request, given: str | None) -> str:
+        """Return the cache salt of a request: from its API key if there are several, and from the client's own.
+
+        The engine writes a digest of it to the files of sessions. The digest is keyed with a secret of this process, so
+        that nobody who reads the files can try API keys against it. A session keeps its salt in its file, so no secret
+        has to outlive the process.
+        """
+        owner = request.scope["state"]["owner"] if self._salts_keys else ""
+        if not owner and not given:
+            return ""
+        text = f"{owner}:{given or ''}"
+        return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
         """How tokens are chosen: as the model's `generation_config.json` says, with `fields` on top. Raises ConfigError
@@ -107,9 +128,47 @@ class Service:
         """Whether sessions are kept, in a store."""
         return self.options.documents is not None
 
+    def is_answering(self, name: str) -> bool:
+        """Whether a session or a response is held by `answering`."""
+        return name in self._held
+
+    @contextmanager
+    def answering(self, *names: str | None) -> Iterator[None]:
+        """Hold sessions and responses while they are answered, until what was said is stored, or while they are
+        deleted. Raises SessionBusyError (409) if one of them is held."""
+        held = {name for name in names if name is not None}
+        if held & self._held:
+            raise SessionBusyError("this conversation is being answered or deleted")
+        self._held |= held
+        try:
+            yield
+        finally:
+            self._held -= held
+
+    async def delete_session(self, owner: str, name: str) -> None:
+        """Delete a conversation and its KV. Raises RefusedError (404), SessionBusyError, StoreError."""
+        session = session_of(owner, name)
+        self.conversations.messages(owner, name)
+        with self.answering(session):
+            await self._delete_kv(session)
+            self.conversations.delete(owner, name)
+
+    async def delete_response(self, owner: str, name: str) -> None:
+        """Delete a response and the KV of its conversation. Raises as `delete_session`."""
+        with self.answering(response_of(owner, name)):  # first: one that is being answered is not stored yet
+            session = self.responses.get(name, owner).session
+            with self.answering(None if session == response_of(owner, name) else session):
+                await self._delete_kv(session)
+                self.responses.delete(name, owner)
+
+    async def _delete_kv(self, session: str) -> None:
+        if self.remembers:
+            await self.engine.delete_session(session)
+
     def forget(self, sessions: Sequence[str]) -> None:
-        """Deletes what the engine has of sessions, in a while."""
-        for session in sessions if self.remembers else ():
+        """Delete in the background the KV of conversations that were evicted. One that is being answered stays: its
+        conversation is stored again when the answer ends."""
+        for session in [name for name in sessions if self.remembers and not self.is_answering(name)]:
             task = asyncio.ensure_future(self._forget(session))
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)
@@ -150,14 +209,22 @@ class Service:
         except TimeoutError:
             reason = "timeout"
             raise
-        except OffloadError as error:  # names the model by its folder, which is no client's business
-            error.args = (str(error).replace(self.engine.llm.name, self.name),)
+        except OffloadError as error:
+            error.args = (self._for_client(error),)
             raise
         finally:
             now = time.perf_counter()
             usage = Usage(len(ids)) if last is None else usage_of(last)
             self.figures.ended(reason, usage, now - begun, now - first if first else 0.0)
             self._note(request, ids, last, usage, reason, first - begun if first else None)
+
+    def _for_client(self, error: OffloadError) -> str:
+        """The message of an error without what clients must not see: the folder of the model, and which sessions, maybe
+        of other keys, hold how much memory. The log has all of it."""
+        if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
+            logger.warning("a request found no room: %s", error)
+            error = error.__cause__
+        return str(error).replace(self.engine.llm.name, self.name)
 
     def _note(
         self,

@@ -36,7 +36,8 @@ class History:
     truncation_id: names every truncation so far (empty: none); it belongs to the lineage of every chunk. shift: tokens
     that are gone, hence how far positions run ahead. sinks: tokens before the gap, whose keys have been rotated by
     `sink_shift` positions. id: the same in forks.
-    floor: the first token that sliding layers may see. system: what the model was told before all turns.
+    floor: the first token that sliding layers may see. system: what the model was told before all turns. salt: what the
+    cache salt of the first turn adds to the provenance (`salt_provenance`).
     keys: of its chunks on disk; tail: of the partly filled one; tail_windows: of its rows of sliding layers;
     tail_shared: a fork may use them too.
     """
@@ -58,6 +59,7 @@ class History:
     floor: int = 0
     tail_windows: list[str] = field(default_factory=list)
     system: str = ""
+    salt: str = ""
 
     def to_bytes(self) -> bytes:
         """Returns the history as JSON."""
@@ -80,7 +82,7 @@ class History:
     def _possible(self) -> bool:
         """Whether all fields have their types and agree; a document can say anything, and file names are made of
         some."""
-        texts = (self.name, self.model, self.truncation_id, self.tail, self.system)
+        texts = (self.name, self.model, self.truncation_id, self.tail, self.system, self.salt)
         counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.tokens)
         ends = [0, *itertools.chain(*self.decoded), len(self.tokens)]
         return (
@@ -94,6 +96,11 @@ class History:
             and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows))
             and isinstance(bytes.fromhex(self.tail), bytes)
         )
+
+    @property
+    def provenance(self) -> str:
+        """The part of the key of every chunk that tells this session's KV from that of the same tokens elsewhere."""
+        return self.salt + self.truncation_id
 
     @property
     def document(self) -> str:

@@ -17,13 +17,13 @@ class Lineage:
     """What the names of all chunks of a session have in common.
 
     root: the parent key of first chunks (`ChunkStore.root`). policy: the policy's lineage, on which decoded tokens'
-    rows depend. truncation_id: what was cut out of the session. owner: keeps the chunks to one session and its forks;
-    empty where all sessions share them.
+    rows depend. provenance: the session's cache salt and truncations (`History.provenance`). owner: keeps the chunks to
+    one session and its forks; empty where all sessions share them.
     """
 
     root: bytes
     policy: str
-    truncation_id: str = ""
+    provenance: str = ""
     owner: str = ""
 
 
@@ -41,10 +41,10 @@ def name_chunks(lineage: Lineage, tokens: Seq[int], stop: int, decoded: Seq[tupl
     found, parent = [], lineage.root
     for i, data in enumerate(pack_tokens(tokens, stop)):
         start, end = i * CHUNK, min(stop, (i + 1) * CHUNK)
-        name = EXACT + lineage.truncation_id
+        name = EXACT + lineage.provenance
         if end > exact:
             mask = hashlib.blake2b(bytes(marks[start:end]), digest_size=8).hexdigest()
-            name = f"{lineage.policy}{lineage.truncation_id}-{mask}"
+            name = f"{lineage.policy}{lineage.provenance}-{mask}"
         if lineage.owner:
             name += f"-{lineage.owner}"
         key = chunk_key(parent, name, data)

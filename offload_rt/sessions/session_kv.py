@@ -136,14 +136,14 @@ class SessionKV:
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Returns a sequence with what host memory and disk have of the tokens; reading the latter begins."""
         history, runner, storage = self.history, self.runner, self.context.storage
-        blocks = runner.match(history.tokens, history.truncation_id, history.floor)
+        blocks = runner.match(history.tokens, history.provenance, history.floor)
         self._host_tokens = blocks.length
         found, known = self._find(blocks)
         if known < history.computed:
             self._lose_from(known)
         sequence = runner.adopt(
             history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
-            shift=history.shift, truncation_id=history.truncation_id,
+            shift=history.shift, provenance=history.provenance,
         )  # fmt: skip
         self.loaded_tokens = known - self._host_tokens
         if found:
@@ -188,7 +188,8 @@ class SessionKV:
         history = self.history
         stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
         if not self.runner.pool.groups.full:
-            return [], min(stop, history.computed)
+            # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
+            return [], max(known, min(stop, history.computed))
         names = self.names(stop // CHUNK * CHUNK)
         tail = self.names(history.computed)[history.computed // CHUNK :]
         found: list[PlacedChunk] = []
@@ -231,7 +232,7 @@ class SessionKV:
     def _lineage(self) -> Lineage:
         context, history = self.context, self.history
         owner = history.id if context.private else ""
-        return Lineage(context.storage.root, self.runner.lineage, history.truncation_id, owner)
+        return Lineage(context.storage.root, self.runner.lineage, history.provenance, owner)
 
     def fresh(self, names: Iterable[NamedChunk]) -> list[NamedChunk]:
         """Returns those that are neither on disk nor on their way to it."""

@@ -209,7 +209,7 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
     runner.free(sequence)
     adopted = runner.adopt(
         history.tokens, blocks, capacity=len(history.tokens), known=len(kept),
-        exact=min(history.exact, len(kept)), shift=history.shift, truncation_id=history.truncation_id,
+        exact=min(history.exact, len(kept)), shift=history.shift, provenance=history.provenance,
     )  # fmt: skip
     kv.replace(adopted)
     return adopted

@@ -187,7 +187,7 @@ class Turn(SampledRequest):
         they wait with it for room."""
         if self.sequence is None:
             return
-        self._trace, self.sequence = self.sequence.trace, None
+        self._trace = self.sequence.trace
         damaged = self.kv.loader is not None and self.kv.loader.damaged
         self._count_arrived(self._trace)
         untouched = self._prefill is not None and self._prefill.untouched and not damaged
@@ -196,6 +196,7 @@ class Turn(SampledRequest):
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
         self._set_back()
+        self.sequence = None
 
     def _count_arrived(self, trace: Trace) -> None:
         """Takes back what was counted as reused and has not arrived."""
@@ -226,10 +227,11 @@ class Turn(SampledRequest):
         """Takes what came of the turn into the history, which `persist` writes; rows are on their way to disk."""
         self.finish_reason = self.finish_reason or reason
         kv, history = self.kv, self.kv.history
-        sequence, self.sequence = self.sequence, None
+        sequence = self.sequence
         if sequence is not None:
             self._count_arrived(sequence.trace)
             self._final = runner.stats(sequence)
+        self.sequence = None
         taken_in = sequence is not None and self._prefill is None
         if taken_in:
             assert sequence is not None

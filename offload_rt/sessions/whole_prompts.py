@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 
 from ..engine.constraints import check_answerable
+from ..engine.room import salt_provenance
 from ..errors import InputError, SessionBusyError
 from ..forward.trace import Recorder
 from ..sampling_params import SamplingParams
@@ -48,7 +49,13 @@ class WholePrompts:
         return self.store.context.storage.bytes_used
 
     def turn(
-        self, name: str, number: int, prompt: Seq[int], params: SamplingParams, recorder: Recorder | None = None
+        self,
+        name: str,
+        number: int,
+        prompt: Seq[int],
+        params: SamplingParams,
+        recorder: Recorder | None = None,
+        cache_salt: str = "",
     ) -> Turn:
         """The request `number`, for `submit`, which answers `prompt` in the session `name`; `ended` is to be told when
         it has. Raises SessionBusyError where the session is answering, InputError, ModelError, PoolFullError,
@@ -65,6 +72,10 @@ class WholePrompts:
         self._opened.move_to_end(name)
         if session.busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
+        if not session.history.tokens:
+            # A session keeps the salt that it began with: its chunks on disk are named by it, and the server's salts
+            # change with every start.
+            session.history.salt = salt_provenance(cache_salt)
         tokens = tokens_of_prompt(session.history.tokens, prompt)
         turn = Turn(session.kv, session.host, number, "", tokens, params, recorder)
         session.busy = True

@@ -167,8 +167,8 @@ class CpuStorage:
         self._resident[id(blocks)] = sum(sum(self._geometry.resident(layer, sinks, recent)) for layer in layers)
 
     def close(self, blocks: BlockTable) -> None:
-        """Forgets the sequence."""
-        del self._resident[id(blocks)]
+        """Forget the sequence. A second call does nothing."""
+        self._resident.pop(id(blocks), None)
         self._pages.forget(blocks)
 
     def settle(self, blocks: BlockTable) -> None:

@@ -77,8 +77,8 @@ class DeviceState:
         self._open[id(blocks)] = OpenSequence(blocks, like.residency.clone(), copied)
 
     def remove(self, blocks: BlockTable) -> None:
-        """Closes a sequence."""
-        del self._open[id(blocks)]
+        """Close a sequence. A second call does nothing."""
+        self._open.pop(id(blocks), None)
 
     def settle(self, blocks: BlockTable) -> None:
         """Blocks the host until the sequence's last write-back is in the pool; from any thread: a block table that is

@@ -1,7 +1,7 @@
 """Run one part of the standing adversary until its time is up, or repeat one case.
 
-    python tests/adversary/run.py configurations --seconds 600 --seed 1
-    python tests/adversary/run.py configurations --case 1000042
+    python tests/adversary/run.py files --seconds 600 --seed 1
+    python tests/adversary/run.py files --case 1000042
 
 A part is a module of this folder with `run_case(seed) -> Counter`: it derives everything from `seed`, compares with an
 oracle, raises on a failure, and returns counts of the work done. A failing case does not stop the run. Its seed is
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-PARTS = ("configurations", "interleavings", "names", "files", "clients")
+PARTS = ("names", "files")
 CASES_PER_SEED = 1_000_000
 CASE_SECONDS = 180
 """Time limit of one case. A case that exceeds it counts as a failure: it may be a deadlock."""

@@ -52,6 +52,8 @@ class ScriptedEngine:
         self.params = SamplingParams()
         self.closed = False
         self.session: str | None = None
+        self.cache_salt = ""
+        self.deleted: list[str] = []
         geometry = SimpleNamespace(max_positions=4096, layers=2, kv_heads=1)
         policy = SimpleNamespace(name="scripted", dense_layers=frozenset(), sinks=0, recent=0)
         self.llm: Any = SimpleNamespace(
@@ -71,10 +73,12 @@ class ScriptedEngine:
         *,
         session: str | None = None,
         trace: bool = False,
+        cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         if self.fails is not None:
             raise self.fails
         self.begun, self.params, self.session = self.begun + 1, sampling_params, session
+        self.cache_salt = cache_salt
         tokenizer = self.llm.tokenizer
         if wrong := [token for token in prompt if not 0 <= token < len(tokenizer)]:
             raise InputError(f"token id {wrong[0]} is not in the vocabulary")
@@ -104,6 +108,9 @@ class ScriptedEngine:
         if self.params.logprobs is not None:
             logprobs = [{i: Logprob(-0.5, 1, tokenizer.decode([i])), 0: Logprob(-float("inf"), 2, "no")} for i in ids]
         return CompletionOutput(index, text, ids, logprobs, None, reason, None, None)
+
+    async def delete_session(self, name: str) -> None:
+        self.deleted.append(name)
 
     def load(self) -> EngineLoad:
         return EngineLoad(**dict.fromkeys((field.name for field in fields(EngineLoad)), 7))

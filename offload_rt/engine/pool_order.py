@@ -1,0 +1,168 @@
+"""Coordinate engines that share a KV pool. An engine that cannot free memory itself waits until another engine frees
+some.
+
+All requests of a pool are ordered by the time they were added. An engine that runs out of memory gives way: it preempts
+what it runs and waits for engines with older requests. The engine with the oldest request keeps its memory, and while
+it waits no other engine admits requests. So the others finish or give way, and the oldest request always finishes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet, ref
+
+from ..errors import EngineError, PoolFullError
+
+PATIENCE = 5.0
+"""Seconds after its last step for which an engine counts as driven. The memory of an engine that nobody drives, such as
+a stream that is not read, will not be freed."""
+
+RECHECK_SECONDS = 0.1
+"""Longest wait before an engine looks at a full pool again. Sessions free memory too, and engines may be abandoned."""
+
+
+class RequestQueue(Protocol):
+    """The requests of one engine: its scheduler."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a request has started, so that it holds memory."""
+        ...
+
+    @property
+    def oldest(self) -> int | None:
+        """The lowest ticket of all requests, or None if there are no requests."""
+        ...
+
+
+class PoolOrder:
+    """The engines of one KV pool and the order of their requests. All runners of the pool share it."""
+
+    def __init__(self) -> None:
+        self._members: WeakSet[PoolMember] = WeakSet()
+        self._mutex = threading.Lock()
+        self._tickets = itertools.count()
+        self.changed = threading.Condition()
+        self.frees = self.ends = 0
+        self.broken: EngineError | None = None
+        """Why no engine of the pool can go on."""
+
+    def join(self, requests: RequestQueue) -> PoolMember:
+        """Add the engine that owns `requests`."""
+        member = PoolMember(self, requests)
+        with self._mutex:
+            self._members.add(member)
+        return member
+
+    def ticket(self) -> int:
+        """Return the place of a new request. Lower tickets are older."""
+        return next(self._tickets)
+
+    def members(self) -> list[PoolMember]:
+        """Return all engines of the pool."""
+        with self._mutex:
+            return list(self._members)
+
+    def freed(self, *, ended: bool) -> None:
+        """Wake up engines that wait for memory: a request was preempted, or has ended."""
+        with self.changed:
+            self.frees += 1
+            self.ends += ended
+            self.changed.notify_all()
+
+
+class PoolMember:
+    """One engine of a pool. All methods but `stepping` and `wait` need the pool's lock."""
+
+    def __init__(self, order: PoolOrder, requests: RequestQueue) -> None:
+        self.order, self._requests = order, ref(requests)  # the scheduler owns this object
+        self._thread, self._last_step, self._in_step = 0, -PATIENCE, False
+        self._claim: int | None = None
+        self._gave_way_at: int | None = None
+        self._seen: int | None = None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Count the engine as driven by this thread, from here until `PATIENCE` seconds after the block."""
+        self._thread, self._in_step, self._seen = threading.get_ident(), True, None
+        try:
+            yield
+        finally:
+            self._last_step, self._in_step = time.monotonic(), False
+
+    @property
+    def holds(self) -> bool:
+        """Whether a request of this engine holds memory."""
+        requests = self._requests()
+        return requests is not None and requests.holds
+
+    @property
+    def oldest(self) -> int | None:
+        """The lowest ticket of this engine's requests."""
+        requests = self._requests()
+        return None if requests is None else requests.oldest
+
+    @property
+    def claims(self) -> bool:
+        """Whether the pool's oldest request found no room and has not ended since. No other engine admits requests."""
+        return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
+
+    def wait_for_others(self) -> bool:
+        """Return whether another engine may free memory. If this engine has the oldest request, claim the pool."""
+        others = self._driven_others()
+        older = self._older(others)
+        if not older and not any(other.holds for other in others):
+            return False
+        if not older:
+            self._claim = self.oldest
+        self._seen = self.order.frees
+        return True
+
+    def give_way(self) -> None:
+        """Do not admit requests until a request has ended: one that starts again at once only gives way again."""
+        self._gave_way_at, self._seen = self.order.ends, self.order.frees
+
+    def may_admit(self) -> bool:
+        """Return False if an older request of another engine waits for memory, or needs what this engine gave up."""
+        older = self._older(self._driven_others())
+        waits = older and self._gave_way_at == self.order.ends
+        if waits or any(other.claims for other in older):
+            self._seen = None if self.holds else self.order.frees
+            return False
+        self._gave_way_at = None
+        return True
+
+    def describe(self, error: PoolFullError) -> PoolFullError:
+        """Return `error` with a hint if other engines hold memory that nothing will free."""
+        holding = sum(one is not self and one.holds for one in self.order.members())
+        if not holding:
+            return error
+        return type(error)(
+            f"{error}; {holding} unfinished streams or calls on this runtime hold memory and are not being read: read "
+            "them to the end or close them"
+        )
+
+    def wait(self) -> None:
+        """Wait until another engine frees memory, if the last step found none. Called without the pool's lock."""
+        if (seen := self._seen) is not None:
+            with self.order.changed:
+                self.order.changed.wait_for(lambda: self.order.frees != seen, RECHECK_SECONDS)
+
+    def _driven_others(self) -> list[PoolMember]:
+        """Return the engines that other threads drive."""
+        now, thread = time.monotonic(), threading.get_ident()
+        return [
+            one
+            for one in self.order.members()
+            if one._thread != thread and (one._in_step or now - one._last_step < PATIENCE)
+        ]
+
+    def _older(self, others: list[PoolMember]) -> list[PoolMember]:
+        """Return those of `others` with a request that is older than all of this engine's."""
+        mine = self.oldest
+        return [one for one in others if mine is not None and one.oldest is not None and one.oldest < mine]

@@ -1,0 +1,214 @@
+"""Texts to token ids without surprises: at most as many tokens as there is room for, in pieces that give the same ids
+as the whole text, until the client leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Event
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..sessions.chat_render import encode_rendered
+
+PIECE = 1 << 16
+"""Characters that are tokenized together. Shorter texts are tokenized whole."""
+
+NFC_SHRINKS = 4
+"""NFC makes of UTF-8 text at least 1/4 of its bytes: in Unicode 16 the most is 3.5, for U+0390."""
+
+LOCAL_PATTERNS = (
+    # GPT-2, and `ByteLevel` by itself
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    # Llama 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
+    r"|\s+",
+    # Qwen 2
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""Patterns of pre-tokenizers that always begin a word at a space between two letters, whatever stands elsewhere."""
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SPACES = (" ", "Ġ", "▁")
+"""A space in the vocabularies of tokenizers: as it is, of byte-level BPE, of SentencePiece."""
+
+
+class CancelledError(Exception):
+    """Nobody waits for the tokens any more."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A fast tokenizer's steps before its model: all normalizers and all pre-tokenizers, in order."""
+
+    normalizers: list[Mapping[str, Any]]
+    pre_tokenizers: list[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, backend: Any) -> _Steps:
+        return cls(list(_flat(backend.normalizer)), list(_flat(backend.pre_tokenizer)))
+
+    @property
+    def byte_level(self) -> bool:
+        return any(step["type"] == "ByteLevel" for step in (*self.normalizers, *self.pre_tokenizers))
+
+    @property
+    def shrinks(self) -> int | None:
+        """The most bytes of text that become one byte of what the model sees; None if there is no limit."""
+        factor = 1
+        for step in self.normalizers:
+            if step["type"] == "NFC":
+                factor = NFC_SHRINKS
+            elif not _grows(step):
+                return None
+        drops = any(step.get("behavior") == "Removed" or step["type"] not in _KEEPING for step in self.pre_tokenizers)
+        return None if drops else factor
+
+    @property
+    def local(self) -> bool:
+        """Whether a cut at a space between two letters changes nothing."""
+        normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
+        # Splitting at spaces would move the cut behind the space, unless none is left to split at.
+        spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
+        return normal and all(_is_local(step, spaces) for step in self.pre_tokenizers)
+
+
+_KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
+"""Pre-tokenizers that leave nothing of a text out, unless `Split` removes what it finds."""
+
+
+def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
+    """What a normalizer or a pre-tokenizer is made of."""
+    left = [] if step is None else [json.loads(step.__getstate__())]
+    while left:
+        found = left.pop(0)
+        inner = found.get("normalizers") or found.get("pretokenizers")
+        if found["type"] == "Sequence":
+            left[:0] = inner or []
+        else:
+            yield found
+
+
+def _grows(step: Mapping[str, Any]) -> bool:
+    """Whether a normalizer makes no text shorter."""
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is not None and 0 < len(pattern.encode()) <= len(step["content"].encode())
+    return step["type"] in ("Prepend", "ByteLevel")
+
+
+def _replaces_one(step: Mapping[str, Any]) -> bool:
+    """Whether a normalizer replaces one character by others."""
+    return step["type"] == "Replace" and _grows(step) and len(step["pattern"]["String"]) == 1
+
+
+def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
+    """Whether a pre-tokenizer splits a text that has `spaces` the same way on both sides of a cut."""
+    if step["type"] == "ByteLevel":
+        return not step["add_prefix_space"]
+    if step["type"] == "Split":
+        pattern = step["pattern"]
+        return pattern.get("Regex") in LOCAL_PATTERNS or (pattern.get("String") == " " and not spaces)
+    return bool(step["type"] == "Digits")
+
+
+class TextTokenizer:
+    """Tokenizes texts of any size. What is known of a tokenizer is found out with the first long text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, special_tokens: bool, cancelled: Event, check: Callable[[int], None]) -> list[int]:
+        """Return the token ids of `text`. `check` is called with a number of tokens that a long text has at least, and
+        raises if that is too many. Raises CancelledError."""
+        if len(text) <= PIECE:
+            return encode_rendered(self._tokenizer, text, special_tokens=special_tokens)
+        check(self.least_tokens(text))
+        if self._cut is None:
+            return encode_rendered(self._tokenizer, text, special_tokens=special_tokens)
+        ids: list[int] = []
+        for piece in self.pieces(text):
+            if cancelled.is_set():
+                raise CancelledError
+            ids += encode_rendered(self._tokenizer, piece)
+            check(len(ids))
+        before, after = self._around if special_tokens else ([], [])
+        return [*before, *ids, *after]
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, without tokenizing it: a token covers only so many bytes."""
+        return 0 if self.most_bytes is None else -(-len(text.encode("utf-8", "surrogatepass")) // self.most_bytes)
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut `text` into pieces of at least `PIECE` characters whose token ids, put together, are those of the whole
+        text. One piece, if this tokenizer or this text has no place where that is certain."""
+        start = 0
+        while self._cut is not None and (found := self._cut.search(text, start + PIECE)) is not None:
+            yield text[start : found.end()]
+            start = found.end()
+        yield text[start:]
+
+    @cached_property
+    def _bpe(self) -> tuple[Any, _Steps] | None:
+        """The backend of a tokenizer whose model merges bytes or characters, and whose added tokens are taken as they
+        are; None for others: they may take any amount of text as one unknown word, or as white space of a token."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or type(backend.model).__name__ != "BPE" or backend.model.dropout:
+            return None
+        added = self._tokenizer.added_tokens_decoder.values()
+        if any(token.lstrip or token.rstrip or token.single_word for token in added):
+            return None
+        return backend, _Steps.of(backend)
+
+    @cached_property
+    def most_bytes(self) -> int | None:
+        """The most bytes of a text that one token covers; None if there is no limit."""
+        if self._bpe is None:
+            return None
+        backend, steps = self._bpe
+        known = steps.byte_level or backend.model.byte_fallback or not backend.model.fuse_unk
+        if steps.shrinks is None or not known:
+            return None
+        vocab = self._tokenizer.get_vocab()
+        added = self._tokenizer.get_added_vocab()
+        # A character of a byte-level vocabulary is one byte. Any other unknown character has at most 4.
+        size = len if steps.byte_level else _utf8
+        longest = max((size(token) for token in vocab if token not in added), default=1)
+        return steps.shrinks * max(4, longest, max(map(_utf8, added), default=1))
+
+    @cached_property
+    def _cut(self) -> re.Pattern[str] | None:
+        """Finds a letter after which a text may be cut: a space and another letter follow, and no token has that letter
+        before a space. BPE makes nothing but tokens, so that it merges nothing across such a place."""
+        if self._bpe is None or not self._bpe[1].local or self._bpe[0].model.end_of_word_suffix:
+            return None
+        vocab = self._tokenizer.get_vocab()
+        if not all(letter in vocab for letter in _LETTERS) or not any(space in vocab for space in _SPACES):
+            return None
+        bound = set(_before_spaces(vocab))
+        free = "".join(letter for letter in _LETTERS if letter not in bound)
+        return re.compile(f"[{free}](?= [A-Za-z])") if free else None
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        alone = encode_rendered(self._tokenizer, "a")
+        whole = encode_rendered(self._tokenizer, "a", special_tokens=True)
+        at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        return whole[:at], whole[at + len(alone) :]
+
+
+def _utf8(token: str) -> int:
+    return len(token.encode("utf-8", "surrogatepass"))
+
+
+def _before_spaces(tokens: Iterable[str]) -> Iterator[str]:
+    """The characters that stand directly before a space within a token."""
+    for token in tokens:
+        for i, character in enumerate(token[1:]):
+            if character in _SPACES:
+                yield token[i]

@@ -1,0 +1,32 @@
+"""Drive several engines step by step, each in a thread of its own, one step at a time, in an order that a seed decides.
+
+The interleaving is reproducible, and an engine that makes no progress shows by the number of its rounds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from offload_rt.engine.engine import Engine
+
+
+def run_in_rounds(engines: Seq[Engine], seed: int, rounds: int, after_step: Callable[[], None] = lambda: None) -> int:
+    """Step each engine that has work once per round, in random order, until all are idle. Return the rounds.
+
+    Raises AssertionError if they are not idle after `rounds` rounds.
+    """
+    order = random.Random(seed)
+    with ExitStack() as ends:
+        threads = [ends.enter_context(ThreadPoolExecutor(1)) for _ in engines]
+        for done in range(rounds):
+            busy = [i for i, engine in enumerate(engines) if not engine.idle]
+            if not busy:
+                return done
+            for i in order.sample(busy, len(busy)):
+                threads[i].submit(engines[i].step).result()
+                after_step()
+    raise AssertionError(f"not idle after {rounds} rounds: a livelock")

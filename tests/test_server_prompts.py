@@ -1,0 +1,257 @@
+"""Long prompts: refused before they are tokenized, in pieces with the ids of the whole, beside short ones, until the
+client leaves."""
+
+from __future__ import annotations
+
+import random
+import threading
+import unicodedata
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import httpx2
+import pytest
+from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from offload_rt.server import prompts, tokenizing
+from offload_rt.server.tokenizing import CancelledError, TextTokenizer
+
+CORPUS = [
+    "It was a dark night, and the river was high.",
+    "  deep\n\n\twater 1234 5678 don't DON'T",
+    "的 é à ﬁ 한국어 …",
+    "a b c",
+]
+LLAMA, QWEN = tokenizing.LOCAL_PATTERNS[1:]
+
+
+def trained(
+    normalizer: Any = None, pre_tokenizer: Any = None, model: Any = None, *added: AddedToken
+) -> PreTrainedTokenizerBase:
+    """A tokenizer trained on a few words."""
+    made = Tokenizer(model or models.BPE(byte_fallback=False))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ▁"]
+    kind: dict[type, Callable[..., Any]] = {
+        models.BPE: trainers.BpeTrainer, models.WordPiece: trainers.WordPieceTrainer,
+        models.Unigram: trainers.UnigramTrainer,
+    }  # fmt: skip
+    special = ["[UNK]"]
+    trainer = kind[type(made.model)](
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(CORPUS * 20, trainer)
+    made.add_tokens([AddedToken("<|end|>", normalized=False), *added])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def byte_level(pattern: str) -> Any:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def gemma() -> PreTrainedTokenizerBase:
+    """Spaces are replaced, and nothing splits the text; but no token that was learned goes on behind a space."""
+    made = trained(None, pre_tokenizers.Metaspace(prepend_scheme="never"), models.BPE(byte_fallback=True))
+    backend = made.backend_tokenizer  # type: ignore[attr-defined]
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return made
+
+
+SPLIT: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+    "reference": reference_tokenizer,
+    "gpt2": lambda: trained(None, pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "llama3": lambda: trained(None, byte_level(LLAMA)),
+    "qwen": lambda: trained(normalizers.NFC(), byte_level(QWEN)),
+    "gemma": gemma,
+}
+"""Tokenizers whose texts are cut, by the family that is made so."""
+
+WHOLE: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+    "prefix": lambda: trained(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "prepend": lambda: trained(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
+    "behind spaces": lambda: trained(None, pre_tokenizers.Split(" ", "merged_with_previous")),
+    "pattern": lambda: trained(None, byte_level(r"[a-z]+ [a-z]+|.")),
+    "lstrip": lambda: trained(None, byte_level(LLAMA), None, AddedToken("high", lstrip=True)),
+    "unigram": lambda: trained(normalizers.NFKC(), pre_tokenizers.Metaspace(), models.Unigram()),
+    "wordpiece": lambda: trained(
+        normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), models.WordPiece(unk_token="[UNK]")
+    ),
+}
+"""Tokenizers whose texts stay whole."""
+
+
+def text_of(seed: int, size: int) -> str:
+    rng = random.Random(seed)
+    words = [
+        "a",
+        "bc",
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "12",
+        "é",
+        "的",
+        "e\u0301",
+        "\u1112\u1161\u11ab",
+        ".",
+        "'s",
+        "<|end|>",
+        "▁",
+        "Ġ",
+    ]
+    return "".join(rng.choice([*words, " high", " the", "x y"]) for _ in range(size))
+
+
+def encode(texts: TextTokenizer, text: str, special_tokens: bool = False) -> list[int]:
+    return texts.encode(text, special_tokens, Event(), lambda tokens: None)
+
+
+@pytest.mark.parametrize("name", [*SPLIT, *WHOLE])
+def test_pieces_give_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = (SPLIT | WHOLE)[name]()
+    monkeypatch.setattr(tokenizing, "PIECE", 7)
+    texts = TextTokenizer(tokenizer)
+    for seed in range(60):
+        text = text_of(seed, 60)
+        pieces = list(texts.pieces(text))
+        assert "".join(pieces) == text and (len(pieces) > 1) == (name in SPLIT)
+        for special in (False, True):
+            assert encode(texts, text, special) == tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def test_nothing_is_cut_where_a_token_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A BPE that was trained without splitting has tokens such as "dark night"."""
+    monkeypatch.setattr(tokenizing, "PIECE", 2)
+    tokenizer = trained(None, None)
+    texts = TextTokenizer(tokenizer)
+    assert any(" " in token[1:-1] for token in tokenizer.convert_ids_to_tokens(tokenizer(CORPUS[0])["input_ids"]))
+    for text in (*CORPUS, *(text_of(seed, 60) for seed in range(30))):
+        assert encode(texts, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", [*SPLIT, *WHOLE])
+def test_a_text_has_at_least_as_many_tokens(name: str) -> None:
+    tokenizer = (SPLIT | WHOLE)[name]()
+    texts = TextTokenizer(tokenizer)
+    for seed in range(60):
+        text = text_of(seed, 200)
+        assert texts.least_tokens(text) <= len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    longest = max(tokenizer.get_vocab(), key=len) * 50
+    assert texts.least_tokens(longest) <= len(tokenizer(longest, add_special_tokens=False)["input_ids"])
+    bounded = name not in ("unigram", "wordpiece", "lstrip")
+    assert (texts.least_tokens("water " * 10_000) > 100) == bounded
+
+
+def test_nfc_shrinks_no_further() -> None:
+    """Of canonical equivalents of a character the longest: each character of its decomposition as its longest twin."""
+    longest: dict[str, int] = {}
+    characters = [
+        chr(i)
+        for i in range(0x30000)
+        if unicodedata.decomposition(chr(i)) and "<" not in unicodedata.decomposition(chr(i))
+    ]
+    for character in characters:
+        parts = unicodedata.normalize("NFD", character)
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, 0), len(character.encode()))
+    for character in characters:
+        parts = unicodedata.normalize("NFD", character)
+        size = sum(max(len(part.encode()), longest.get(part, 0)) for part in parts)
+        assert size <= tokenizing.NFC_SHRINKS * len(unicodedata.normalize("NFC", character).encode())
+
+
+def test_a_cancelled_text_is_given_up() -> None:
+    texts, cancelled = TextTokenizer(reference_tokenizer()), Event()
+    seen = []
+
+    def check(tokens: int) -> None:
+        seen.append(tokens)
+        if len(seen) == 3:
+            cancelled.set()
+
+    with pytest.raises(CancelledError):
+        texts.encode("It was a dark night. " * 40_000, False, cancelled, check)
+    assert len(seen) == 3
+
+
+class Recorded:
+    """What a tokenizer is asked; it waits for `go` before long texts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.asked, self.given_back = threading.Event(), list[int](), 0
+        whole = tokenizing.encode_rendered
+
+        def encode_rendered(tokenizer: Any, text: str, **named: Any) -> list[int]:
+            self.asked.append(len(text))
+            if len(text) > 1000:
+                assert self.go.wait(20)
+            return whole(tokenizer, text, **named)
+
+        def give_back() -> None:
+            self.given_back += 1
+
+        monkeypatch.setattr(tokenizing, "encode_rendered", encode_rendered)
+        monkeypatch.setattr(prompts, "give_back", give_back)
+
+
+PATHS: dict[str, Callable[[str], Any]] = {
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/completions": lambda text: {"prompt": ["short", text]},
+    "/v1/messages": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 2},
+    "/v1/messages/count_tokens": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/responses": lambda text: {"input": text},
+    "/tokenize": lambda text: {"prompt": text},
+}
+
+
+def test_what_can_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
+    with served(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:
+        for path, body in PATHS.items():
+            answer = http.post(path, json=body("It was a dark night. " * 40_000))
+            assert answer.status_code == 400, path
+            assert "maximum context length is 4,096" in answer.json()["error"]["message"]
+        assert max(recorded.asked) < 1000 and engine.begun == 0
+        assert recorded.given_back == len(PATHS)
+
+
+def test_what_is_too_long_is_tokenized_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.go.set()
+    monkeypatch.setattr(TextTokenizer, "most_bytes", None)  # as of a tokenizer without a bound
+    engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
+    with served(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:
+        answer = http.post("/v1/completions", json={"prompt": "It was a dark night. " * 40_000})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert len(recorded.asked) == 1
+
+
+def test_a_long_prompt_delays_no_short_one_and_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
+    engine.llm.geometry.max_positions = engine.llm.most_tokens = 10**7
+    long = {"prompt": "It was a dark night. " * 40_000, "max_tokens": 2}
+    with served(engine) as url, ThreadPoolExecutor(2) as threads:
+        leaving = httpx2.Client(base_url=url, timeout=0.5)
+        waiting = [threads.submit(leaving.post, "/v1/completions", json=long) for _ in range(2)]
+        wait_until(lambda: len(recorded.asked) == 1)
+        with httpx2.Client(base_url=url, timeout=20) as http:
+            short = http.post("/v1/completions", json={"prompt": "Who?", "max_tokens": 2})
+            assert short.status_code == 200, "beside a long one"
+            assert all(isinstance(each.exception(), httpx2.TimeoutException) for each in waiting)
+            leaving.close()
+            recorded.go.set()
+            wait_until(lambda: recorded.given_back == 1)
+            assert [size for size in recorded.asked if size > 1000] == recorded.asked[:1], "one piece of one of the two"
+            assert http.post("/v1/completions", json=long).status_code == 200
