@@ -108,6 +108,40 @@ def test_what_is_no_structure_is_refused(wrong: dict[str, Any]) -> None:
         StructuredOutputs(**wrong)
 
 
+def chain(length: int, **base: str) -> dict[str, Any]:
+    """A schema of references that refer to each other."""
+    ref = "x/" if base else ""
+    links = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": ref or f"#/$defs/d{i + 1}"}}} | base
+        for i in range(length)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": links | {f"d{length}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("structure", "says"),
+    [
+        ({"json": chain(1000)}, "levels deep"),
+        ({"json": chain(1000, **{"$id": "x/"})}, "levels deep"),
+        ({"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "z"'}, "rules"),
+        ({"regex": "a" * 300_000}, "bytes"),
+        ({"choice": ["a" * 1000 + str(i) for i in range(300)]}, "bytes"),
+    ],
+)
+def test_what_could_overflow_the_stack_is_refused(structure: dict[str, Any], says: str) -> None:
+    """Without the limits some of these end the process."""
+    with pytest.raises(InputError, match=says):
+        ask(**structure)
+
+
+def test_large_structures_within_the_limits_are_followed() -> None:
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(350))
+    assert ask(grammar=f'start: r0\n{rules}r350: "z"').text == "z"
+    llm = runtime()
+    found = structure.Structure(StructuredOutputs(json=chain(300)), llm.tokenizer, llm.geometry.vocab, [0])
+    assert found.allowed().any()
+
+
 def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="not understood"):
         ask(json={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})

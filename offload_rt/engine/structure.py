@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
+MOST_BYTES = 1 << 18
+"""Size of a structure at most: what is longer takes seconds to compile."""
+
+DEEPEST_SCHEMA, MOST_RULES = 2000, 400
+"""llguidance follows references by recursion, and a stack overflow would end the process. Chains of 1,000 `$ref`s (of
+5,000 levels of JSON) and of 3,000 rules do that with a stack of 8 MiB."""
+
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,24}"}
 """White space between the parts of a JSON value, as a model likes to lay it out, but not for ever."""
 
@@ -84,6 +91,7 @@ def _library() -> Any:
 def _grammar(asked: StructuredOutputs, library: Any) -> str:
     """What llguidance reads."""
     matcher = library.LLMatcher
+    _check_size(asked)
     if asked.json is not None:
         return str(matcher.grammar_from_json_schema(json.dumps(asked.json), overrides=JSON_OPTIONS))
     if asked.regex is not None:
@@ -91,6 +99,38 @@ def _grammar(asked: StructuredOutputs, library: Any) -> str:
     if asked.choice is not None:
         return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice))))
     return str(matcher.grammar_from_lark(asked.grammar))
+
+
+def _check_size(asked: StructuredOutputs) -> None:
+    """Raises InputError for structures that are too large or too deep to be compiled safely."""
+    given = asked.json if asked.json is not None else asked.regex or asked.grammar or list(asked.choice or ())
+    size = len(json.dumps(given))
+    if size > MOST_BYTES:
+        raise InputError(f"they have {size:,} bytes, and at most {MOST_BYTES:,} are possible: simplify them")
+    if asked.json is not None:
+        depth, references = _nesting(asked.json)
+        if depth * (1 + references) > DEEPEST_SCHEMA:
+            raise InputError(
+                f"a schema that is nested {depth:,} levels deep and refers to {references:,} definitions could be "
+                f"{depth * (1 + references):,} levels deep, and at most {DEEPEST_SCHEMA:,} are possible: simplify it"
+            )
+    if asked.grammar is not None and (rules := asked.grammar.count(":")) > MOST_RULES:
+        raise InputError(f"a grammar of {rules:,} rules (colons), and at most {MOST_RULES:,} are possible: simplify it")
+
+
+def _nesting(schema: Any) -> tuple[int, int]:
+    """How deep JSON is nested, and how many different places its references can mean at most: each with each `$id`,
+    which the others are relative to."""
+    depth, references, bases, level = 0, set[str](), 0, [schema]
+    while level:
+        depth += 1
+        mappings = [value for value in level if isinstance(value, dict)]
+        names = ("$ref", "$dynamicRef", "$recursiveRef")
+        references |= {str(value[name]) for value in mappings for name in names if name in value}
+        bases += sum(isinstance(value.get(name), str) for value in mappings for name in ("$id", "id"))
+        inner = [value for value in level if isinstance(value, list)] + [list(value.values()) for value in mappings]
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+    return depth, len(references) * max(1, bases)
 
 
 @lru_cache(maxsize=64)

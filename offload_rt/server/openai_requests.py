@@ -11,8 +11,9 @@ INT64 = 2**63 - 1
 Whole = Annotated[int, Field(ge=-INT64, le=INT64)]
 TokenIds = list[Annotated[int, Field(ge=0, le=INT64)]]
 Count = Annotated[int, Field(ge=1, le=INT64)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=1000)]
-"""Few enough that looking for them holds up nobody else's tokens."""
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Texts = Annotated[list[Stop], Field(max_length=1000)]
+"""Few and short enough that looking for them delays no other request's tokens."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1000)]
 """Requests with different salts share no KV, so that they cannot learn of each other (vLLM's field)."""
 Choices = Annotated[int, Field(ge=1, le=128)]
@@ -52,7 +53,7 @@ class SampledBody(Body):
     max_tokens: Count | None = None
     n: Choices | None = None
     seed: Whole | None = None
-    stop: Annotated[str, Field(min_length=1)] | Texts | None = None
+    stop: Stop | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None

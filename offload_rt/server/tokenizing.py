@@ -38,7 +38,7 @@ _SPACES = (" ", "Ġ", "▁")
 
 
 class CancelledError(Exception):
-    """Nobody waits for the tokens any more."""
+    """The request that needs the tokens was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Steps:
 
     @property
     def local(self) -> bool:
-        """Whether a cut at a space between two letters changes nothing."""
+        """Whether a cut before a space between two letters leaves the steps on both sides as they are."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
         # Splitting at spaces would move the cut behind the space, unless none is left to split at.
         spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
@@ -82,7 +82,7 @@ _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
 
 
 def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
-    """What a normalizer or a pre-tokenizer is made of."""
+    """The steps of a normalizer or a pre-tokenizer, sequences unpacked."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
         found = left.pop(0)
