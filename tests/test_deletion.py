@@ -18,6 +18,8 @@ from offload_rt.errors import StoreError
 from offload_rt.sessions.catalog import delete_stored, find_stored, read_catalog
 from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
+from offload_rt.sessions.store import SessionStore
+from offload_rt.sessions.whole_prompts import WholePrompts
 
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
@@ -183,4 +185,21 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
             delete_stored(tmp_path, "s")
     assert find_stored(tmp_path, "s").history.tokens, "it can be deleted again"
     delete_stored(tmp_path, "s")
+    assert files(tmp_path) == ["lock"]
+
+
+def test_a_server_deletes_what_it_cannot_open(llm: LLM, tmp_path: Path) -> None:
+    """A damaged session, one that nobody opened, one that is open, and none."""
+    store = SessionStore.on_disk(llm.runner, tmp_path)
+    sessions = WholePrompts(store)
+    for name in ("damaged", "stored", "open"):
+        session = store.open(name)
+        answer(session, tiny_prompt(70))
+        if name != "open":
+            session.close()
+    for path in tmp_path.glob(f"*/{document_name('damaged')}.*"):
+        path.write_bytes(b"damaged")
+    for name in ("damaged", "stored", "open", "none"):
+        sessions.delete(name)
+    sessions.close()
     assert files(tmp_path) == ["lock"]
