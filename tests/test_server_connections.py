@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 import httpx2
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt.server.log import Repetitions
 from offload_rt.server.options import ServerOptions
+from offload_rt.server.run import bound
 
 ASK = {"prompt": "It was", "max_tokens": 4000}
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -60,12 +61,22 @@ def post(body: dict[str, object]) -> bytes:
 
 
 @pytest.mark.parametrize("limit", ["timeout", "send_timeout"])
-def test_a_client_that_does_not_read_is_disconnected(tokenizer: PreTrainedTokenizerBase, limit: str) -> None:
-    engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 600)
-    options = {"timeout": 0.5} if limit == "timeout" else {"send_timeout": 0.3}
-    # Each event repeats 5 log-probabilities for a token: more than the kernel buffers for a connection.
-    ask = post(ASK | {"stream": True, "logprobs": 1, "n": 16})
-    with served(engine, **options) as url, connect(url, ask, receive_buffer=4096):
+def test_a_client_that_does_not_read_is_disconnected(
+    tokenizer: PreTrainedTokenizerBase, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small_buffers(options: ServerOptions) -> socket.socket:
+        listener = bound(options)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
+        return listener
+
+    monkeypatch.setattr("support.serving.bound", small_buffers)
+    # The engine waits until its output is taken; it would never end by itself.
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 200)
+    ask = post(ASK | {"stream": True, "n": 4})
+    with (
+        served(engine, **{"timeout": 600, "send_timeout": 600, limit: 0.5}) as url,
+        connect(url, ask, receive_buffer=4096),
+    ):
         wait_until(lambda: engine.begun == 1)
         wait_until(lambda: engine.aborted == 1, 8)
 
@@ -81,18 +92,18 @@ def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> 
         await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
 
     options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
-    with answering(large, options) as (url, server):
-        with connect(url, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", receive_buffer=4096) as connection:
-            wait_until(lambda: len(server.server_state.connections) == 1)
-            end = time.monotonic() + 6
-            while server.server_state.connections and time.monotonic() < end:
-                if slowly:
-                    try:
-                        connection.recv(1)
-                    except ConnectionResetError:
-                        break
-                time.sleep(0.05)
-            wait_until(lambda: not server.server_state.connections, 1)
+    ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    with answering(large, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
+        wait_until(lambda: len(server.server_state.connections) == 1)
+        end = time.monotonic() + 6
+        while server.server_state.connections and time.monotonic() < end:
+            if slowly:
+                try:
+                    connection.recv(1)
+                except ConnectionResetError:
+                    break
+            time.sleep(0.05)
+        wait_until(lambda: not server.server_state.connections, 1)
 
 
 @pytest.mark.parametrize("start", [b"", b"G", HALF])
@@ -180,10 +191,8 @@ def url(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 )
 def test_what_is_not_a_request_is_refused(url: str, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     connection = connect(url)
-    try:
+    with suppress(OSError):
         connection.sendall(data)
-    except OSError:
-        pass
     answer = read_to_end(connection)
     assert answer.startswith(b"HTTP/1.1 4") or (len(data) > 100_000 and not answer), answer
     assert not [record for record in caplog.records if record.exc_info]

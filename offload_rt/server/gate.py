@@ -18,6 +18,7 @@ from .errors import RefusedError, error_response, refusal
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
 from .page import FILES
+from .protocol import MOST_HEAD_BYTES
 
 OPEN_PATHS = ("/health", "/favicon.ico", *FILES)
 """What is answered without a key: that the server lives, and the page, which asks for one."""
@@ -114,6 +115,8 @@ class Gate:
         """The whole body; None where the client left before it had sent it."""
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
+        if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MOST_HEAD_BYTES:
+            raise RefusedError(431, "the headers of the request are too large", headers={"Connection": "close"})
         if announced and "transfer-encoding" in headers:  # a proxy before us may take the other one (smuggling)
             message = "a request has either Content-Length or Transfer-Encoding, not both"
             raise RefusedError(400, message, headers={"Connection": "close"})

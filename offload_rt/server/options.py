@@ -17,6 +17,10 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
 
+DELIVERY_SECONDS = 2.0
+"""Added to `timeout` before a connection is aborted: time to deliver the 408 or the error event that ends a request."""
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """What the server accepts, from whom, and how much of it. Sizes and durations may be texts ("16MiB", "10m").

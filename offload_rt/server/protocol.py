@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from functools import partial
 from typing import Any, cast
 
@@ -13,15 +14,14 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .log import logger
-from .options import ServerOptions
-
-DELIVERY_SECONDS = 2.0
-"""Added to `timeout` before a connection is aborted: time to deliver the 408 or the error event that ends a request."""
+from .options import DELIVERY_SECONDS, ServerOptions
 
 KEEP_ALIVE_SECONDS = 30
 MOST_HEAD_BYTES = 64 << 10
+"""h11 compares it with incomplete heads only; the gate with complete ones."""
 MOST_CONNECTIONS = 4096
 LEAST_CONNECTIONS = 16
+LISTEN_QUEUE = 2048
 
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -182,10 +182,21 @@ def default_connections() -> int:
     return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, half))
 
 
-def server_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
-    """Return how uvicorn runs the application."""
+class LimitedServer(uvicorn.Server):
+    """uvicorn's server with a long queue in the kernel. asyncio takes one number for that queue and for the connections
+    that it accepts before it looks at any of them; the second must be small."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(LISTEN_QUEUE)
+
+
+def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
+    """Return a server of the application that is ready to run."""
     connections = Connections(options)
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
         ws="none",  # another protocol would take the connection out of these limits
@@ -198,3 +209,4 @@ def server_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         h11_max_incomplete_event_size=MOST_HEAD_BYTES,
     )
+    return LimitedServer(config)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from ..errors import ConfigError
 from .loading import Loading
 from .log import log_to_stderr, logger
 from .options import ServerOptions
-from .protocol import server_config
+from .protocol import make_server
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -50,7 +48,7 @@ def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener:
     loading = Loading(make)
     host, port = listener.getsockname()[:2]
     logger.info("listening", extra={"fields": {"url": f"http://{host}:{port}"}})
-    server = uvicorn.Server(server_config(loading, options))
+    server = make_server(loading, options)
 
     def end() -> None:
         server.should_exit = True

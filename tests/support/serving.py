@@ -22,7 +22,7 @@ from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput, Request
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.protocol import server_config
+from offload_rt.server.protocol import make_server
 from offload_rt.server.run import bound
 
 TEMPLATE = (
@@ -126,7 +126,7 @@ def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[
     """The address of a server of an application, which ends with the block."""
     options = options or ServerOptions(port=0, grace=5)
     listener = bound(options)
-    server = uvicorn.Server(server_config(app, options))
+    server = make_server(app, options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
