@@ -58,7 +58,7 @@ def passage(engine: ScriptedEngine) -> Passage:
 
 @pytest.fixture
 def http(passage: Passage) -> Iterator[httpx2.Client]:
-    app = Starlette(routes=[Mount("/", app=Door(passage.ask, OPTIONS.max_body))])
+    app = Starlette(routes=[Mount("/", app=Door(passage.ask, OPTIONS.max_body, OPTIONS.timeout))])
     with answering(app) as (url, _), httpx2.Client(base_url=url) as client:
         yield client
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .affinity import affinity
 from .log import logger
+from .options import DELIVERY_SECONDS
 
 _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
            "client", "server")  # fmt: skip
@@ -34,21 +35,28 @@ class Door:
     request, which happens where the client leaves. Bodies are read up to `max_body` bytes and a little: the other end
     refuses what is longer."""
 
-    def __init__(self, ask: Callable[[Asked, str], AsyncIterator[Message]], max_body: int) -> None:
-        self._ask, self._max_body = ask, max_body
+    def __init__(self, ask: Callable[[Asked, str], AsyncIterator[Message]], max_body: int, timeout: float) -> None:
+        self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one connection."""
+        """Answer one request. It is cancelled if it has not been sent after `timeout` seconds and a little, in which the
+        replica's own error can be delivered."""
+        async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
+            await self._forward(scope, receive, send)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._read(receive)
         if body is None:
             return
         asked = Asked({name: scope[name] for name in _PASSED if name in scope}, body)
         answering = asyncio.ensure_future(self._answer(asked, affinity(Headers(scope=scope), body), send))
         left = asyncio.ensure_future(_left(receive))
-        await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (left, answering):
-            task.cancel()
-        await asyncio.wait({answering})
+        try:
+            await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # the time may be up
+            for task in (left, answering):
+                task.cancel()
+            await asyncio.wait({answering})
         if not answering.cancelled() and (error := answering.exception()) is not None:
             raise error
 

@@ -18,6 +18,7 @@ from .errors import RefusedError, error_response, refusal
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
 from .page import FILES
+from .protocol import MOST_HEAD_BYTES
 
 OPEN_PATHS = ("/health", "/favicon.ico", *FILES)
 """What is answered without a key: that the server lives, and the page, which asks for one."""
@@ -27,6 +28,9 @@ REQUEST_ID = "x-request-id"
 GONE = 499
 """What the log says of a client that left before its answer began."""
 
+MOST_BODIES = 16
+"""Incomplete bodies of the largest size that are held at once; 503 beyond."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,6 +39,8 @@ class Gate:
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._options = app, options
+        self._receiving = 0
+        """Bytes of bodies that are incomplete, over all requests."""
         self._digests = [_digest(key) for key in options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +52,8 @@ class Gate:
         begun = time.perf_counter()
         request_id = uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, owner="", notes={})
+        deadline = asyncio.get_running_loop().time() + self._options.timeout
+        state.update(request_id=request_id, owner="", notes={}, deadline=deadline)
         status = GONE
 
         async def noted(message: Message) -> None:
@@ -71,7 +78,7 @@ class Gate:
             self._check_host(headers)
             if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                 scope["state"]["owner"] = self._owner(headers)
-            body = await self._body(headers, receive)
+            body = await self._body(headers, receive, scope["state"]["deadline"])
         except RefusedError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
@@ -104,27 +111,37 @@ class Gate:
             )
         return given.hex()
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _body(self, headers: Headers, receive: Receive, deadline: float) -> bytes | None:
         """The whole body; None where the client left before it had sent it."""
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
+        if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MOST_HEAD_BYTES:
+            raise RefusedError(431, "the headers of the request are too large", headers={"Connection": "close"})
+        if announced and "transfer-encoding" in headers:  # a proxy before us may take the other one (smuggling)
+            message = "a request has either Content-Length or Transfer-Encoding, not both"
+            raise RefusedError(400, message, headers={"Connection": "close"})
         too_large = RefusedError(413, f"the request is larger than {limit:,} bytes, which is this server's limit")
         if announced.isdecimal() and int(announced[:20]) > limit:
             raise too_large
         try:
-            async with asyncio.timeout(self._options.timeout):
+            async with asyncio.timeout_at(deadline):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
+                    self._receiving += len(parts[-1])
                     if size > limit:
                         raise too_large
+                    if self._receiving > MOST_BODIES * limit:
+                        raise RefusedError(503, "too many requests are being received", headers={"Retry-After": "2"})
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
             raise RefusedError(408, "the request's body did not come in time") from None
+        finally:
+            self._receiving -= size
 
 
 def _digest(key: str) -> bytes:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from typing import Any
 
 from starlette.types import Scope
+
+MOST_KINDS = 100
+"""Kinds of repeated messages that are counted apart."""
 
 logger = logging.getLogger("offload_rt.server")
 
@@ -28,11 +32,39 @@ class JsonLines(logging.Formatter):
         return json.dumps(said, ensure_ascii=True, default=str)
 
 
+class Repetitions(logging.Filter):
+    """Pass the first `most` warnings, errors and refused requests of a kind per interval. The first record after the
+    interval carries how many were dropped, in its field `suppressed`."""
+
+    def __init__(self, most: int = 20, seconds: float = 10.0) -> None:
+        super().__init__()
+        self._most, self._seconds, self._end = most, seconds, 0.0
+        self._counts: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged."""
+        fields = getattr(record, "fields", {})
+        status = fields.get("status", 0)
+        if (now := time.monotonic()) >= self._end:
+            dropped = {kind: count - self._most for kind, count in self._counts.items() if count > self._most}
+            if dropped:
+                record.fields = fields | {"suppressed": dropped}
+            self._counts, self._end = Counter(), now + self._seconds
+        if record.levelno < logging.WARNING and status < 400:
+            return True
+        kind = f"{record.msg!s:.80}" + (f" {status}" if status else "")
+        if kind not in self._counts and len(self._counts) >= MOST_KINDS:
+            kind = "other"
+        self._counts[kind] += 1
+        return self._counts[kind] <= self._most
+
+
 def log_to_stderr() -> None:
     """Sends what this package and uvicorn log to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for name in ("offload_rt", "uvicorn"):
+    handler.addFilter(Repetitions())
+    for name in ("offload_rt", "uvicorn", "asyncio"):
         chosen = logging.getLogger(name)
         chosen.handlers, chosen.propagate = [handler], False
         chosen.setLevel(logging.INFO)

@@ -17,6 +17,10 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
 
+DELIVERY_SECONDS = 2.0
+"""Added to `timeout` before a connection is aborted: time to deliver the 408 or the error event that ends a request."""
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """What the server accepts, from whom, and how much of it. Sizes and durations may be texts ("16MiB", "10m").
@@ -27,7 +31,11 @@ class ServerOptions:
     max_tokens_limit: new tokens of one answer at most; None: what the model's positions leave.
     max_body: bytes of a request; more is answered 413.
     max_policies: policies, with their options, that requests may name at once, the server's own among them.
-    timeout: seconds from a request's arrival to its last token; then it is aborted.
+    timeout: seconds from a request's arrival to its last byte; then it is aborted.
+    max_connections: connections open at once. If all are taken, a new one replaces the one whose client has been silent
+        for longest, or is refused if every client waits for an answer. None: half of the process's descriptors.
+    head_timeout: seconds in which the head of a request must arrive.
+    send_timeout: seconds after which a client that does not read its response is disconnected.
     grace: seconds that answers may still take when the server is asked to end.
     share_prefixes: requests of different API keys share KV. Without it a key finds only what it has computed itself, so
         that no key learns from `cached_tokens` or latency what another one has asked.
@@ -51,6 +59,11 @@ class ServerOptions:
     )
     max_body: Size = option(16 << 20, help="bytes of a request at most", group="limits")
     timeout: Duration = option(600.0, help="time that one request may take", group="limits")
+    max_connections: int | None = option(
+        None, help="connections open at once (default: half of the descriptors)", metavar="N", group="limits"
+    )
+    head_timeout: Duration = option(10.0, help="time in which a request's head must arrive", group="limits")
+    send_timeout: Duration = option(60.0, help="time for which a client may not read its response", group="limits")
     grace: Duration = option(30.0, help="time that answers may still take at the end", group="limits")
     tool_parser: ToolParser = option("auto", help="how tool calls are written (auto: by template)", group="server")
     reasoning_parser: ReasoningParser = option(
@@ -65,6 +78,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
         object.__setattr__(self, "timeout", parse_duration(self.timeout, "timeout"))
+        object.__setattr__(self, "head_timeout", parse_duration(self.head_timeout, "head_timeout"))
+        object.__setattr__(self, "send_timeout", parse_duration(self.send_timeout, "send_timeout"))
         object.__setattr__(self, "grace", parse_duration(self.grace, "grace"))
         check_types(self)
         check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
@@ -74,6 +89,10 @@ class ServerOptions:
         check(
             self.max_tokens_limit is None or self.max_tokens_limit >= 1,
             f"max_tokens_limit={self.max_tokens_limit} must be at least 1",
+        )
+        check(
+            self.max_connections is None or self.max_connections >= 1,
+            f"max_connections={self.max_connections} must be at least 1",
         )
         check(self.max_policies >= 1, f"max_policies={self.max_policies} must be at least 1")
         check(self.max_body >= 1024, f"max_body={self.max_body} must be at least 1KiB")

@@ -144,7 +144,7 @@ def _door(options: ServerOptions) -> Starlette:
         finally:
             answers.cancel()
 
-    return Starlette(routes=[Mount("/", app=Door(ask, options.max_body))])
+    return Starlette(routes=[Mount("/", app=Door(ask, options.max_body, options.timeout))])
 
 
 def serve_on_ray(application: Any, options: ServerOptions) -> None:

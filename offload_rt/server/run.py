@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from ..errors import ConfigError
 from .loading import Loading
 from .log import log_to_stderr, logger
 from .options import ServerOptions
+from .protocol import make_server
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -47,18 +46,9 @@ def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener:
             return make_app(make_engine(), options)
 
     loading = Loading(make)
-    config = uvicorn.Config(
-        loading,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(options.grace)),
-        timeout_keep_alive=30,
-        h11_max_incomplete_event_size=64 << 10,
-    )
     host, port = listener.getsockname()[:2]
     logger.info("listening", extra={"fields": {"url": f"http://{host}:{port}"}})
-    server = uvicorn.Server(config)
+    server = make_server(loading, options)
 
     def end() -> None:
         server.should_exit = True

@@ -186,8 +186,7 @@ class Service:
         TimeoutError, and RefusedError where the server ends."""
         where = where or Where()
         begun = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        deadline, first, last = loop.time() + self.options.timeout, 0.0, None
+        deadline, first, last = request.scope["state"]["deadline"], 0.0, None
         reason = "abort"
         try:
             async with (

@@ -22,6 +22,7 @@ from offload_rt.outputs import CompletionOutput, Logprob, RequestOutput, Request
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
+from offload_rt.server.protocol import make_server
 from offload_rt.server.run import bound
 
 TEMPLATE = (
@@ -130,8 +131,9 @@ def served(engine: Any, **options: Any) -> Iterator[str]:
 @contextmanager
 def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
     """The address of a server of an application, which ends with the block."""
-    listener = bound(options or ServerOptions(port=0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, ws="none"))
+    options = options or ServerOptions(port=0, grace=5)
+    listener = bound(options)
+    server = make_server(app, options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -1,0 +1,212 @@
+"""HTTP connections with limits: how many are open, and how long a client may take to send a head and to read."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from functools import partial
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .log import logger
+from .options import DELIVERY_SECONDS, ServerOptions
+
+KEEP_ALIVE_SECONDS = 30
+MOST_HEAD_BYTES = 64 << 10
+"""h11 compares it with incomplete heads only; the gate with complete ones."""
+MOST_CONNECTIONS = 4096
+LEAST_CONNECTIONS = 16
+LISTEN_QUEUE = 2048
+
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-type: text/plain\r\ncontent-length: 20\r\n\r\ntoo many connections"
+)
+LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class Connections:
+    """The open connections of one server, those that sent nothing for the longest time first.
+
+    If all are taken, a new connection replaces the one that the server has waited for longest. If every client waits
+    for an answer, the new connection is refused.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self.most = options.max_connections or default_connections()
+        self.open: dict[LimitedProtocol, None] = {}
+
+    def heard(self, connection: LimitedProtocol) -> None:
+        """Move a connection that sent something to the end."""
+        self.open.pop(connection, None)
+        self.open[connection] = None
+
+    def admit(self, connection: LimitedProtocol) -> bool:
+        """Add a connection, closing another one if necessary. Return False if there is no place."""
+        if len(self.open) >= self.most:
+            silent = next((other for other in self.open if other.awaits_client), None)
+            if silent is None:
+                return False
+            silent.abort("replaced by a new connection")
+        self.open[connection] = None
+        return True
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with three timers. uvicorn itself waits for ever for a head, a body and a reader.
+
+    The head timer runs from the connection, or the first byte of a further request, until the head is complete. The
+    request timer runs from there until the response has left this process. The stall timer runs while the transport's
+    buffer is full because the client does not read.
+    """
+
+    def __init__(self, limits: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._head: asyncio.TimerHandle | None = None
+        self._request: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._timed: object = None
+        """The request-response cycle that the request timer belongs to."""
+
+    @property
+    def awaits_client(self) -> bool:
+        """Whether the server waits for bytes of a request, not the client for a response."""
+        return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Admit or refuse a connection."""
+        super().connection_made(transport)
+        if self._limits.admit(self):
+            self._set_timers()
+            return
+        logger.warning("connection refused: too many are open")
+        transport.write(FULL)
+        transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._limits.open.pop(self, None)
+        for timer in (self._head, self._request, self._stall):
+            if timer is not None:
+                timer.cancel()
+        self._unset_keepalive_if_required()  # uvicorn leaves it to the timer if the connection broke
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a request."""
+        if self in self._limits.open:
+            self._limits.heard(self)
+        super().data_received(data)
+        self._set_timers()
+
+    def handle_events(self) -> None:
+        """Start requests whose heads are complete, those of a pipeline too."""
+        super().handle_events()
+        self._set_timers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not HTTP. If a response has begun, the connection is aborted: h11 has no place left."""
+        if self.cycle is not None:
+            self.cycle.disconnected = not self.cycle.response_complete
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.abort("invalid HTTP")
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read."""
+        super().pause_writing()
+        if self._stall is None:
+            seconds = min(self._limits.options.send_timeout, self._limits.options.timeout)
+            self._stall = self.loop.call_later(seconds, self.abort, "the client does not read")
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def abort(self, reason: str) -> None:
+        """Close the connection and drop what is unsent. The request ends as if the client had left."""
+        if self in self._limits.open:
+            self._limits.open.pop(self)
+            path = self.scope["path"] if self.cycle is not None and not self.cycle.response_complete else None
+            logger.warning("connection aborted: %s", reason, extra={"fields": {"path": path}})
+        # Not close(): it would wait for a client that does not read.
+        self.transport.abort()
+
+    def _set_timers(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is not self._timed:
+            self._timed = self.cycle
+            if self._request is not None:
+                self._request.cancel()
+            seconds = self._limits.options.timeout + DELIVERY_SECONDS
+            self._request = self.loop.call_later(seconds, self._end_request)
+        # After a response the keep-alive timer runs until the next byte arrives.
+        incomplete = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        if incomplete and self._head is None:
+            self._head = self.loop.call_later(self._limits.options.head_timeout, self._end_head)
+        elif not incomplete and self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _end_request(self) -> None:
+        unsent = self.transport.get_write_buffer_size() > 0
+        if unsent or not self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY:
+            self.abort("the request took longer than --timeout")
+
+    def _end_head(self) -> None:
+        logger.warning("connection closed: the head of a request did not arrive in time")
+        if self.conn.trailing_data[0]:
+            self.transport.write(LATE)
+        self.transport.close()
+        if self.transport.get_write_buffer_size():  # the client does not read: close() would wait for it
+            self.transport.abort()
+
+
+def default_connections() -> int:
+    """Return half of the descriptors that the process may open: the rest is for stores and models."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
+    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, half))
+
+
+class LimitedServer(uvicorn.Server):
+    """uvicorn's server with a long queue in the kernel. asyncio takes one number for that queue and for the connections
+    that it accepts before it looks at any of them; the second must be small."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(LISTEN_QUEUE)
+
+
+def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
+    """Return a server of the application that is ready to run."""
+    connections = Connections(options)
+    config = uvicorn.Config(
+        app,
+        http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
+        ws="none",  # another protocol would take the connection out of these limits
+        # asyncio accepts this many connections at once before the first of them can be counted and refused.
+        backlog=max(8, min(100, connections.most // 4)),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(options.grace)),
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+    )
+    return LimitedServer(config)

@@ -1,0 +1,234 @@
+"""Clients that are slow, silent, or send what is not HTTP: they end in time, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from urllib.parse import urlsplit
+
+import httpx2
+import psutil
+import pytest
+from starlette.types import Receive, Scope, Send
+from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.server.log import Repetitions
+from offload_rt.server.options import ServerOptions
+from offload_rt.server.run import bound
+
+ASK = {"prompt": "It was", "max_tokens": 4000}
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return reference_tokenizer()
+
+
+def connect(url: str, data: bytes = b"", receive_buffer: int | None = None) -> socket.socket:
+    """Return a connection on which `data` has been sent."""
+    where = urlsplit(url)
+    found = socket.socket()
+    if receive_buffer is not None:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    found.settimeout(10)
+    found.connect((where.hostname, where.port))
+    found.sendall(data)
+    return found
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """Return what comes until the server closes the connection."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return b"".join(parts)
+
+
+def post(body: dict[str, object]) -> bytes:
+    content = json.dumps(body).encode()
+    head = HALF + f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    return head + content
+
+
+@pytest.mark.parametrize("limit", ["timeout", "send_timeout"])
+def test_a_client_that_does_not_read_is_disconnected(
+    tokenizer: PreTrainedTokenizerBase, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small_buffers(options: ServerOptions) -> socket.socket:
+        listener = bound(options)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
+        return listener
+
+    monkeypatch.setattr("support.serving.bound", small_buffers)
+    # The engine waits until its output is taken; it would never end by itself.
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 200)
+    ask = post(ASK | {"stream": True, "n": 4})
+    with (
+        served(engine, **{"timeout": 600, "send_timeout": 600, limit: 0.5}) as url,
+        connect(url, ask, receive_buffer=4096),
+    ):
+        wait_until(lambda: engine.begun == 1)
+        wait_until(lambda: engine.aborted == 1, 8)
+
+
+@pytest.mark.parametrize("slowly", [False, True])
+def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> None:
+    """The application is done, the response lies in the transport's buffer; close() would wait for ever."""
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
+
+    options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
+    ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    with answering(large, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
+        wait_until(lambda: len(server.server_state.connections) == 1)
+        end = time.monotonic() + 6
+        while server.server_state.connections and time.monotonic() < end:
+            if slowly:
+                try:
+                    connection.recv(1)
+                except ConnectionResetError:
+                    break
+            time.sleep(0.05)
+        wait_until(lambda: not server.server_state.connections, 1)
+
+
+@pytest.mark.parametrize("start", [b"", b"G", HALF])
+def test_a_head_has_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes) -> None:
+    with served(ScriptedEngine(tokenizer, str), head_timeout=0.3) as url:
+        begun = time.monotonic()
+        connection = connect(url, start)
+        answer = read_to_end(connection)
+        assert 0.2 < time.monotonic() - begun < 5
+        assert answer.startswith(b"HTTP/1.1 408 ") if start else answer == b""
+
+
+def test_bytes_do_not_extend_the_deadline_of_a_head(tokenizer: PreTrainedTokenizerBase) -> None:
+    with served(ScriptedEngine(tokenizer, str), head_timeout=0.4) as url:
+        connection = connect(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in connection.recv(1 << 16)
+        connection.sendall(HALF)  # the head of the next request on this connection
+        begun = time.monotonic()
+        try:
+            while time.monotonic() < begun + 5:
+                connection.sendall(b"x")
+                time.sleep(0.05)
+        except OSError:
+            pass
+        connection.close()
+        assert time.monotonic() - begun < 4
+
+
+def test_health_answers_among_half_open_connections(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was.")
+    descriptors = psutil.Process().num_fds()
+    with served(engine, max_connections=32) as url, httpx2.Client(base_url=url) as http, ExitStack() as stack:
+        for _ in range(300):
+            stack.callback(connect(url, HALF).close)
+            if _ % 30 == 0:
+                begun = time.monotonic()
+                assert http.get("/health", timeout=5).status_code == 200
+                assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
+                assert time.monotonic() - begun < 2
+        # 300 client sockets are in this process too.
+        assert psutil.Process().num_fds() - descriptors < 300 + 32 + 32
+    assert {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING} == {
+        "connection aborted: replaced by a new connection"
+    }
+
+
+def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was.", pause=0.3)
+    with served(engine, max_connections=2) as url:
+        asking = [connect(url, post(ASK)) for _ in range(2)]
+        wait_until(lambda: engine.begun == 2)
+        refused = read_to_end(connect(url))
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
+        for connection in asking:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def url(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    with served(ScriptedEngine(tokenizer, lambda prompt: "It was."), head_timeout=1.0, max_body=4096) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40) + b"\r\n\r\n",  # TLS
+        b"\r\n\r\nnonsense\r\n\r\n",
+        HALF + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        HALF + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HALF + b"Content-Length: -1\r\n\r\n",
+        HALF + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HALF + b"x: y\r\n" * 20_000 + b"\r\n",
+        HALF + b"x: " + b"y" * 200_000,
+        b"GET http://127.0.0.1/nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"TRACE /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET /nothing HTTP/1.0\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+    ],
+)
+def test_what_is_not_a_request_is_refused(url: str, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    connection = connect(url)
+    with suppress(OSError):
+        connection.sendall(data)
+    answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 4") or (len(data) > 100_000 and not answer), answer
+    assert not [record for record in caplog.records if record.exc_info]
+    assert httpx2.get(f"{url}/health").status_code == 200
+
+
+def test_garbage_in_a_body_that_was_refused_already(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    large = HALF + b"Transfer-Encoding: chunked\r\n\r\n" + b"1388\r\n" + b"x" * 5000 + b"\r\n"
+    connection = connect(url, large)
+    assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+    connection.sendall(b"nonsense\r\n")
+    read_to_end(connection)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_incomplete_bodies_are_bounded_together(tokenizer: PreTrainedTokenizerBase) -> None:
+    with served(ScriptedEngine(tokenizer, str), max_body=1024) as address, ExitStack() as stack:
+        for _ in range(18):
+            connection = connect(address, HALF + b"Content-Length: 1024\r\n\r\n" + b"x" * 1000)
+            stack.callback(connection.close)
+        assert connection.recv(100).startswith(b"HTTP/1.1 503 ")
+        stack.close()
+        wait_until(lambda: httpx2.post(f"{address}/v1/completions", content=b"x" * 900).status_code == 400)
+
+
+def test_repeated_messages_are_counted_instead_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("offload_rt.server.log.time.monotonic", lambda: clock[0])
+    repetitions = Repetitions(most=3, seconds=10)
+
+    def passes(message: str, level: int = logging.WARNING) -> logging.LogRecord | None:
+        record = logging.LogRecord("x", level, "", 0, message, None, None)
+        return record if repetitions.filter(record) else None
+
+    assert [bool(passes("a")) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert passes("b") and all(passes("c", logging.INFO) for _ in range(5))
+    clock[0] += 11
+    record = passes("c", logging.INFO)
+    assert record is not None and record.__dict__["fields"] == {"suppressed": {"a": 2}}
