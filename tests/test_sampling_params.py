@@ -13,7 +13,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from offload_rt import LLM, ConfigError, InputError, SamplingParams
+from offload_rt import LLM, ConfigError, EngineError, InputError, SamplingParams
 from offload_rt.engine.detokenizer import TextStream
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sampler import Sampler
