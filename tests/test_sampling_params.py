@@ -13,11 +13,11 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from offload_rt import LLM, ConfigError, InputError, SamplingParams, offload
+from offload_rt import LLM, ConfigError, EngineError, InputError, SamplingParams, offload
 from offload_rt.engine.detokenizer import TextStream
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sampler import Sampler
-from offload_rt.errors import EngineError, LogitsError
+from offload_rt.errors import LogitsError
 from offload_rt.models.registry import load_model
 from offload_rt.outputs import CompletionOutput
 

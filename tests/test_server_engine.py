@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from support.faults import fault
 from support.serving import TEMPLATE, served, wait_until
 from support.tiny_models import tiny_checkpoint
 
@@ -79,6 +80,30 @@ def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM, mo
         wait_until(lambda: engine.load().running == 1)  # what it says is of the last step that ended
     wait_until(lambda: engine.load().running == 0)
     assert engine.load().pool_used_bytes == 0
+
+
+def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Another client that is answered at the same time gets its text, and so does the next one."""
+
+    async def ask(client: httpx2.AsyncClient, i: int) -> httpx2.Response:
+        asked = {"messages": [{"role": "user", "content": f"{WORDS[i]} {i}"}], "max_tokens": 12, "seed": i}
+        return await client.post(f"{url}/v1/chat/completions", json=asked)
+
+    async def both() -> list[httpx2.Response]:
+        async with httpx2.AsyncClient() as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(2)))
+
+    with fault(engine.llm, "sample", 3, AssertionError("an invariant is broken")):
+        answers = asyncio.run(both())
+    answers += asyncio.run(both())
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 500]
+    for i, answer in enumerate(answers):
+        body = answer.json()
+        if answer.status_code == 200:
+            assert body["choices"][0]["message"]["content"] == alone(engine, i % 2)
+        else:
+            assert "invariant" not in body["error"]["message"]
+    assert any(record.exc_info and record.exc_info[0] is AssertionError for record in caplog.records)
 
 
 def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> None:

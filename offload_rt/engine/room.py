@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 from ..config import EngineConfig
 from ..core import BlockTable
@@ -95,15 +97,21 @@ class Room:
         return self.reserved(blocks, capacity, blocks.length, stop)
 
     def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """The block table with room for `capacity` tokens, and in sliding layers for the computation of tokens
-        [start, stop); given back where there is none (PoolFullError)."""
-        try:
+        """Return the block table with room for `capacity` tokens, and in sliding layers for the computation of tokens
+        [start, stop). It is released if there is no room (PoolFullError)."""
+        with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
             self._pool.slide(blocks, start, stop, whole=self.evicts)
+        return blocks
+
+    @contextmanager
+    def released_on_error(self, blocks: BlockTable) -> Iterator[None]:
+        """Release a block table that no sequence owns yet if the body raises."""
+        try:
+            yield
         except BaseException:
             self._pool.release(blocks)
             raise
-        return blocks
 
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, behind: int = 0) -> None:
         """Takes the slots in sliding layers that tokens [position, stop) need, and gives back what has left the

@@ -193,7 +193,8 @@ class Runner:
         table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
         `capacity` tokens; PoolFullError gives the block table back."""
         self.room.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
-        self.pool.commit(blocks, known)
+        with self.room.released_on_error(blocks):
+            self.pool.commit(blocks, known)
         return self._open_sequence(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
 
     @on_own_device
@@ -224,36 +225,36 @@ class Runner:
         origin: Sequence | None = None,
         same_trace: bool = False,
     ) -> Sequence:
-        """The sequence that owns `blocks`, in which `known` tokens are computed, as a fork of `origin` where there is
-        one. The block table is given back with an error: where device or pool have no room, or a disk no rows."""
-        keys = key_reader(self.pool, self.link.storage, blocks)
-        sequence = Sequence(
-            id=next(self._ids),
-            tokens=list(tokens),
-            blocks=blocks,
-            slots=self.room.slots() if origin is None else origin.slots.fork(),
-            keys=keys,
-            state=self.policy.new_state(keys) if origin is None else origin.state.fork(keys),
-            trace=self._new_trace(known, origin, same_trace),
-            position=known,
-            exact=exact,
-            unlearned=known if origin is None else origin.unlearned,
-            learned=0 if origin is None else origin.learned,
-            shift=shift,
-            provenance=provenance,
-            expected=0 if origin is None else origin.expected,
-        )
-        self._open[sequence.id] = sequence
-        try:
-            self._check_device()
-            self._prepare()
-            shared = None if origin is None else origin.blocks
-            self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, shared)
-        except BaseException:
-            del self._open[sequence.id]
-            self.link.storage.close(blocks)
-            self.pool.release(blocks)
-            raise
+        """Return the sequence that owns `blocks`, in which `known` tokens are computed; a fork of `origin` if given.
+        The block table is released on an error."""
+        with self.room.released_on_error(blocks):
+            keys = key_reader(self.pool, self.link.storage, blocks)
+            sequence = Sequence(
+                id=next(self._ids),
+                tokens=list(tokens),
+                blocks=blocks,
+                slots=self.room.slots() if origin is None else origin.slots.fork(),
+                keys=keys,
+                state=self.policy.new_state(keys) if origin is None else origin.state.fork(keys),
+                trace=self._new_trace(known, origin, same_trace),
+                position=known,
+                exact=exact,
+                unlearned=known if origin is None else origin.unlearned,
+                learned=0 if origin is None else origin.learned,
+                shift=shift,
+                provenance=provenance,
+                expected=0 if origin is None else origin.expected,
+            )
+            self._open[sequence.id] = sequence
+            try:
+                self._check_device()
+                self._prepare()
+                shared = None if origin is None else origin.blocks
+                self.link.storage.open(blocks, self.policy.sinks, self.policy.recent, shared)
+            except BaseException:
+                del self._open[sequence.id]
+                self.link.storage.close(blocks)
+                raise
         return sequence
 
     def _new_trace(self, known: int, origin: Sequence | None, same_trace: bool) -> Trace:

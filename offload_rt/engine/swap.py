@@ -16,7 +16,6 @@ import torch
 
 from ..config import StoreOptions
 from ..core import CHUNK, BlockTable
-from ..errors import PoolFullError
 from ..forward.sequence import Sequence
 from ..pool.prefix_tree import chunk_key, pack_tokens
 from ..storage.chunk_store import NamedChunk, PlacedChunk
@@ -116,12 +115,9 @@ class Swap:
         where the pool has not `spare` chunks besides."""
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
-        found = self._find(swapped, blocks)
-        try:
+        with runner.room.released_on_error(blocks):
+            found = self._find(swapped, blocks)
             pool.check_spare(-(-(swapped.position + 1) // CHUNK) - len(blocks.chunks) + spare)
-        except PoolFullError:
-            pool.release(blocks)
-            raise
         if found is None:
             pool.release(blocks)
             return None
@@ -130,13 +126,17 @@ class Swap:
             tokens, blocks, capacity=swapped.position + 1, known=swapped.position, exact=swapped.exact,
             shift=swapped.shift, provenance=swapped.provenance,
         )  # fmt: skip
-        if not self._load(blocks, found):
-            pool.truncate(blocks, known)
-            runner.free(sequence)
-            return None
-        runner.reload(sequence)
-        self._learn(sequence)
-        return sequence
+        restored = False
+        try:
+            if self._load(blocks, found):
+                runner.reload(sequence)
+                self._learn(sequence)
+                restored = True
+        finally:
+            if not restored:
+                pool.truncate(blocks, known)
+                runner.free(sequence)
+        return sequence if restored else None
 
     def discard(self, swapped: SwappedSequence) -> None:
         """Remove the chunks that no other sequence needs."""

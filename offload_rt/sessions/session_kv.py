@@ -138,9 +138,10 @@ class SessionKV:
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = runner.match(history.tokens, history.provenance, history.floor)
         self._host_tokens = blocks.length
-        found, known = self._find(blocks)
-        if known < history.computed:
-            self._lose_from(known)
+        with runner.room.released_on_error(blocks):
+            found, known = self._find(blocks)
+            if known < history.computed:
+                self._lose_from(known)
         sequence = runner.adopt(
             history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
             shift=history.shift, provenance=history.provenance,
@@ -150,7 +151,12 @@ class SessionKV:
             size = sum(placed.chunk.layer_bytes for placed in found) * storage.layers
             layers = runner.adapter.geometry.layers
             ahead = layers if whole else self.context.read_buffer(size, len(history.tokens) - known)
-            self.loader = ChunkLoader(runner.pool, blocks, found, ahead)
+            try:
+                self.loader = ChunkLoader(runner.pool, blocks, found, ahead)
+            except BaseException:
+                runner.pool.truncate(blocks, self._host_tokens)  # nothing is loaded: `free` must not publish it
+                runner.free(sequence)
+                raise
         return sequence
 
     def _lose_from(self, known: int) -> None:

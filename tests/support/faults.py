@@ -1,0 +1,68 @@
+"""Let a call inside the engine raise, as a defect of ours or a device without memory would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from offload_rt import LLM
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.request import SampledRequest
+from offload_rt.engine.sampler import Sampler
+
+ERRORS: list[Callable[[], Exception]] = [
+    lambda: AssertionError("an invariant is broken"),
+    lambda: RuntimeError("a shape is wrong"),
+    lambda: torch.OutOfMemoryError("CUDA out of memory"),
+]
+
+PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
+    "start": lambda llm: (llm.runner, "new_sequence"),
+    "open": lambda llm: (llm.runner.link.storage, "open"),
+    "begin prefill": lambda llm: (llm.runner, "begin_prefill"),
+    "prefill layer": lambda llm: (llm.runner.link.storage, "prefill_layer"),
+    "end of prefill": lambda llm: (llm.runner.pool, "commit"),
+    "fork": lambda llm: (llm.runner.pool, "fork"),
+    "reserve": lambda llm: (llm.runner, "reserve"),
+    "decode": lambda llm: (llm.runner, "decode"),
+    "layer of a decode step": lambda llm: (llm.runner.link.storage, "append"),
+    "select": lambda llm: (type(llm.runner.policy), "correct_guess"),
+    "sample": lambda llm: (Sampler, "pick"),
+    "publish": lambda llm: (llm.runner.pool, "publish"),
+    "close": lambda llm: (llm.runner.link.storage, "close"),
+    "release": lambda llm: (llm.runner.pool, "release"),
+    "stats": lambda llm: (llm.runner._accounting, "stats"),
+    "finish": lambda llm: (SampledRequest, "finish"),
+    "persist": lambda llm: (SampledRequest, "persist"),
+}
+"""Where a call can fail: the object or class that has the method, and its name."""
+
+
+@contextmanager
+def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[int]]:
+    """Let call number `call`, from 0 on, of `place` raise `error`. Yield a list that holds the number of calls."""
+    owner, name = PLACES[place](llm)
+    method, calls = getattr(owner, name), [0]
+
+    def fails(*args: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call + 1:
+            raise error
+        return method(*args, **named)
+
+    with patch.object(owner, name, fails):
+        yield calls
+
+
+def drain(engine: Engine, steps: int = 2000) -> None:
+    """Step the engine until it is idle, and check it after each step."""
+    for _ in range(steps):
+        if engine.idle:
+            return
+        engine.step()
+        engine.check_integrity()
+    raise AssertionError(f"not idle after {steps} steps")
