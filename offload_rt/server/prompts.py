@@ -25,7 +25,7 @@ LONG = 1 << 18
 """Characters from which on a text counts as long: a second or less of tokenizing. Long texts go one by one."""
 
 TOKEN_SIZE = 4
-"""Characters that a token id counts for when a thread is chosen. A message counts for 16 times as many and its text."""
+"""Characters that a token id counts for when a thread is chosen; a message counts for 16 times that, and its text."""
 
 SHORT_THREADS = 2
 """Threads for other texts."""
