@@ -33,9 +33,9 @@ LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\
 class Connections:
     """The open connections of one server, those that sent nothing for the longest time first.
 
-    If all are taken, a new connection replaces one whose client is silent: first those that never completed the head of a
-    request, then the others, each in order of their silence. If every client waits for a response, the new connection is
-    refused.
+    If all are taken, a new connection replaces one whose client is silent. Clients that never completed the head of a
+    request come first, then the others, each in order of their silence. If every client waits for a response, the new
+    connection is refused.
     """
 
     def __init__(self, options: ServerOptions) -> None:
