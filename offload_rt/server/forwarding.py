@@ -39,8 +39,8 @@ class Door:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. It is cancelled if it has not been sent after `timeout` seconds and a little, in which
-        the replica's own error can be delivered."""
+        """Answer one request. If the response is not sent after `timeout` seconds, and a little to deliver the error of
+        the replica, the request is cancelled."""
         async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
             await self._forward(scope, receive, send)
 

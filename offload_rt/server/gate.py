@@ -118,8 +118,8 @@ class Gate:
         if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MOST_HEAD_BYTES:
             raise RefusedError(431, "the headers of the request are too large", headers={"Connection": "close"})
         if announced and "transfer-encoding" in headers:  # a proxy before us may take the other one (smuggling)
-            message = "a request has either Content-Length or Transfer-Encoding, not both"
-            raise RefusedError(400, message, headers={"Connection": "close"})
+            both = "a request has either Content-Length or Transfer-Encoding, not both"
+            raise RefusedError(400, both, headers={"Connection": "close"})
         too_large = RefusedError(413, f"the request is larger than {limit:,} bytes, which is this server's limit")
         if announced.isdecimal() and int(announced[:20]) > limit:
             raise too_large

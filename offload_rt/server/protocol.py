@@ -33,8 +33,9 @@ LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\
 class Connections:
     """The open connections of one server, those that sent nothing for the longest time first.
 
-    If all are taken, a new connection replaces the one that the server has waited for longest. If every client waits
-    for an answer, the new connection is refused.
+    If all are taken, a new connection replaces one whose client is silent. Clients that never completed the head of a
+    request come first, then the others, each in order of their silence. If every client waits for a response, the new
+    connection is refused.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -50,7 +51,9 @@ class Connections:
     def admit(self, connection: LimitedProtocol) -> bool:
         """Add a connection, closing another one if necessary. Return False if there is no place."""
         if len(self.open) >= self.most:
-            silent = next((other for other in self.open if other.awaits_client), None)
+            waiting = [other for other in self.open if other.awaits_client]
+            # A client that has been answered before keeps its connection if another never completed a request.
+            silent = min(waiting, key=lambda other: other.cycle is not None, default=None)
             if silent is None:
                 return False
             silent.abort("replaced by a new connection")
