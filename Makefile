@@ -13,6 +13,7 @@
 #                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections,
 #                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
+#                attack (half-open connections and clients that do not read, beside normal traffic),
 #                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
 #                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
@@ -68,7 +69,7 @@ test-training: $(READY)
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
 
-STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server adversary page ray
+STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray
 STRESS_disk := tests/test_disk.py tests/test_disk_faults.py tests/test_eval_disk.py
 STRESS_sessions := tests/test_reliability.py
 STRESS_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py \
@@ -76,6 +77,7 @@ STRESS_composition := tests/test_eval_perplexity.py tests/test_composition.py te
 STRESS_requests := tests/test_sharing.py tests/test_async_llm.py
 STRESS_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test_server_load.py \
 	tests/test_server_clients.py tests/test_server_suites.py
+STRESS_attack := tests/test_server_attack.py
 STRESS_page := tests/test_page.py
 STRESS_adversary := tests/test_adversary.py
 STRESS_ray := tests/test_ray.py tests/test_batch_ray.py
