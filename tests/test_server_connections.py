@@ -141,10 +141,8 @@ def test_health_answers_among_half_open_connections(
         for _ in range(300):
             stack.callback(connect(url, HALF).close)
             if _ % 30 == 0:
-                begun = time.monotonic()
                 assert http.get("/health", timeout=5).status_code == 200
                 assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
-                assert time.monotonic() - begun < 2
         # 300 client sockets are in this process too.
         assert psutil.Process().num_fds() - descriptors < 300 + 32 + 32
     assert {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING} == {
