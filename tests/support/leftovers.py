@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def spellings(run: tuple[int, ...]) -> list[bytes]:
     return [*packed, *(data.hex().encode() for data in packed), *(text.encode() for text in texts)]
 
 
+def said(pattern: bytes, data: bytes) -> bool:
+    """Whether `data` holds `pattern`; a number of JSON only as a whole (7 is not in 78)."""
+    whole = rb"(?<!\d)" + re.escape(pattern) + rb"(?!\d)" if b"," in pattern else re.escape(pattern)
+    return pattern in data and re.search(whole, data) is not None
+
+
 def leftovers(
     folder: Path, gone: Sequence[int], kept: Iterable[Sequence[int]], texts: Iterable[str] = ()
 ) -> dict[Path, bytes]:
@@ -40,6 +47,6 @@ def leftovers(
             data = name.encode("utf-8", "surrogateescape")
             if path.is_file() and not path.is_symlink():
                 data += b"\n" + path.read_bytes()
-            if (pattern := next((one for one in patterns if one in data), None)) is not None:
+            if (pattern := next((one for one in patterns if said(one, data)), None)) is not None:
                 found[path] = pattern
     return found
