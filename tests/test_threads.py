@@ -195,3 +195,28 @@ def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: p
     for name, request in requests:
         assert [one.token_ids for one in request.completions()] == case.expected[name]
     assert case.llm.runner.pool.bytes_held == 0
+
+
+def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks, of which each of two requests needs three in the end: the younger one gives way."""
+    monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
+    llm, params = tight(4), SamplingParams(max_tokens=40, temperature=0)
+    older, younger = engines = [Engine(llm.runner, max_batch=2) for _ in range(2)]
+    prompts = [tiny_prompt(110), tiny_prompt(100, seed=1)]  # the older one needs its third block first
+    requests = [engine.add(prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
+    run_in_rounds(engines, 0, 200)
+    assert older.scheduler.preemptions == 0 and younger.scheduler.preemptions == 1
+    for prompt, request in zip(prompts, requests, strict=True):
+        [alone] = completed(tight(40).generate([prompt], params))
+        assert request.completions()[0].token_ids == alone.token_ids
+
+
+def test_beam_searches_of_two_threads_end_in_a_tight_pool() -> None:
+    """Each fits alone. Both preempted themselves and started again, for ever."""
+    model, params = architecture("gemma3"), SamplingParams(max_tokens=12, temperature=0, num_beams=3)
+    prompts = [[token % 90 + 1 for token in tiny_prompt(count, seed=count)] for count in (63, 64)]
+    llm = LLM(model, policy="full", host_memory=27 * 12_288, verify="off")
+    expected = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(llm.generate, [prompt], params) for prompt in prompts]
+        assert [one.result(60)[0].outputs[0].token_ids for one in asked] == expected
