@@ -15,7 +15,7 @@ from support.disk_chunks import FILE_BYTES, load, named, open_store, save, token
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, InputError, PoolFullError, SamplingParams, StoreError
+from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
 from offload_rt.sessions.session import Session
 from offload_rt.storage.disk_store import DiskStore
@@ -143,7 +143,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
     session = make_llm().session("s", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, "read_layer", lambda *args: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
             answer(session, tiny_prompt(30, seed=2))
     session.check_integrity()
     answer(session, tiny_prompt(30, seed=2))

@@ -139,7 +139,13 @@ class Quantised:
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Numbers `[..., d]` of the model's dtype from codes, minima and steps."""
         codes = self._unpack(stored[..., : self._code_bytes]).float().unflatten(-1, (self.groups, -1))
-        scales = stored[..., self._code_bytes :].contiguous().view(torch.float16).float().unflatten(-1, (-1, 2))
+        scales = (
+            stored[..., self._code_bytes :]
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.float16)
+            .float()
+            .unflatten(-1, (-1, 2))
+        )
         rows: torch.Tensor = torch.addcmul(scales[..., :1], codes, scales[..., 1:]).flatten(-2).to(self.dtype)
         return rows
 
