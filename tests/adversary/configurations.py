@@ -1,0 +1,284 @@
+"""Random models and options against transformers: exact ones give its greedy tokens, illegal ones are refused.
+
+A case builds a random tiny model (`support.random_models`) and a runtime with random options. It asks for batches of
+prompts with common beginnings, for several samples of a prompt, and for turns of sessions in a folder: new turns, edits
+of earlier turns, regenerations, forks, truncations, restarts. Half of the cases use the copying link of a GPU, with the
+CPU as the device. The oracles:
+
+* if the options are exact, every token is the greedy one of transformers' own forward pass over the whole text;
+* only subclasses of OffloadError escape, with a message, and no EngineError;
+* `check_integrity` holds, and at the end the pool is empty and no thread is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support.architectures import VOCAB
+from support.device_link import staged
+from support.outputs import completed
+from support.random_models import random_model
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import EngineError, OffloadError, PoolFullError
+from offload_rt.sessions.whole_prompts import WholePrompts
+
+LENGTHS = (1, 2, 30, 63, 64, 65, 100, 127, 128, 129, 192, 200, 300, 600)
+STEPS = 6
+NEAR = 1e-4
+"""Largest gap to the best logit, as a share of the largest one: norms and routers compute in float32."""
+
+
+def random_policy(rng: random.Random) -> tuple[dict[str, Any], bool]:
+    """Return options of a policy, and whether its tokens are those of full attention."""
+    window = {"sinks": rng.choice((0, 1, 4)), "recent": rng.choice((1, 8, 64, 65))}
+    everything = window | {"budget": 1.0, "dense_layers": ()}
+    select_all = window | {"preset": "rows", "alpha": float("inf"), "max_fraction": 1.0}
+    exact: list[tuple[str, dict[str, Any]]] = [
+        ("full", {}), ("full", {}), ("infinigen", everything), ("infinigen", select_all), ("h2o", everything),
+        ("quest", everything | {"page": rng.choice((1, 7, 16))}), ("oracle", everything), ("streaming", everything),
+        ("infinigen", everything | {"tail": "off"}), ("auto", {"dense_until": 4096}),
+    ]  # fmt: skip
+    sparse: list[tuple[str, dict[str, Any]]] = [
+        ("infinigen", {}), ("infinigen", {"tail": "int2"}), ("infinigen", {"preset": "paper"}), ("auto", {}),
+        ("auto", {"dense_until": 0}), ("infinigen", window | {"max_missed_mass": 0.1}),
+        ("quest", window | {"budget": 0.3}), ("h2o", window | {"budget": 0.3}),
+    ]  # fmt: skip
+    is_exact = rng.random() < 0.7
+    name, options = rng.choice(exact if is_exact else sparse)
+    chosen: dict[str, Any] = {"policy": name, "policy_options": options}
+    if not is_exact and rng.random() < 0.4:  # full attention verifies every token
+        return chosen | {"exact": rng.choice((True, "lookup", "sparse"))}, True
+    return chosen, is_exact
+
+
+def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return options of a runtime, and whether its tokens are those of full attention."""
+    options, exact = random_policy(rng)
+    options |= {
+        "kv_format": rng.choices(("auto", "int8", "int4", "int2"), (7, 1, 1, 1))[0],
+        "prefix_sharing": rng.random() < 0.8,
+        "prefill_slice": rng.choice((None, None, 1, 17, 64, 100, 128)),
+        "prefill_tokens": rng.choice((1, 64, 512)),
+        "max_batch": rng.choice((1, 2, 32)),
+        "working_set": rng.choice((0, 0, 0, 1, 40)),
+    }
+    if rng.random() < 0.15:
+        options |= {"disk": folder / "rows", "disk_limit": "8MiB"}
+    if rng.random() < 0.1:
+        options["eviction"] = rng.choice(("fifo", "lru", "counter"))
+    if rng.random() < 0.2:
+        options["swap"] = folder / "swap"
+    return options, exact and options["kv_format"] == "auto" and "eviction" not in options
+
+
+class Case:
+    """A runtime, the model it runs, and what is compared."""
+
+    def __init__(self, rng: random.Random, folder: Path) -> None:
+        self.rng, self.folder, self.done = rng, folder, Counter[str]()
+        self.about, self.model = random_model(rng)
+        self.options, self.exact = random_options(rng, folder)
+        self.seen: list[list[int]] = []
+        """Texts so far: other prompts begin like them."""
+        self.copies, self.small = rng.random() < 0.5, rng.random() < 0.3
+
+    def open(self, ends: ExitStack) -> LLM:
+        """Return a new runtime. Its host memory is ample, or a few blocks."""
+        llm = self._runtime(ends, "64MiB")
+        pool = llm.runner.pool
+        if self.small and pool.file is None:
+            llm = self._runtime(ends, pool.bytes_for(self.rng.choice((128, 256, 640))) + pool.chunk_bytes)
+        return llm
+
+    def _runtime(self, ends: ExitStack, memory: int | str) -> LLM:
+        llm = LLM(self.model, dtype=self.model.dtype, verify="off", host_memory=memory, **self.options)
+        ends.callback(llm.close)
+        if self.copies and llm.runner.pool.file is None and self.options["working_set"] == 0:
+            llm = staged(llm)
+            ends.callback(llm.close)
+        return llm
+
+    # ----------------------------------------------------------------------------------------------------- requests
+
+    def prompt(self) -> list[int]:
+        """Return a prompt that is new, or begins like an earlier text."""
+        rng, new = self.rng, [self.rng.randrange(1, VOCAB) for _ in range(self.rng.choice(LENGTHS))]
+        if self.seen and rng.random() < 0.6:
+            text = rng.choice(self.seen)
+            new = [*text[: rng.choice((len(text), rng.randint(0, len(text)), len(text) // 64 * 64))], *new][:900]
+        return new
+
+    def params(self, **fields: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=self.rng.choice((1, 3, 8)), temperature=0, **fields)
+
+    def compare(self, prompt: list[int], tokens: list[int]) -> None:
+        """Raise AssertionError if a token is not the model's greedy one."""
+        self.seen.append([*prompt, *tokens])
+        assert all(0 <= token < self.model.get_output_embeddings().weight.shape[0] for token in tokens)
+        if not self.exact:
+            return
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        below = (logits.amax(-1) - chosen) / logits.abs().amax()
+        wrong = [i for i, share in enumerate(below.tolist()) if share > NEAR]
+        assert not wrong, f"{len(prompt)} tokens: new tokens {wrong} are {below.max():.2g} below the model's"
+        self.done["tokens compared"] += len(tokens)
+
+    def batch(self, llm: LLM) -> None:
+        """Answer several prompts together."""
+        prompts = [self.prompt() for _ in range(self.rng.randint(1, 4))]
+        params = [self.params() for _ in prompts]
+        self.done["prompts"] += len(prompts)
+        found = llm.generate(prompts, params)
+        for prompt, one in zip(prompts, completed(found), strict=True):
+            self.compare(prompt, one.token_ids)
+
+    def samples(self, llm: LLM) -> None:
+        """Answer one prompt several times, from forks of its sequence."""
+        prompt, beams = self.prompt(), self.rng.random() < 0.3
+        self.done["prompts"] += 1
+        if beams:
+            llm.generate([prompt], self.params(num_beams=2))
+            return
+        for one in completed(llm.generate([prompt], self.params(n=3))):
+            self.compare(prompt, one.token_ids)
+
+    def stop_early(self, llm: LLM) -> None:
+        """Close a stream before its end."""
+        stream = llm.stream(self.prompt(), self.params())
+        next(stream)
+        stream.close()
+
+    # ----------------------------------------------------------------------------------------------------- sessions
+
+    def turns(self, llm: LLM) -> None:
+        """Take turns of a session, with what can come between them."""
+        rng, store = self.rng, self.folder / "store"
+        name = rng.choice(("a", "b"))
+        session = llm.session(name, store)
+        exact = self.exact
+        try:
+            for _ in range(rng.randint(1, 4)):
+                event = rng.choice(("send", "send", "send", "reopen", "fork", "truncate"))
+                self.done[event] += 1
+                if event == "send":
+                    before = [*session.tokens, *self.prompt()[:600]]
+                    added = before[len(session.tokens) :]
+                    self.exact = exact and not session.history.truncation_id
+                    answer = [one.token_id for one in session.send(added, self.params())]
+                    self.compare(before, answer)
+                elif event == "reopen":
+                    session.close()
+                    session = llm.session(name, store)
+                elif event == "fork":
+                    twin = session.fork(f"{name}{len(self.seen)}{self.done['fork']}")
+                    twin.close()
+                elif len(session.tokens) > 20:
+                    session.truncate(keep_last=rng.randint(1, len(session.tokens)))
+                session.check_integrity()
+        finally:
+            self.exact = exact
+            session.close()
+
+    def edits(self, llm: LLM) -> None:
+        """Send whole prompts to a session: each changes, repeats or continues what came before."""
+        rng, store = self.rng, llm.session_store(self.folder / "edits")
+        whole, engine, prompt = WholePrompts(store), llm.make_engine(), self.prompt()
+        try:
+            for number in range(rng.randint(2, 4)):
+                self.done["edits"] += 1
+                turn = whole.turn("s", number, prompt, self.params())
+                try:
+                    engine.submit(turn)
+                    while not engine.idle:
+                        engine.step()
+                finally:
+                    engine.cancel(turn)
+                    whole.ended("s")
+                self.compare(prompt, turn.new_tokens)
+                engine.check_integrity()
+                text = [*prompt, *turn.new_tokens]
+                again = rng.choice((prompt, [*text, *self.prompt()[:200]], [*text[: rng.randint(0, len(text))], 1, 2]))
+                prompt = again[:1200]
+        finally:
+            whole.close()
+
+    # ---------------------------------------------------------------------------------------------------------- case
+
+    def attempt(self, action: Callable[[LLM], None], llm: LLM) -> None:
+        """Run `action`. An error of our own is a refusal, except EngineError: it stands for an unexpected exception."""
+        try:
+            action(llm)
+        except EngineError:
+            raise
+        except OffloadError as error:
+            check_message(error)
+            self.done["full" if isinstance(error, PoolFullError) else "refusals"] += 1
+
+    def run(self) -> None:
+        """Raise an exception if something is wrong."""
+        with ExitStack() as ends:
+            try:
+                llm = self.open(ends)
+            except OffloadError as error:
+                check_message(error)
+                self.done["refused configurations"] += 1
+                return
+            self.done["configurations"] += 1
+            runner = llm.runner
+            for _ in range(STEPS):
+                action = self.rng.choice(
+                    (self.batch, self.batch, self.samples, self.stop_early, self.turns, self.edits)
+                )
+                self.attempt(action, llm)
+                runner.check_integrity()
+                assert runner.pool.bytes_held == 0, f"{action.__name__} left {runner.pool.bytes_held} bytes of the pool"
+            assert llm.reset_prefix_cache(), "published blocks are left"
+            assert runner.pool.bytes_used == 0, f"{runner.pool.bytes_used} bytes of the pool are left"
+
+
+def run_case(seed: int) -> Counter[str]:
+    """Run one case. Raise an exception, with a note of its model and options, if something is wrong."""
+    rng, threads = random.Random(seed), set(threading.enumerate())
+    torch.manual_seed(seed)
+    with tempfile.TemporaryDirectory() as place, patch.dict("os.environ", OFFLOAD_RT_CACHE=f"{place}/cache"):
+        case = Case(rng, Path(place))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # sessions that were truncated, stores that could not save
+                case.run()
+        except BaseException as error:
+            error.add_note(
+                f"{case.about}\n{case.options} copies={case.copies} small={case.small} done={dict(case.done)}"
+            )
+            raise
+    check_threads(threads)
+    return case.done
+
+
+def check_threads(before: set[threading.Thread]) -> None:
+    """Raise AssertionError if threads are left that were not there before."""
+    end = time.monotonic() + 5
+    gc.collect()
+    while left := [one for one in threading.enumerate() if one not in before and one.is_alive()]:
+        assert time.monotonic() < end, f"threads are left: {left}"
+        time.sleep(0.01)
+
+
+def check_message(error: OffloadError) -> None:
+    """Raise AssertionError if an error does not say what was wrong."""
+    assert len(str(error)) > 10, f"{type(error).__name__} without a message"
