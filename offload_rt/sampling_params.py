@@ -12,8 +12,14 @@ from .config_fields import check, check_types
 
 EarlyStopping = bool | Literal["never"]
 
-LEAST_TEMPERATURE = 1e-5
-"""Below it logits over it leave float32's range."""
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e30
+"""Logits divided by a temperature outside leave the range of float32."""
+
+REPETITION_PENALTIES = 1e-30, 1e30
+"""Logits multiplied or divided by a penalty outside leave the range of float32."""
+
+MOST_LENGTH_PENALTY = 1e25
+"""Largest `max_tokens ** abs(length_penalty)`: scores beyond leave the range of float32."""
 
 ALL = -1
 """As `top_k` none is left out; as `logprobs` all of the vocabulary."""
@@ -137,8 +143,8 @@ class SamplingParams:
             f"min_tokens={self.min_tokens} must be from 0 to max_tokens={self.max_tokens}",
         )
         check(
-            0 <= self.temperature < math.inf,
-            f"temperature={self.temperature} must be finite and not negative; 0 is greedy",
+            0 <= self.temperature <= LARGEST_TEMPERATURE,
+            f"temperature={self.temperature} must be from 0 to {LARGEST_TEMPERATURE}; 0 is greedy",
         )
         check(
             self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
@@ -151,8 +157,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             check(-2 <= getattr(self, name) <= 2, f"{name}={getattr(self, name)} must be in [-2, 2]; 0 is none")
         check(
-            0 < self.repetition_penalty < math.inf,
-            f"repetition_penalty={self.repetition_penalty} must be positive; 1 is none",
+            REPETITION_PENALTIES[0] <= self.repetition_penalty <= REPETITION_PENALTIES[1],
+            f"repetition_penalty={self.repetition_penalty} must be positive and from {REPETITION_PENALTIES[0]} to "
+            f"{REPETITION_PENALTIES[1]}; 1 is none",
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -167,6 +174,12 @@ class SamplingParams:
             f"early_stopping={self.early_stopping!r}: True, False, 'never'",
         )
         if self.num_beams > 1:
+            most = math.log(MOST_LENGTH_PENALTY) / math.log(max(2, self.max_tokens))
+            check(
+                abs(self.length_penalty) <= most,
+                f"length_penalty={self.length_penalty} must be from {-most:.1f} to {most:.1f} with max_tokens="
+                f"{self.max_tokens}",
+            )
             check(
                 self.temperature == 0,
                 f"num_beams={self.num_beams} with temperature={self.temperature}: beam search draws no random tokens; "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +17,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.engine.detokenizer import TextStream
+from offload_rt.engine.detokenizer import TextStream, token_text
+from offload_rt.engine.logprobs import logprobs_of
 from offload_rt.engine.sampler import Sampler
 from offload_rt.models.registry import load_model
 
@@ -106,29 +110,83 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
-    special = ["<unk>", "<s>", "</s>"]
-    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
     words = [" the arrow shot Dick , who went the black way ."] * 4
-    tokenizer.train_from_iterator(words, BpeTrainer(vocab_size=100, special_tokens=[*special, *alphabet]))
+    tokenizer.train_from_iterator(words, BpeTrainer(vocab_size=100, special_tokens=["<unk>", "<s>", "</s>"]))
+    saved = json.loads(tokenizer.to_str())
+    vocab = saved["model"]["vocab"]
+    vocab.update({f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)})  # not special: they have a text
+    tokenizer = Tokenizer.from_str(json.dumps(saved))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def metaspace_tokenizer(llama_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same tokens with the decoder of tokenizers that are not legacy: it strips the space of the first token."""
+    tokenizer = Tokenizer.from_str(llama_tokenizer.backend_tokenizer.to_str())
+    steps = [decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @settings(deadline=None)
 @given(data=st.data())
 def test_prompt_and_streamed_text_are_the_decoded_whole(
-    llama_tokenizer: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+    llama_tokenizer: PreTrainedTokenizerFast,
+    metaspace_tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
+    data: st.DataObject,
 ) -> None:
-    """Wherever the prompt ends: before a space, behind special tokens, or with an incomplete character."""
-    used = data.draw(st.sampled_from([llama_tokenizer, tokenizer]))
-    words = st.sampled_from(["the", "arrow", " ", "  ", "é", "\N{SNOWMAN}", ",", "<s>", "</s>", "\n", "Dick"])
-    text = " ".join(data.draw(st.lists(words, min_size=1, max_size=12)))
+    """Wherever the prompt ends: before a space, behind special tokens, or within a character."""
+    used = data.draw(st.sampled_from([llama_tokenizer, metaspace_tokenizer, tokenizer]))
+    words = st.sampled_from(["the", "arrow", " ", "é", "\N{SNOWMAN}\N{GRINNING FACE}", "<s>", "</s>", "\n"])
+    text = data.draw(st.sampled_from(["", " "])).join(data.draw(st.lists(words, min_size=1, max_size=12)))
     ids = used(text, add_special_tokens=data.draw(st.booleans()))["input_ids"]
     cut = data.draw(st.integers(0, len(ids)))
     stream = TextStream(used, (), prompt=ids[:cut])
     shown = "".join([stream.push(token) for token in ids[cut:]] + [stream.flush()])
-    before = used.decode(ids[:cut], skip_special_tokens=True)
-    whole = used.decode(ids, skip_special_tokens=True)
-    assert whole == (before if whole.startswith(before) else before.rstrip("\N{REPLACEMENT CHARACTER}")) + shown
+    whole, *befores = (used.decode(ids[:end], skip_special_tokens=True) for end in (len(ids), *range(cut, -1, -1)))
+    before = next(before for before in befores if whole.startswith(before))  # without an incomplete character
+    assert before + shown == whole
+
+
+class CountingTokenizer:
+    """Counts the tokens of each call of `decode`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.decoded: list[int] = []
+
+    def decode(self, tokens: list[int], **options: Any) -> Any:
+        self.decoded.append(len(tokens))
+        return self._tokenizer.decode(tokens, **options)
+
+
+@pytest.mark.parametrize("token", ["</s>", "<0x80>", "<0xE2>", "▁"])
+@pytest.mark.parametrize("before", [[], ["</s>"] * 500, ["<0x80>"] * 500, ["▁", "t"]])
+def test_a_token_is_decoded_with_few_others(
+    llama_tokenizer: PreTrainedTokenizerFast, before: list[str], token: str
+) -> None:
+    """Also behind special tokens, which have no text, and bytes that never become a character."""
+    counting: Any = CountingTokenizer(llama_tokenizer)
+    prompt = llama_tokenizer.convert_tokens_to_ids(before)
+    stream = TextStream(counting, (), prompt=prompt)
+    text = "".join(stream.push(llama_tokenizer.convert_tokens_to_ids(token)) for _ in range(500)) + stream.flush()
+    assert max(counting.decoded) < 50 and sum(counting.decoded) < 50 * 1000
+    assert len(text) in {"</s>": (0,), "▁": (499, 500)}.get(token, (500,))
+
+
+def test_token_texts_add_up_behind_other_text(llama_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = llama_tokenizer("the arrow, the", add_special_tokens=False)["input_ids"]
+    texts = [token_text(llama_tokenizer, token) for token in ids]
+    assert "".join(text or "" for text in texts) == " the arrow, the"
+    assert token_text(llama_tokenizer, llama_tokenizer.eos_token_id) == "</s>" and token_text(None, 1) is None
+
+
+def test_log_probabilities_show_the_space_of_a_token(llama_tokenizer: PreTrainedTokenizerFast) -> None:
+    vocab = llama_tokenizer.get_vocab()
+    word, token = next((word, token) for word, token in vocab.items() if word.startswith("▁") and len(word) > 1)
+    [found] = logprobs_of(torch.zeros(1, len(llama_tokenizer)), [token], 0, llama_tokenizer)
+    assert found[token].decoded_token == word.replace("▁", " ")
 
 
 def test_stop_strings_may_begin_with_a_space(llama_tokenizer: PreTrainedTokenizerFast) -> None:

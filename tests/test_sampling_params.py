@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -285,6 +287,10 @@ def test_values_outside_their_domain_are_refused(params: dict[str, Any]) -> None
         ({"logits_processors": [lambda _, scores: scores[:, :3]]}, InputError, "must return floating-point logits"),
         ({"logits_processors": [lambda _, scores: scores * torch.nan]}, InputError, "returned NaN"),
         ({"logits_processors": [lambda _, scores: scores - torch.inf]}, InputError, "no token may be chosen"),
+        ({"logits_processors": [lambda _, scores: scores.numpy()]}, InputError, "returned a ndarray"),
+        ({"logits_processors": [lambda _, scores: scores.to("meta")]}, InputError, "on meta"),
+        ({"logits_processors": [lambda _, scores: scores.to_sparse()]}, InputError, "sparse"),
+        ({"logit_bias": {5: 1e300}}, InputError, "a logit became infinite"),
     ],
 )
 def test_constraints_without_an_answer_are_errors(
@@ -326,3 +332,79 @@ def test_a_closed_runtime_has_no_other_policies() -> None:
 def test_offload_takes_models_only(model: Any) -> None:
     with pytest.raises(InputError, match="takes a loaded transformers model"), offload(model):
         pass
+
+
+@pytest.mark.parametrize("length_penalty", [-2.0, 0.0, 1.0, 8.0])
+@pytest.mark.parametrize("allowed", [[5], [5, 6]])
+def test_beams_return_no_token_that_is_forbidden(allowed: list[int], length_penalty: float) -> None:
+    """There are fewer answers than beams, so that some beams can only go on with forbidden tokens."""
+    llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full")
+    for n, most in product((1, 3), (1, 3)):
+        params = SamplingParams(
+            max_tokens=most, temperature=0, num_beams=3, n=n, length_penalty=length_penalty, allowed_token_ids=allowed
+        )
+        with suppress(InputError) if n > 1 else nullcontext():  # fewer than n answers
+            [output] = llm.generate(tiny_prompt(20), params)
+            assert all(one.token_ids and set(one.token_ids) <= set(allowed) for one in output.outputs)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_beam_that_only_forbidden_tokens_continue_is_no_answer(beams: int) -> None:
+    def only_once(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores if ids.shape[1] == 20 else torch.where(scores == scores.max(), 0.0, -torch.inf)
+
+    llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full")
+    params = SamplingParams(max_tokens=2, temperature=0, num_beams=beams, n=beams, logits_processors=[only_once])
+    if beams == 1:
+        assert len(llm.generate(tiny_prompt(20), params)[0].outputs[0].token_ids) == 2
+        return
+    with pytest.raises(InputError, match="the constraints leave fewer than n=3 answers of num_beams=3 beams"):
+        llm.generate(tiny_prompt(20), params)
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_logits_that_overflow_when_drawn_are_an_error() -> None:
+    llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full")
+    params = SamplingParams(max_tokens=2, temperature=1e-5, logit_bias={5: 1e38})
+    with pytest.raises(InputError, match="too large for float32"):
+        llm.generate(tiny_prompt(20), params)
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("exact", [None, "sparse"])
+def test_scores_of_logits_that_are_not_finite_are_an_error(exact: str | None) -> None:
+    model = tiny_model("llama")
+    llm = LLM(model, host_memory="8MiB", policy="full" if exact is None else "infinigen", exact=exact)
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    with pytest.raises(LogitsError, match="not finite"):
+        llm.score([tiny_prompt(20)], [[1, 2]])
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_log_probabilities_of_a_prompt_that_overflows_are_an_error() -> None:
+    """Only the logits behind one of its tokens are not finite."""
+    model = tiny_model("llama")
+    llm = LLM(model, host_memory="8MiB", policy="full")
+    prompt = tiny_prompt(20)
+    ids = [*prompt[:5], 198, *prompt[5:]]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[198] = torch.nan
+    with pytest.raises(LogitsError, match="not finite"):
+        llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1))
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e300},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e308},
+        {"num_beams": 2, "temperature": 0, "length_penalty": 400.0},
+        {"num_beams": 2, "temperature": 0, "length_penalty": -1e30},
+    ],
+)
+def test_values_that_leave_the_range_of_float32_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{list(options)[-1]}=.* must be"):
+        SamplingParams(**options)

@@ -19,7 +19,7 @@ from ..forward.sequence import Sequence
 from ..outputs import CompletionOutput, FinishReason, Logprobs, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
 from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
-from .detokenizer import added_text, decode, decoding_context
+from .detokenizer import added_text, decode, decoding_context, known_texts
 from .request import Request, SampledRequest
 from .room import salt_provenance
 from .runner import Runner
@@ -87,12 +87,17 @@ class Beams:
         self._improvable &= self._could_improve(len(grown[0]))
         full = params.early_stopping is True and bool(self._is_finished.all())
         self.done = not self._improvable or full or bool(ends.all())
+        if self.done and not bool(self._is_finished[: params.n].all()):
+            raise InputError(
+                f"the constraints leave fewer than n={params.n} answers of num_beams={width} beams: lower n, or allow "
+                "more tokens (allowed_token_ids, bad_words, logit_bias, min_tokens, logits_processors)"
+            )
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
         """Takes those among the first `num_beams` candidates that end into the best finished ones."""
         params, width = self._params, self._params.num_beams
-        ending = ends & (torch.arange(len(grown)) < width)
+        ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden
         penalised = scores / len(grown[0]) ** params.length_penalty
         closed = not self._improvable or (params.early_stopping is True and bool(self._is_finished.all()))
         penalised = penalised + closed * _NEVER + (~ending).float() * _NEVER
@@ -282,7 +287,7 @@ class BeamSearchRequest:
 
     def _decode(self, tokens: list[int]) -> str:
         both = decode(self._tokenizer, [*self._context, *tokens])
-        return added_text(decode(self._tokenizer, self._context), both)
+        return added_text(known_texts(self._tokenizer, self._context), both)
 
     def _text(self, tokens: list[int]) -> str:
         """What was generated, up to the first stop string."""

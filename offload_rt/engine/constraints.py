@@ -91,20 +91,36 @@ def apply_constraints(processors: LogitsProcessorList, history: torch.Tensor, sc
     found: Any = scores
     for processor in processors:
         found = processor(cast(torch.LongTensor, history), found)
-        if not isinstance(found, torch.Tensor) or found.shape != scores.shape or not found.is_floating_point():
-            shape = f"a tensor {found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+        if not _is_logits(found, scores.shape):
             raise InputError(
-                f"the logits processor {type(processor).__name__} returned {shape:.120}; it must return floating-point "
-                f"logits of shape {tuple(scores.shape)}"
+                f"the logits processor {type(processor).__name__} returned {_described(found)}; it must return "
+                f"floating-point logits of shape {tuple(scores.shape)}"
             )
     return cast(torch.Tensor, found.to(scores))
 
 
+def _is_logits(value: Any, shape: torch.Size) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape != shape or not value.is_floating_point():
+        return False
+    return value.layout == torch.strided and not value.is_meta
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "None" if value is None else f"a {type(value).__name__}"
+    return f"a tensor of {value.dtype}, shape {tuple(value.shape)}, layout {value.layout} on {value.device}"
+
+
 def check_any_allowed(scores: torch.Tensor) -> None:
-    """Raise InputError if a row of the constrained logits `[B, V]` allows no token or contains NaN."""
+    """Raise InputError if a row of the constrained logits `[..., V]` allows no token or contains NaN or +inf."""
     best = scores.amax(dim=-1)
     if best.isnan().any():
         raise InputError("a logits processor returned NaN; it must return numbers, or -inf for tokens to forbid")
+    if best.isposinf().any():
+        raise InputError(
+            "a logit became infinite: use a lower logit_bias, a repetition_penalty closer to 1, and logits_processors "
+            "that return finite numbers, or -inf for tokens to forbid"
+        )
     if not torch.isfinite(best).all():
         raise InputError(
             "no token may be chosen: what allows tokens (allowed_token_ids, structured_outputs, logits_processors) "

@@ -11,29 +11,83 @@ _PENDING = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Prompt tokens that are decoded in front of new tokens."""
 
+_INCOMPLETE = 3
+"""An incomplete UTF-8 character has at most so many bytes, and so many tokens."""
 
-def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> str:
-    """Return the text of `tokens` without special tokens; "" without a tokenizer."""
-    return "" if tokenizer is None else str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+_MOST_HELD = 8
+"""A run of so many tokens that ends in an invalid byte is more than one incomplete character."""
+
+_LONGEST_WINDOW = 32
+"""Tokens that are decoded again with each new one, at most, if they are no valid UTF-8."""
+
+
+def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False) -> str:
+    """Return the text of `tokens`, without special tokens unless `special`; "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    # Clean-up removes spaces that a stream has returned before, so that later text would be lost.
+    options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(tokens), **options))
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
+    """Return the text of one token inside a text, special or not; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    # Behind itself a token keeps the leading space that SentencePiece tokenizers strip at the start of a text.
+    alone, twice = (decode(tokenizer, [token] * count, special=True) for count in (1, 2))
+    return twice[len(alone) :] if twice.startswith(alone) else alone
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt` that decide how the next token is decoded. SentencePiece tokenizers strip the
-    space at the start of a text, so at least one of these tokens must have a text if any of the prompt has."""
-    start = max(0, len(prompt) - CONTEXT_TOKENS)
-    while start and not decode(tokenizer, prompt[start:]):
-        start = max(0, start - CONTEXT_TOKENS)
-    return list(prompt[start:]) if tokenizer is not None else []
+    """Return the last tokens of `prompt` that decide how the next token is decoded, without special tokens.
+
+    SentencePiece tokenizers strip the space at the start of a text, so a token with text must come first. It must not
+    begin within a character: byte fallback makes U+FFFD of every byte of a run that is not UTF-8 as a whole.
+    """
+    if tokenizer is None:
+        return []
+    has_text: dict[int, bool] = {}
+    found: list[int] = []
+    for token in reversed(prompt):
+        if token not in has_text:
+            has_text[token] = _has_text(tokenizer, token)
+        if has_text[token]:
+            found.insert(0, token)
+        if len(found) == CONTEXT_TOKENS + _INCOMPLETE:
+            return found[_first_character(tokenizer, found) :]
+    return found
 
 
-def added_text(before: str, both: str) -> str:
-    """Return what `both` adds to `before`. `before` may end in an incomplete character that `both` completes."""
-    known = before if both.startswith(before) else before.rstrip(_PENDING)
-    return both[len(known) :]
+def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> int:
+    """Return the index of the token with which the first whole character begins; 0 if there is none. The last
+    character may be incomplete."""
+    counts = range(_INCOMPLETE + 1)
+    places = ((start, len(tokens) - missing) for missing in counts for start in counts)
+    whole = (start for start, stop in places if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))
+    return next(whole, 0)
+
+
+def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
+    """Return whether a token has a text in any context. A single space has one only behind another token."""
+    return decode(tokenizer, [token, token]) != ""
+
+
+def known_texts(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> list[str]:
+    """Return the text of `tokens`. If it ends in an incomplete character, the texts of fewer tokens follow."""
+    text = decode(tokenizer, tokens)
+    counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
+    return [text, *(decode(tokenizer, tokens[:-count]) for count in counts)]
+
+
+def added_text(known: Sequence[str], both: str) -> str:
+    """Return what `both` adds to the first of the `known` texts that it begins with."""
+    rest = known[0].rstrip(_PENDING)  # of no use in valid UTF-8
+    return both[len(next((text for text in known if both.startswith(text)), rest)) :]
 
 
 class TextStream:
-    """Convert one sequence's new tokens to text, step by step.
+    """Convert one sequence's new tokens to text, step by step, in constant time per token.
 
     `push` returns text that can no longer change: an incomplete UTF-8 character, or a possible beginning of a stop
     string, is held back until more tokens or `flush` decide. Without a tokenizer the text is empty and no stop string
@@ -50,31 +104,57 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._keep_stop = tokenizer, keep_stop
         self._stop = tuple(stop) if tokenizer is not None else ()
-        self._ids = decoding_context(tokenizer, prompt)
-        # The text of ids[:to] has been returned. Tokens from `from` on are decoded again with the next ones, because a
-        # token's text depends on its neighbours (spaces, bytes of one character).
-        self._from, self._to = 0, len(self._ids)
+        # The last tokens, which are decoded again with the next one, because a token's text depends on its neighbours
+        # (spaces, bytes of one character). The text of the first `_shown` tokens (`_known`) has been returned.
+        self._window = decoding_context(tokenizer, prompt)
+        self._shown, self._known = len(self._window), known_texts(tokenizer, self._window)
         self._held = ""
         self.stopped: str | None = None
         """The stop string that was found."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """The text that `token` completes; sets `stopped` to a stop string that is found in it, if `may_stop`."""
-        self._ids.append(token)
-        text = self._decode(self._ids[self._from :])
-        if text.endswith(_PENDING):
-            return ""
-        fresh = added_text(self._decode(self._ids[self._from : self._to]), text)
-        if fresh:  # a token without text cannot stand in front of the next one
-            self._from, self._to = self._to, len(self._ids)
+        """Return the text that `token` completes. If `may_stop`, set `stopped` to a stop string that is found in it."""
+        fresh = self._completed(token)
         return self._release(self._held + fresh) if may_stop else fresh
 
     def flush(self) -> str:
-        """What is still held back when no more tokens come."""
-        tail = added_text(self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :]))
-        self._from = self._to = len(self._ids)
+        """Return the text that is still held back, when no more tokens come."""
+        tail = added_text(self._known, self._decode(self._window))
+        self._shown, self._known = len(self._window), known_texts(self._tokenizer, self._window)
         held, self._held = self._held + tail, ""
         return held if self.stopped is None else ""
+
+    def _completed(self, token: int) -> str:
+        """Append `token` to the window and return the text that is certain now."""
+        window = self._window
+        window.append(token)
+        text = self._decode(window)
+        held = self._incomplete_tokens(text)
+        fresh = ""
+        if len(window) - held > self._shown:
+            certain = self._decode(window[: len(window) - held]) if held else text
+            fresh = added_text(self._known, certain)
+        if fresh:
+            if not self._known[0].endswith(_PENDING) or len(window) > _LONGEST_WINDOW:  # not within a character
+                del window[: self._shown]
+            self._shown = len(window) - held
+            self._known = known_texts(self._tokenizer, window[: self._shown])
+        elif not _has_text(self._tokenizer, token):  # a special token: many of them must not fill the window
+            window.pop()
+        return fresh
+
+    def _incomplete_tokens(self, text: str) -> int:
+        """Return how many tokens at the end of the window, whose text is `text`, can belong to an incomplete
+        character."""
+        if not text.endswith(_PENDING):
+            return 0
+        window = self._window
+        held = len(window) - self._shown
+        if held < _MOST_HELD:
+            return held
+        counts = range(_INCOMPLETE, 0, -1)
+        apart = (n for n in counts if self._decode(window[:-n]) + self._decode(window[-n:]) == text)
+        return next(apart, 0)
 
     def _decode(self, ids: list[int]) -> str:
         return decode(self._tokenizer, ids)

@@ -8,6 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..outputs import Logprob, Logprobs
+from .constraints import check_logits
+from .detokenizer import token_text
 
 
 def logprobs_of(
@@ -32,15 +34,11 @@ def _place(
     values: list[float],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Logprobs:
-    found = {token: Logprob(logprob, rank, _text(token, tokenizer))}
+    found = {token: Logprob(logprob, rank, token_text(tokenizer, token))}
     for place, (one, value) in enumerate(zip(best, values, strict=True)):
         if one != token:
-            found[one] = Logprob(value, place + 1, _text(one, tokenizer))
+            found[one] = Logprob(value, place + 1, token_text(tokenizer, one))
     return found
-
-
-def _text(token: int, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    return None if tokenizer is None else str(tokenizer.decode([token]))
 
 
 class PromptLogprobs:
@@ -53,5 +51,6 @@ class PromptLogprobs:
     def see(self, first: int, logits: torch.Tensor) -> None:
         """Logits `[n, V]` behind the tokens from `first` on, which follow those seen before."""
         assert first == len(self.found) - 1
+        check_logits(logits)
         behind = self._tokens[first + 1 : first + 1 + len(logits)]
         self.found += logprobs_of(logits[: len(behind)], behind, self._count, self._tokenizer)

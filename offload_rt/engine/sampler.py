@@ -16,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..errors import InputError
 from ..sampling_params import SamplingParams
 from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
 from .structure import Structure
@@ -76,7 +77,13 @@ class Sampler:
     def _draw(self, scores: torch.Tensor) -> int:
         scores = self._warpers(_NO_HISTORY, cast(torch.FloatTensor, scores))
         weights = torch.softmax(scores[0], dim=-1).cpu()
-        return int(torch.multinomial(weights, 1, generator=self._generator))
+        try:
+            return int(torch.multinomial(weights, 1, generator=self._generator))
+        except RuntimeError as error:  # NaN weights
+            raise InputError(
+                f"logits divided by temperature={self._params.temperature} are too large for float32: use a higher "
+                "temperature, or a weaker logit_bias, repetition_penalty or logits processor"
+            ) from error
 
     def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
         """Logits `[1, V]` with all that the parameters say of tokens."""

@@ -15,6 +15,7 @@ from ..errors import PoolFullError
 from ..forward.sequence import Sequence
 from ..outputs import Stats
 from ..pool.stored_rows import chunks_for
+from .constraints import check_logits
 from .runner import Runner
 from .verification import accept, verify
 
@@ -152,7 +153,9 @@ class _Batches:
                 self._verify(sequence, task)
             self._pending = []
         while self._pending:
-            logprobs = torch.log_softmax(self._runner.decode([sequence for sequence, _ in self._pending]), dim=-1)
+            logits = self._runner.decode([sequence for sequence, _ in self._pending])
+            check_logits(logits)
+            logprobs = torch.log_softmax(logits, dim=-1)
             for (sequence, task), row in zip(self._pending, logprobs, strict=True):
                 self._advance(sequence, task, row)
             self._pending = [(sequence, task) for sequence, task in self._pending if task.score is None]
@@ -162,6 +165,7 @@ class _Batches:
         while task.score is None:
             left = task.computed - sequence.position
             [logits] = verify(self._runner, [(sequence, min(VERIFIED_AT_ONCE, left))])
+            check_logits(logits)
             for row in torch.log_softmax(logits, dim=-1):
                 accept(self._runner, sequence)
                 self._advance(sequence, task, row)
