@@ -91,9 +91,12 @@ class Native:
 
 @dataclass(frozen=True)
 class Quantised:
-    """`bits` a number (8, 4 or 2). A row is its packed codes, then a float16 minimum and step for each group: d * bits
-    / 8 + 4 * groups bytes. A number is off by at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding
-    of minimum and step to float16."""
+    """Integers of `bits` (8, 4 or 2) with a float16 minimum and step for each group.
+
+    A row takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest. The
+    error of a number is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and step to
+    float16.
+    """
 
     bits: int
     dtype: torch.dtype
@@ -123,22 +126,29 @@ class Quantised:
     def _code_bytes(self) -> int:
         return math.ceil(self.head_dim * self.bits / 8)
 
+    @property
+    def _group_size(self) -> int:
+        return math.ceil(self.head_dim / self.groups)
+
     exact = False
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Codes of `[..., d]` numbers, and behind them minimum and step of each group, as bytes `[..., width]`."""
-        grouped = rows.float().unflatten(-1, (self.groups, -1))
+        """Encode rows `[..., d]` as bytes `[..., width]`: the packed codes, then minimum and step of each group."""
+        # The last group is filled with the row's last number, which changes neither its minimum nor its maximum.
+        filling = rows[..., -1:].expand(*rows.shape[:-1], self.groups * self._group_size - self.head_dim)
+        grouped = torch.cat((rows, filling), dim=-1).float().unflatten(-1, (self.groups, self._group_size))
         low, high = grouped.aminmax(dim=-1, keepdim=True)
         levels = (1 << self.bits) - 1
         low = low.half()
         step = ((high - low.float()) / levels).half().clamp_min(torch.finfo(torch.float16).tiny)
         codes = ((grouped - low.float()) / step.float()).round_().clamp_(0, levels).to(torch.uint8)
         scales = torch.cat((low, step), dim=-1).flatten(-2).view(torch.uint8)
-        return torch.cat((self._pack(codes.flatten(-2)), scales), dim=-1)
+        return torch.cat((self._pack(codes.flatten(-2)[..., : self.head_dim]), scales), dim=-1)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Numbers `[..., d]` of the model's dtype from codes, minima and steps."""
-        codes = self._unpack(stored[..., : self._code_bytes]).float().unflatten(-1, (self.groups, -1))
+        """Decode bytes `[..., width]` to rows `[..., d]` of the model's dtype."""
+        codes = _resize(self._unpack(stored[..., : self._code_bytes]), self.groups * self._group_size)
+        grouped = codes.float().unflatten(-1, (self.groups, self._group_size))
         scales = (
             stored[..., self._code_bytes :]
             .clone(memory_format=torch.contiguous_format)
@@ -146,13 +156,13 @@ class Quantised:
             .float()
             .unflatten(-1, (-1, 2))
         )
-        rows: torch.Tensor = torch.addcmul(scales[..., :1], codes, scales[..., 1:]).flatten(-2).to(self.dtype)
-        return rows
+        rows: torch.Tensor = torch.addcmul(scales[..., :1], grouped, scales[..., 1:]).flatten(-2)
+        return rows[..., : self.head_dim].to(self.dtype)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes `[..., d]`, 8 / bits neighbours to a byte, the first in the lowest bits."""
+        """Pack codes `[..., d]`, 8 / bits neighbours to a byte, the first in the lowest bits."""
         fields = 8 // self.bits
-        split = codes.unflatten(-1, (-1, fields))
+        split = _resize(codes, self._code_bytes * fields).unflatten(-1, (-1, fields))
         packed: torch.Tensor = split[..., 0].clone()
         for field in range(1, fields):
             packed |= split[..., field] << (self.bits * field)
@@ -162,6 +172,12 @@ class Quantised:
         fields = [(packed >> (self.bits * field)) & ((1 << self.bits) - 1) for field in range(8 // self.bits)]
         codes: torch.Tensor = torch.stack(fields, dim=-1).flatten(-2)
         return codes
+
+
+def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first `count` codes of each row, followed by zeros if there are fewer."""
+    missing = count - codes.shape[-1]
+    return torch.nn.functional.pad(codes, (0, missing)) if missing > 0 else codes[..., :count]
 
 
 def kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
