@@ -144,6 +144,10 @@ class AsyncLLM:
             self._calls.put(delete)
         await done
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the KV of prompts that no request and no open session uses. Return whether all of it is gone."""
+        return await asyncio.to_thread(self._llm.reset_prefix_cache)
+
     def load(self) -> EngineLoad:
         """How much there is to do, and has been done."""
         load, sessions = self._load(), self._sessions
@@ -251,7 +255,7 @@ class AsyncLLM:
 
     def _step(self) -> None:
         if self._sessions is not None:
-            with self._llm.runner.pool.lock:
+            with self._llm.runner.pool.lock, _not_saved():  # it concerns idle sessions, not the requests of this step
                 self._sessions.look_ahead()
         numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):

@@ -7,17 +7,19 @@ import logging
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from support.faults import ERRORS, PLACES, drain, fault
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, AsyncLLM, EngineError, OffloadError, SamplingParams
+from offload_rt import LLM, AsyncLLM, EngineError, OffloadError, SamplingParams, StoreOptions
 from offload_rt.core import CHUNK
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import Request
 from offload_rt.select.base import PolicyState
+from offload_rt.sessions.session_kv import SessionKV
 
 PROMPTS = [tiny_prompt(CHUNK + 8) + tiny_prompt(30, seed=i) for i in range(4)]
 PARAMS = [
@@ -166,3 +168,21 @@ def test_other_clients_and_sessions_go_on(place: str, tmp_path: Path) -> None:
     first, again, failures = asyncio.run(run(random.Random(place).randrange(4)))
     assert again == expected and failures <= 1
     assert all(isinstance(one, EngineError) or one == right for one, right in zip(first, expected, strict=True))
+
+
+def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Idle sessions beyond their time to live leave host memory between the steps of other requests."""
+
+    async def run() -> list[int]:
+        llm = LLM(MODEL, policy="full", host_memory="8MiB", verify="off")
+        options = StoreOptions(ttl="1s")
+        async with AsyncLLM(llm, store=tmp_path, store_options=options) as engine:
+            async for _ in engine.generate(PROMPTS[0], PARAMS[0], session="idle"):
+                pass
+            await asyncio.sleep(1.1)
+            with patch.object(SessionKV, "leave_host", side_effect=RuntimeError("a shape is wrong")):
+                outputs = [output async for output in engine.generate(PROMPTS[1], PARAMS[1])]
+            return outputs[-1].outputs[0].token_ids
+
+    assert len(asyncio.run(run())) == PARAMS[1].max_tokens
+    assert "a shape is wrong" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, ModelError, SamplingParams, offload
+from offload_rt import LLM, AsyncLLM, ModelError, SamplingParams, offload
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 PROMPT = tiny_prompt(150)
@@ -98,3 +99,18 @@ def test_prefix_cache_is_reset() -> None:
     [found] = llm.generate(PROMPT, GREEDY)
     assert found.num_cached_tokens == 0
     llm.runner.check_integrity()
+
+
+def test_prefix_cache_of_an_async_engine_is_reset() -> None:
+    async def cached_tokens() -> list[int]:
+        found = []
+        async with AsyncLLM(LLM(tiny_model("llama"), policy="full", host_memory="8MiB")) as engine:
+            for _ in range(3):
+                outputs = [output async for output in engine.generate(PROMPT, GREEDY)]
+                found.append(outputs[-1].num_cached_tokens)
+                if len(found) == 2:
+                    assert await engine.reset_prefix_cache()
+        return found
+
+    first, second, third = asyncio.run(cached_tokens())
+    assert (first, third) == (0, 0) and second > 0
