@@ -93,9 +93,9 @@ class Native:
 class Quantised:
     """Integers of `bits` (8, 4 or 2) with a float16 minimum and step for each group.
 
-    A row takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest. The
-    error of a number is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and step to
-    float16.
+    A row takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest.
+    The error of a number is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and
+    step to float16.
     """
 
     bits: int
