@@ -386,14 +386,19 @@ def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor
 
 @pytest.mark.parametrize("first", [CHUNK, 100])
 @pytest.mark.parametrize("kind", ["all slide", "half slide"])
-@pytest.mark.parametrize("path", ["in place", "copied", "int8"])
+@pytest.mark.parametrize("path", ["in place", "copied", "int8", "working set"])
 def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_path: Path) -> None:
     """The last block of a prefill slice may have no slots in sliding layers. Another session with the same first block
     then starts from the prefix tree."""
-    options = {"copied": {"prefill_slice": CHUNK}, "int8": {"kv_format": "int8"}}.get(path, {})
-    llm = make(kind, **options)
+    whole = {"policy_options": {"budget": 1.0, "dense_layers": ()}}
+    options: dict[str, dict[str, Any]] = {
+        "copied": {"prefill_slice": CHUNK},
+        "int8": {"kv_format": "int8"},
+        "working set": {"policy": "infinigen", "working_set": 24} | whole,
+    }
+    llm = make(kind, **options.get(path, {}))
     llm = staged(llm) if path == "copied" else llm
-    for name, turns in {"long": (first, 600), "same start": (first + 80, 30)}.items():
+    for name, turns in {"long": (first, 1100), "same start": (first + 80, 30)}.items():
         session = llm.session(name, tmp_path)
         for seed, length in enumerate(turns):
             turn = tiny_prompt(length, seed=seed)
