@@ -119,8 +119,10 @@ def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) ->
     target.mkdir()
     for name in os.listdir(path.parent):
         (target / name).write_text("the user's own")
-    shutil.rmtree(path.parent)
-    path.parent.symlink_to(target)
+    # One rename, since the saver thread may be writing to the folder. It may also make the folder again meanwhile.
+    os.replace(path.parent, outside.parent / f"moved-{path.parent.name}")
+    with suppress(FileExistsError):
+        path.parent.symlink_to(target)
 
 
 DAMAGES = (truncate, flip, rename, swap, delete, duplicate, chmod, link, fifo, folder, stale, linked_folder)
