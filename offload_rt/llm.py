@@ -16,7 +16,7 @@ from .config import EngineConfig, StoreOptions
 from .config_fields import configured
 from .core import ModelGeometry
 from .engine.build import build, build_beside
-from .engine.checks import most_tokens
+from .engine.checks import check_token_ids, most_tokens
 from .engine.engine import Engine
 from .engine.prompts import PromptLike, each_prompt, one_prompt
 from .engine.recording import RunInfo, RunWriter
@@ -201,6 +201,7 @@ class LLM:
             self._last = request = engine.add(prompt, params, recorder, cache_salt)
             try:
                 while not engine.idle:
+                    self._check_open()
                     yield from engine.step()
             finally:
                 engine.cancel(request)
@@ -395,8 +396,11 @@ class LLM:
             return self._runner.pool.drop_prefixes()
 
     def encode(self, prompt: PromptLike | object, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, or the ids themselves (`engine.prompts`). Raises InputError where there are none, and
-        for what is no prompt."""
+        """Return the token ids of a text, or the ids themselves.
+
+        Raises:
+            InputError: `prompt` is empty or no prompt, or an id is not in the vocabulary.
+        """
         ids = one_prompt(prompt)
         if isinstance(ids, str):
             if self.tokenizer is None:
@@ -404,4 +408,5 @@ class LLM:
             ids = encode_rendered(self.tokenizer, ids, special_tokens=special_tokens)
         if not ids:
             raise InputError("the prompt is empty: give at least one token")
+        check_token_ids(ids, self._runner.model)
         return ids

@@ -238,3 +238,23 @@ def test_half_of_a_character_is_no_text() -> None:
     """As programs that cut texts leave it: the tokenizer raised a TypeError of its own."""
     with pytest.raises(InputError, match=r"half of a character at 2 \('.ud83d'\)"):
         encode_rendered(AutoTokenizer.from_pretrained(locate("reference").place), "hi\ud83d")
+
+
+@pytest.mark.parametrize("token", [-1, 97, 2**40, 2**70])
+def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
+    """Also by a tokenizer's `decode`, which overflows on some of them."""
+    llm = LLM("reference", host_memory="16MiB", policy="full")
+    beyond = token if token != 97 else llm.geometry.vocab
+    for call in (llm.generate, llm.stream, llm.encode):
+        with pytest.raises(InputError, match=f"token id {beyond} is not in the vocabulary"):
+            call([1, beyond])  # type: ignore[operator]
+
+
+def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
+    llm = LLM(tiny_model("llama"), host_memory="4MiB", policy="full")
+    events = llm.stream([1, 2, 3], SamplingParams(max_tokens=5))
+    next(events)
+    llm.close()
+    with pytest.raises(InputError, match="is closed: make another one"):
+        next(events)
+    assert llm.runner.pool.bytes_held == 0
