@@ -14,8 +14,7 @@ from support.disk_chunks import chunk_files
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams
-from offload_rt.errors import StoreError
+from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams, StoreError
 from offload_rt.sessions import truncate as truncation
 from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
@@ -469,3 +468,23 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
     at = next(i for i, (what, _) in enumerate(calls) if what == "copy")
     assert ("settle", calls[at][1]) in calls[:at], "the source of the copy is waited for"
     session.close()
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_format": "int8"}])
+def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """It would begin as an empty one, for example on a processor with another default dtype."""
+    model = tiny_model("llama", dtype=torch.float64)
+
+    def load(**options: Any) -> LLM:
+        return LLM(model.to(torch.float64), policy="full", host_memory="16MiB", **({"dtype": "float64"} | options))
+
+    with load() as llm:
+        answer(llm.session("s", tmp_path), tiny_prompt(70))
+    if options.get("dtype"):
+        model.to(torch.float32)
+    with LLM(model, policy="full", host_memory="16MiB", **({"dtype": "float64"} | options)) as llm:
+        with pytest.raises(StoreError, match=r"stored with dtype='float64' and kv_format='auto'.*Load the model with"):
+            llm.session("s", tmp_path)
+        assert llm.session("another", tmp_path).tokens == []
+    with load() as llm:
+        assert llm.session("s", tmp_path).tokens[:70] == tiny_prompt(70)

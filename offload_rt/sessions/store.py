@@ -12,7 +12,6 @@ from ..config import StoreOptions
 from ..engine.reclaim import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, StoreError
-from ..storage.chunk_file import LAYOUT_VERSION
 from ..storage.chunk_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.home_saver import HomeSaver
@@ -22,6 +21,7 @@ from .context import SessionContext
 from .deletion import Removed, remove_session
 from .history import History, check_name, document_name
 from .host_tier import HostTier
+from .namespace import Namespace
 from .old_format import OldSession, old_sessions, remove_old_chunks
 from .session import Session
 from .session_kv import SessionKV
@@ -50,13 +50,14 @@ class SessionStore:
         """open_tier: is called once; the store closes what it returns."""
         _check_restorable(runner)
         runner.model.check_weights_unchanged()
-        namespace = f"{runner.model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} v{LAYOUT_VERSION}"
-        storage = open_tier(namespace, runner.pool.groups.layers)
+        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
+        storage = open_tier(str(space), runner.pool.groups.layers)
         make_saver = Saver if runner.pool.file is None else HomeSaver
         saver = make_saver(storage, runner.pool, runner.link.storage)
         self.context = SessionContext(runner, storage, saver, options or StoreOptions())
         self.host = HostTier(self.context)
         self.closed = False
+        self._namespace = space
         self._folder: Path | None = None
         self._open: dict[str, Session] = {}
         self._holders: set[Holder] = set()
@@ -76,19 +77,42 @@ class SessionStore:
         store._folder = folder
         return store
 
-    def open(self, name: str) -> Session:
-        """Returns the session `name` as it was left, or a new one; where its history is damaged as it was before that,
-        with a warning. Raises InputError where it is open already, StoreError where nothing of its history can be read,
-        or it is not understood."""
+    def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
+        """Return the session `name` as it was left, or a new one. If its history is damaged, return it as it was before
+        that, with a warning.
+
+        Args:
+            prompts_are_whole: Every turn brings the whole conversation, so that a new session loses nothing if one of
+                the same name was stored in another number format.
+
+        Raises:
+            InputError: The session is open already.
+            StoreError: Its history cannot be read or understood, or is stored in another number format.
+        """
         check_name(name)
         if name in self._open:
             raise InputError(f"session {name!r} is open already: close it first, or fork it")
         history = self._history(name)
-        if history is None:
-            history = self._take_over(name) or History(name, self.context.runner.model.name)
-        else:
+        if history is not None:
             self._finish_take_over(history)
+        elif (history := self._take_over(name)) is None:
+            if not prompts_are_whole:
+                self._check_number_format(name)
+            history = History(name, self.context.runner.model.name)
         return self.enter(history)
+
+    def _check_number_format(self, name: str) -> None:
+        """Raise StoreError if the session `name` of this model is stored in another number format: a machine with
+        another default, or another option, must not begin it again as an empty one."""
+        if (folder := self._folder) is None:
+            return
+        file, siblings = document_name(name) + DOCUMENTS, self._namespace.siblings()
+        if (found := next((one for one in siblings if (folder / one.folder_name / file).exists()), None)) is not None:
+            own, other = self._namespace.options, found.options
+            raise StoreError(
+                f"session {name!r} is stored with {other}, and this runtime has {own}: KV of one number format cannot "
+                f"be continued in another. Load the model with {other}, delete the session, or use another name"
+            )
 
     def _take_over(self, name: str) -> History | None:
         """Write the history that an earlier version left of session `name` of this model in today's format, and remove
@@ -150,10 +174,10 @@ class SessionStore:
         self._open[history.name] = session
         return session
 
-    def session(self, name: str) -> Session:
-        """Returns the session `name`, opened if it is not open yet. Raises InputError."""
+    def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
+        """Return the session `name`, opened if it is not open yet. Arguments and errors as `open`."""
         check_name(name)
-        return self._open.get(name) or self.open(name)
+        return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a session, open or stored."""

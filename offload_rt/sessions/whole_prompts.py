@@ -67,7 +67,7 @@ class WholePrompts:
             raise InputError("a session's earlier turns are not computed again: leave prompt_logprobs or session out")
         check_answerable(params, runner.model)
         runner.check_fits(len(prompt) + params.max_tokens)
-        session = self.store.session(name)
+        session = self.store.session(name, prompts_are_whole=True)
         self._opened[name] = session
         self._opened.move_to_end(name)
         if session.busy:
