@@ -49,7 +49,7 @@ class SkewArtifact:
     slope, offset: float32 `[S, L, D]` (D may be 1, for all channels), the correction of guessed attention inputs
         (`guess.Correction`).
     fingerprint: of the model it was calibrated on.
-    calibration: what it was calibrated with, for people.
+    calibration: a description of the text that it was calibrated on, with a digest of its tokens.
 
     Queries and keys are those that the attention multiplies: after bias, QK-norm and RoPE, without the scale.
     """
@@ -67,6 +67,11 @@ class SkewArtifact:
     def __post_init__(self) -> None:
         wrong = _inconsistency({name: getattr(self, name) for name in _TENSORS})
         assert not wrong, wrong
+
+    @property
+    def identity(self) -> str:
+        """Text that names everything the artifact was made from. It is the same on every processor."""
+        return f"{self.fingerprint} {self.method} {self.calibration}"
 
     def to(self, device: torch.device | str) -> SkewArtifact:
         """The same artifact with its tensors on `device`."""

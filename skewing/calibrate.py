@@ -5,6 +5,7 @@ the user's prompt: what a run gives must not depend on what ran before it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
@@ -57,7 +58,8 @@ def calibrate(
     are not finite.
     """
     moments, correction = measure(adapter, token_ids, positions=positions, progress=progress)
-    calibration = f"{calibration} at positions below {reach(adapter, positions)}"
+    tokens = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
+    calibration = f"{calibration} at positions below {reach(adapter, positions)}, tokens {tokens}"
     return fit(moments, correction, method=method, fingerprint=fingerprint, calibration=calibration)
 
 

@@ -13,7 +13,6 @@ that mixes rotary planes does not commute with it.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,8 +216,7 @@ def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tu
         return default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, count)
     if loaded.tokenizer is None:
         raise InputError(f"{loaded.name} has no tokenizer, so it cannot be calibrated on a text; leave the text out")
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return text_tokens(loaded.tokenizer, text, count, f"a given text (sha256 {digest})")
+    return text_tokens(loaded.tokenizer, text, count, "a given text")
 
 
 def _probe_tokens(loaded: LoadedModel, calibrated: int) -> list[int]:

@@ -102,14 +102,6 @@ def test_policy_corrects_with_its_source(source: str) -> None:
     assert plain.lineage != policy.lineage
 
 
-def test_lineage_tells_corrections_apart() -> None:
-    shape = geometry()
-    policy, _ = corrected_policy(shape)
-    assert (
-        policy.lineage != InfiniGen(InfiniGenOptions.preset("rows"), shape, artifact(shape), CPU, torch.float64).lineage
-    )
-
-
 def test_nothing_to_correct() -> None:
     right = Correction.none(4)
     assert right.slope.shape == right.offset.shape == (3, 4, 1)

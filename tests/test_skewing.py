@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import combinations
@@ -233,7 +234,7 @@ def test_artifact_describes_the_skewed_keys(name: str, method: str) -> None:
     geometry, ids = adapter.geometry, tiny_prompt(100)
     artifact = calibrate(adapter, ids, method=method, fingerprint="f", calibration="a text", positions=100)
     assert artifact.query.shape == (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
-    assert artifact.calibration == "a text at positions below 100"
+    assert re.fullmatch("a text at positions below 100, tokens [0-9a-f]{16}", artifact.calibration)
     identity = torch.eye(geometry.head_dim).expand_as(artifact.query)
     torch.testing.assert_close(artifact.query @ artifact.key.mT, identity, rtol=0, atol=2e-5)
     positions = torch.arange(100)
@@ -391,7 +392,7 @@ def test_skew_model_with_tokenizer(tmp_path: Path) -> None:
         str(tmp_path / "model"), tmp_path / "out", method="balanced", calibration="It was a dark night. " * 50,
         calibration_tokens=200,
     )  # fmt: skip
-    assert report.calibration.startswith("first 200 tokens of a given text (sha256 ")
+    assert report.calibration.startswith("first 200 tokens of a given text at positions below ")
     assert report.folded == tmp_path / "out" / "folded"
     assert report.logit_difference is not None
     assert 0 < report.logit_difference <= 5e-5

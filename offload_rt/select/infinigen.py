@@ -268,12 +268,11 @@ class InfiniGen:
         return InfiniGenState(self, tail, tail)
 
     def _lineage(self, artifact: SkewArtifact) -> str:
-        """The options and the artifact decide what a sparse layer saw, hence its tokens' deeper KV."""
-        digest = hashlib.sha256(self.options.lineage_text().encode())
-        tensors = [artifact.query, artifact.key, artifact.key_mean, artifact.key_std]
-        for tensor in [*tensors, artifact.slope, artifact.offset]:
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return f"infinigen-{digest.hexdigest()[:16]}"
+        """Digest of the options and of what the artifact was made from: they decide what a sparse layer saw, hence its
+        tokens' deeper KV. The artifact's numbers are left out, because processors round them differently, and a session
+        is to be continued on another one."""
+        text = f"{self.options.lineage_text()}\n{artifact.identity}"
+        return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def _tail_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:
         """What makes a sequence's low-bit rows, with the bases they share made once."""

@@ -35,7 +35,8 @@ def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
     basis = torch.linalg.qr(torch.randn(size, generator=generator, dtype=torch.float64))[0].float()
     mean = torch.randn(size[:3], generator=generator) * 0.1
     right = Correction.none(shape.layers)
-    return SkewArtifact("svd", basis, basis, mean, torch.ones(size[:3]), right.slope, right.offset, "0" * 16, "random")
+    made_from = "0" * 16, f"random {seed}"
+    return SkewArtifact("svd", basis, basis, mean, torch.ones(size[:3]), right.slope, right.offset, *made_from)
 
 
 def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
