@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -52,6 +53,13 @@ def read_to_end(connection: socket.socket) -> bytes:
         pass
     connection.close()
     return b"".join(parts)
+
+
+def error_of(answer: bytes) -> str:
+    """Return the type of the error in a response."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+    return str(json.loads(body)["error"]["type"])
 
 
 def post(body: dict[str, object]) -> bytes:
@@ -113,7 +121,7 @@ def test_a_head_has_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes)
         connection = connect(url, start)
         answer = read_to_end(connection)
         assert 0.2 < time.monotonic() - begun < 5
-        assert answer.startswith(b"HTTP/1.1 408 ") if start else answer == b""
+        assert (b"HTTP/1.1 408 " in answer and error_of(answer) == "timeout_error") if start else answer == b""
 
 
 def test_bytes_do_not_extend_the_deadline_of_a_head(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -157,9 +165,37 @@ def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: 
         wait_until(lambda: engine.begun == 2)
         refused = read_to_end(connect(url))
         assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
+        assert error_of(refused) == "overloaded_error"
         for connection in asking:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
             connection.close()
+
+
+@pytest.mark.parametrize("most", [4, 16, 64])
+def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
+    """It arrived while the server was busy, with many connections that send nothing behind it."""
+    begun, go = threading.Event(), threading.Event()
+
+    async def busy(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/busy":
+            begun.set()
+            go.wait(20)  # the event loop waits too
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    options = ServerOptions(port=0, max_connections=most)
+    with answering(busy, options) as (url, _), ExitStack() as stack:
+        stack.callback(go.set)
+        stack.callback(connect(url, b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n").close)
+        assert begun.wait(20)
+        normal = connect(url, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        stack.callback(normal.close)
+        for _ in range(4 * most):
+            stack.callback(connect(url).close)
+        go.set()
+        assert normal.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import socket
 from functools import partial
@@ -23,11 +24,17 @@ MOST_CONNECTIONS = 4096
 LEAST_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
 
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
-    b"content-type: text/plain\r\ncontent-length: 20\r\n\r\ntoo many connections"
-)
-LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+def _refusal(status: str, message: str, kind: str) -> bytes:
+    """Return a whole response for a client whose request was not read, in OpenAI's shape."""
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    body = json.dumps({"error": error}).encode()
+    head = f"HTTP/1.1 {status}\r\nretry-after: 1\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+FULL = _refusal("503 Service Unavailable", "too many connections", "overloaded_error")
+LATE = _refusal("408 Request Timeout", "the head of the request did not arrive in time", "timeout_error")
 
 
 class Connections:
@@ -203,8 +210,9 @@ def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
         ws="none",  # another protocol would take the connection out of these limits
-        # asyncio accepts this many connections at once before the first of them can be counted and refused.
-        backlog=max(8, min(100, connections.most // 4)),
+        # asyncio accepts this many connections at once, and twice as many before it reads what the first of them sent.
+        # Below the limit on connections, or a request would be replaced before it is read.
+        backlog=max(1, min(100, connections.most // 4)),
         log_config=None,
         access_log=False,
         server_header=False,
