@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import socket
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ MOST_HEAD_BYTES = 64 << 10
 MOST_CONNECTIONS = 4096
 LEAST_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
+REFUSED_SECONDS = 2.0
+"""Time in which the client of a refused connection may read why."""
 
 
 def _refusal(status: str, message: str, kind: str) -> bytes:
@@ -49,6 +52,7 @@ class Connections:
         self.options = options
         self.most = options.max_connections or default_connections()
         self.open: dict[LimitedProtocol, None] = {}
+        self.refused: set[LimitedProtocol] = set()
 
     def heard(self, connection: LimitedProtocol) -> None:
         """Move a connection that sent something to the end."""
@@ -88,6 +92,8 @@ class LimitedProtocol(H11Protocol):
     @property
     def awaits_client(self) -> bool:
         """Whether the server waits for bytes of a request, not the client for a response."""
+        if self.transport.get_write_buffer_size():  # a response that is complete, but not sent
+            return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -98,11 +104,19 @@ class LimitedProtocol(H11Protocol):
             return
         logger.warning("connection refused: too many are open")
         transport.write(FULL)
-        transport.close()
+        if len(self._limits.refused) > self._limits.most // 4:
+            transport.close()
+            return
+        # What a client sends to a closed socket resets the connection, and the response may be lost.
+        self._limits.refused.add(self)
+        with suppress(OSError):  # the client has reset the connection
+            transport.write_eof()
+        self._head = self.loop.call_later(REFUSED_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._limits.open.pop(self, None)
+        self._limits.refused.discard(self)
         for timer in (self._head, self._request, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -111,6 +125,8 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a request."""
+        if self in self._limits.refused:
+            return
         if self in self._limits.open:
             self._limits.heard(self)
         super().data_received(data)

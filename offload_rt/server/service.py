@@ -24,7 +24,7 @@ from .conversations import Conversations, session_of
 from .deltas import Usage, usage_of
 from .documents import Documents
 from .engines import Engines
-from .errors import RefusedError, refused
+from .errors import RefusedError, ending, refused
 from .figures import Figures
 from .log import logger
 from .openai_requests import SampledBody
@@ -201,7 +201,7 @@ class Service:
                         self.figures.began(first - begun)
                     reasons = [each.finish_reason for each in last.outputs]
                     if "abort" in reasons:
-                        raise RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
+                        raise ending()
                     if last.finished:
                         reason = reasons[0] or "abort"
                     yield last

@@ -19,17 +19,17 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from adversary.hostile import Hostile
 from support.serving import TEMPLATE, answering, wait_until
 from support.tiny_models import tiny_checkpoint
 
+from adversary.hostile import Hostile
 from offload_rt import LLM, AsyncLLM, SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
@@ -38,6 +38,7 @@ KEY = "a key of this test"
 WORDS = ("Dick", "Joan", "a dark night", "the river", "Sir Daniel", "arrows")
 REFUSALS = {408, 429, 503}
 IDLE_SECONDS = 30.0
+FEW_CONNECTIONS = 16
 LOGGERS = ("offload_rt", "uvicorn", "asyncio")
 
 
@@ -126,13 +127,34 @@ class Log(logging.Handler):
 
 
 class Normal:
-    """A client that sends valid requests and checks the answers."""
+    """A client that sends valid requests and checks the answers.
 
-    def __init__(self, url: str, rng: random.Random) -> None:
-        self.port, self.rng, self.counts = urlsplit(url).port, rng, Counter[str]()
+    tries: connections that it opens for a request. A flood of new connections may replace it before its client sends,
+    if the server allows few.
+    """
+
+    def __init__(self, url: str, rng: random.Random, tries: int = 1) -> None:
+        self.port, self.rng, self.tries, self.counts = urlsplit(url).port, rng, tries, Counter[str]()
+
+    def ask(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Send a request over a connection of its own. Return the status and the body of the answer."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        for tries in range(1, self.tries + 1):
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
+            with closing(connection):
+                try:
+                    connection.request("POST", path, json.dumps(body), headers)
+                    answer = connection.getresponse()
+                except ConnectionError:
+                    if tries == self.tries:
+                        raise
+                    self.counts["normal replaced"] += 1
+                else:
+                    return answer.status, answer.read()
+        raise AssertionError
 
     def once(self) -> int:
-        """Ask one thing over a connection of its own. Return the status."""
+        """Ask one thing. Return the status."""
         rng = self.rng
         words, max_tokens = f"{rng.choice(WORDS)} {rng.randrange(5)}", rng.choice((1, 8, 30))
         chat, stream = rng.random() < 0.5, rng.random() < 0.5
@@ -140,14 +162,7 @@ class Normal:
         body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream}
         body |= {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
         path = "/v1/chat/completions" if chat else "/v1/completions"
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
-        try:
-            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-            connection.request("POST", path, json.dumps(body), headers)
-            answer = connection.getresponse()
-            status, data = answer.status, answer.read()
-        finally:
-            connection.close()
+        status, data = self.ask(path, body)
         if status == 200:
             error, text = read_events(data) if stream else (None, text_of(json.loads(data)))
             assert error is None or error["type"] in ("timeout_error", "overloaded_error"), error
@@ -202,10 +217,9 @@ class Threads:
             raise self.errors[0]
 
 
-def attack(url: str, options: ServerOptions, seed: int, count: int) -> tuple[list[Hostile], Counter[str]]:
-    """Let hostile and normal clients ask at once. Return the hostile ones, who may have left connections open."""
-    hostile = [Hostile(url, options, KEY, random.Random(seed * 100 + i)) for i in range(count)]
-    normal = [Normal(url, random.Random(seed * 100 + 50 + i)) for i in range(2)]
+def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[str]:
+    """Let hostile and normal clients ask at once. The hostile ones may leave connections open."""
+    normal = [Normal(url, random.Random(seed * 100 + 50 + i), tries) for i in range(2)]
     attackers, askers, over = Threads(), Threads(), threading.Event()
 
     def ask(client: Normal) -> None:
@@ -223,7 +237,7 @@ def attack(url: str, options: ServerOptions, seed: int, count: int) -> tuple[lis
     finally:
         over.set()
         askers.join()
-    return hostile, sum((client.counts for client in (*hostile, *normal)), Counter[str]())
+    return sum((client.counts for client in (*hostile, *normal)), Counter[str]())
 
 
 def check_idle(engine: AsyncLLM) -> None:
@@ -241,8 +255,13 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
     rng = random.Random(seed)
     options = random_options(rng, store)
     engine = AsyncLLM(make(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
-    with answering(make_app(engine, options), options) as (url, server):
-        hostile, counts = attack(url, options, seed, rng.randint(2, 5))
+    with ExitStack() as ends, answering(make_app(engine, options), options) as (url, server):
+        clients = range(rng.randint(2, 5))
+        hostile = [Hostile(url, options, KEY, random.Random(seed * 100 + i)) for i in clients]
+        for client in hostile:
+            ends.callback(client.leave)
+        few = options.max_connections is not None and options.max_connections <= FEW_CONNECTIONS
+        counts = attack(url, hostile, seed, 5 if few else 1)
         stay = rng.random() < 0.3
         if not stay:
             for client in hostile:
@@ -254,7 +273,6 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
             check_idle(engine)
     check_idle(engine)
     for client in hostile:
-        client.leave()
         client.check(log.requests())
     return counts + Counter(stayed=stay, servers=1)
 

@@ -28,7 +28,8 @@ GARBAGE = [
     b"GET / HTTP/9.9\r\n\r\n", b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 100,
     b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n", b"GET  / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\nHost: x\n\n",
     b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /%00%ff/../..//v1/models/%2e%2e HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /%00%ff/../..//v1/models/%2e%2e HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /health HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
 ]  # fmt: skip
@@ -220,7 +221,9 @@ class Hostile:
 
     def invalid_text(self) -> None:
         """Send bytes that are not UTF-8, and characters that are none."""
-        text = self.rng.choice((b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\u0000", b"\x00", b"\xf4\x90"))
+        text = self.rng.choice(
+            (b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\u0000", b"\x00", b"\xf4\x90")
+        )
         hole = self.rng.choice((b'{"prompt": "%s"}', b'{"messages": [{"role": "user", "content": "%s"}]}', b"%s"))
         kind = self.rng.choice(("Accept: */*", "Content-Type: text/plain", "Content-Encoding: gzip"))
         self.exchange(self.post(self.rng.choice(PATHS), hole.replace(b"%s", text * 3), kind))
