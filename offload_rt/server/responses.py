@@ -81,8 +81,13 @@ class _Turn:
         the same time goes into a session of its own."""
         busy = self.before is None or self.service.is_answering(self.before)
         session = self.response if busy or self.before is None else self.before
-        with self.service.answering(*{self.response, session}):
-            yield session, self.answers(session)
+        try:
+            with self.service.answering(*{self.response, session}):
+                yield session, self.answers(session)
+        except BaseException:
+            if session == self.response:  # no response refers to it, so that nobody could delete it
+                self.service.forget([session])
+            raise
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from support.serving import TEMPLATE, answering, wait_until
 from support.tiny_models import tiny_checkpoint
 from transformers.utils import logging as transformers_logging
 
-from adversary.hostile import Hostile
+from adversary.hostile import SESSIONS, Hostile
 from offload_rt import LLM, AsyncLLM, SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
@@ -137,14 +137,14 @@ class Normal:
     def __init__(self, url: str, rng: random.Random, tries: int = 1) -> None:
         self.port, self.rng, self.tries, self.counts = urlsplit(url).port, rng, tries, Counter[str]()
 
-    def ask(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    def ask(self, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, bytes]:
         """Send a request over a connection of its own. Return the status and the body of the answer."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         for tries in range(1, self.tries + 1):
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
             with closing(connection):
                 try:
-                    connection.request("POST", path, json.dumps(body), headers)
+                    connection.request(method, path, json.dumps(body), headers)
                     answer = connection.getresponse()
                 except ConnectionError:
                     if tries == self.tries:
@@ -241,15 +241,17 @@ def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[s
     return sum((client.counts for client in (*hostile, *normal)), Counter[str]())
 
 
-def check_idle(engine: AsyncLLM, kept: bool = False) -> None:
-    """Wait until all requests have ended. Nothing may be left in the pool, except sessions if they are `kept`."""
-    loop = engine._engine
-    wait_until(lambda: loop.idle and not engine._callers and engine.load().waiting == 0, IDLE_SECONDS)
+def wait_idle(engine: AsyncLLM) -> None:
+    """Wait until all requests have ended."""
+    wait_until(lambda: engine._engine.idle and not engine._callers and engine.load().waiting == 0, IDLE_SECONDS)
+
+
+def check_empty(engine: AsyncLLM) -> None:
+    """Raise AssertionError if something is left of the requests."""
     assert not engine._by_number
-    loop.check_integrity()
+    engine._engine.check_integrity()
     engine.llm.runner.check_integrity()
-    assert not engine.llm.runner._open
-    assert kept or engine.llm.runner.pool.bytes_held == 0
+    assert not engine.llm.runner._open and engine.llm.runner.pool.bytes_held == 0
 
 
 def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
@@ -269,12 +271,19 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
             for client in hostile:
                 client.leave()
             wait_until(lambda: not server.server_state.connections, IDLE_SECONDS)
-            check_idle(engine, kept=store is not None)
-            assert Normal(url, random.Random(seed)).once() == 200
-    check_idle(engine)
+            wait_idle(engine)
+            last = Normal(url, random.Random(seed))
+            assert last.once() == 200
+            for name in SESSIONS:
+                status, data = last.ask(f"/v1/sessions/{name}", {}, "DELETE")
+                assert status == 404 or (store is not None and status == 200), (status, data)
+            wait_idle(engine)
+            check_empty(engine)
+    wait_idle(engine)
+    check_empty(engine)
     for client in hostile:
         client.check(log.requests())
-    return counts + Counter(stayed=stay, servers=1)
+    return counts + Counter(stayed=int(stay), servers=1)
 
 
 @functools.cache

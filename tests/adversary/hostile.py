@@ -33,6 +33,7 @@ GARBAGE = [
     b"GET /health HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
 ]  # fmt: skip
+SESSIONS = ("s0", "s1", "s2")
 ACTIONS = (
     "bytewise", "half_heads", "garbage", "wrong_length", "chunked", "oversized", "cut_request", "cut_answer",
     "stop_reading", "pipelined", "nested", "invalid_text", "leave_stream", "session",
@@ -243,7 +244,7 @@ class Hostile:
         """Leave a session's answer at its beginning, and delete the session: soon there is nothing left of it."""
         if self.options.documents is None:
             return
-        name = f"s{self.rng.randrange(3)}"
+        name = self.rng.choice(SESSIONS)
         self.leave_stream(session=name)
         data = self.head(f"/v1/sessions/{name}", "Connection: close").replace(b"POST", b"DELETE", 1) + b"\r\n"
         self.exchange(data)
