@@ -114,7 +114,7 @@ def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path
         assert http.delete("/v1/sessions/novel").json()["deleted"]
         assert engine.llm.runner.pool.bytes_held == 0
         assert http.delete("/v1/sessions/novel").status_code == 404
-    assert not [path for path in tmp_path.rglob("session-*")]
+    assert not list(tmp_path.rglob("session-*"))
 
 
 def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path
         with http.stream("POST", "/v1/responses", json=asked) as answer:
             assert next(answer.iter_lines()).startswith("event: response.created")
         wait_until(lambda: engine.llm.runner.pool.bytes_held == 0)
-    assert not [path for path in tmp_path.rglob("session-*")]
+    assert not list(tmp_path.rglob("session-*"))
 
 
 def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
