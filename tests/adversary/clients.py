@@ -17,6 +17,7 @@ import logging
 import random
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -150,6 +151,7 @@ class Normal:
                     if tries == self.tries:
                         raise
                     self.counts["normal replaced"] += 1
+                    time.sleep(0.3)
                 else:
                     return answer.status, answer.read()
         raise AssertionError

@@ -237,6 +237,7 @@ class Hostile:
         data = connection.recv(4096)
         if data.startswith(b"HTTP/1.1 200") and (found := re.search(rb"x-request-id: (\w+)", data)):
             self.left.append(found[1].decode())
+            self.counts["streams left"] += 1
         connection.close()
         self.open.remove(connection)
 
