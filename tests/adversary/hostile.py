@@ -64,11 +64,12 @@ class Hostile:
         self.open.clear()
 
     def check(self, requests: dict[str, dict[str, Any]]) -> None:
-        """Raise AssertionError if an answer was generated to its end though its client had left."""
+        """Raise AssertionError if a request went on though its client had left."""
         for request_id in self.left:
             ended = requests[request_id]
-            assert ended["finish"] in ("abort", "timeout"), ended
-            assert ended["generated_tokens"] < LONG_ANSWER, ended
+            late = ended["finish"] == "timeout" and self.options.timeout < 10
+            assert late or (ended["finish"] == "abort" and ended.get("client") == "gone"), ended
+            assert ended["generated_tokens"] < LONG_ANSWER // 2, ended
 
     # ------------------------------------------------------------------------------------------------------- requests
 
