@@ -118,31 +118,32 @@ class AsyncLLM:
         where there is no such request any more."""
         self._calls.put(lambda: self._abort(request_id))
 
-    async def delete_session(self, name: str) -> None:
-        """Forgets a session, if there is one. Raises SessionBusyError, StoreError; InputError without a store."""
+    async def delete_session(self, name: str) -> bool:
+        """Delete a session. Return whether there was one. Raises SessionBusyError, StoreError; InputError without a
+        store."""
         sessions, loop = self._sessions, asyncio.get_running_loop()
         if sessions is None:
             raise InputError("there is no store of sessions: make AsyncLLM(llm, store=folder)")
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[bool] = loop.create_future()
 
-        def tell(error: Exception | None) -> None:
+        def tell(error: Exception | None, known: bool) -> None:
             if not done.done():  # else who asked has left
-                done.set_exception(error) if error else done.set_result(None)
+                done.set_exception(error) if error else done.set_result(known)
 
         def delete() -> None:
-            error = None
+            error, known = None, False
             try:
                 with self._llm.runner.pool.lock:
-                    sessions.delete(name)
+                    known = sessions.delete(name)
             except Exception as found:
                 error = found
             with suppress(RuntimeError):  # its event loop has ended
-                loop.call_soon_threadsafe(tell, error)
+                loop.call_soon_threadsafe(tell, error, known)
 
         with self._lock:
             self._check_open()
             self._calls.put(delete)
-        await done
+        return await done
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the KV of prompts that no request and no open session uses. Return whether all of it is gone."""

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from unittest.mock import MagicMock
 from urllib.parse import urlsplit
 
 import httpx2
 import psutil
 import pytest
+from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
 from transformers import PreTrainedTokenizerBase
+from uvicorn.server import ServerState
 
+from offload_rt.server.app import make_app
 from offload_rt.server.log import Repetitions
 from offload_rt.server.options import ServerOptions
+from offload_rt.server.protocol import Connections, LimitedProtocol, make_server
 from offload_rt.server.run import bound
 
 ASK = {"prompt": "It was", "max_tokens": 4000}
@@ -52,6 +59,13 @@ def read_to_end(connection: socket.socket) -> bytes:
         pass
     connection.close()
     return b"".join(parts)
+
+
+def error_of(answer: bytes) -> str:
+    """Return the type of the error in a response."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+    return str(json.loads(body)["error"]["type"])
 
 
 def post(body: dict[str, object]) -> bytes:
@@ -113,7 +127,7 @@ def test_a_head_has_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes)
         connection = connect(url, start)
         answer = read_to_end(connection)
         assert 0.2 < time.monotonic() - begun < 5
-        assert answer.startswith(b"HTTP/1.1 408 ") if start else answer == b""
+        assert (b"HTTP/1.1 408 " in answer and error_of(answer) == "timeout_error") if start else answer == b""
 
 
 def test_bytes_do_not_extend_the_deadline_of_a_head(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -157,9 +171,104 @@ def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: 
         wait_until(lambda: engine.begun == 2)
         refused = read_to_end(connect(url))
         assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
+        assert error_of(refused) == "overloaded_error"
         for connection in asking:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
             connection.close()
+
+
+def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The application is done with it, and a new connection looks for a place."""
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"33554432")]})
+            await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
+
+    ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with answering(large, ServerOptions(port=0, max_connections=1)) as (url, _), connect(url, ask, 4096) as slow:
+        begun = slow.recv(100)
+        assert read_to_end(connect(url)).startswith(b"HTTP/1.1 503 ")
+        assert len(begun + read_to_end(slow)) > 32 << 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_the_server_is_said(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
+    """Its grace is over before the answer is."""
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 1000, pause=0.1)
+    options = ServerOptions(port=0, grace=1)
+    with answering(make_app(engine, options), options) as (url, server):  # type: ignore[arg-type]
+        asking = connect(url, post(ASK | {"stream": stream}))
+        wait_until(lambda: engine.begun == 1)
+        if stream:
+            assert asking.recv(100).startswith(b"HTTP/1.1 200 ")
+        server.should_exit = True
+        answer = read_to_end(asking)
+    assert b"the server is shutting down" in answer and b'"overloaded_error"' in answer
+    assert answer.endswith(b"0\r\n\r\n") if stream else answer.startswith(b"HTTP/1.1 503 ")
+    assert engine.aborted == 1
+
+
+def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
+    """It sends its request late: a closed socket would reset the connection, and the response with it."""
+    engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)
+    with served(engine, max_connections=4) as url, ExitStack() as stack:
+        for _ in range(4):
+            stack.callback(connect(url, post(ASK)).close)
+        wait_until(lambda: engine.begun == 4)
+        late = connect(url)
+        wait_until(lambda: "connection refused: too many are open" in caplog.messages)
+        for _ in range(3):
+            late.sendall(post(ASK))
+            time.sleep(0.05)
+        with late:
+            assert late.recv(1 << 16).startswith(b"HTTP/1.1 503 ") and late.recv(1) == b""
+
+
+def test_a_refused_client_may_have_reset_its_connection() -> None:
+    """Half-closing the socket fails then."""
+    transport = MagicMock()
+    transport.write_eof.side_effect = OSError("not connected")
+
+    async def refuse() -> None:
+        config = make_server(FastAPI(), ServerOptions()).config
+        connections = Connections(ServerOptions())
+        connections.most = 0
+        refused = LimitedProtocol(connections, config, ServerState(), {})
+        refused.connection_made(transport)
+        assert connections.refused == {refused}
+        refused.connection_lost(None)
+        assert not connections.refused
+
+    asyncio.run(refuse())
+    assert transport.write.call_args[0][0].startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize("most", [4, 16, 64])
+def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
+    """It arrived while the server was busy, with many connections that send nothing behind it."""
+    begun, go = threading.Event(), threading.Event()
+
+    async def busy(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/busy":
+            begun.set()
+            go.wait(20)  # the event loop waits too
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    options = ServerOptions(port=0, max_connections=most)
+    with answering(busy, options) as (url, _), ExitStack() as stack:
+        stack.callback(go.set)
+        stack.callback(connect(url, b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n").close)
+        assert begun.wait(20)
+        normal = connect(url, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        stack.callback(normal.close)
+        for _ in range(4 * most):
+            stack.callback(connect(url).close)
+        go.set()
+        assert normal.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.fixture(scope="module")

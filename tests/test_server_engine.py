@@ -78,8 +78,8 @@ def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM, mo
     with httpx2.stream("POST", f"{url}/v1/completions", json=asked) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
         wait_until(lambda: engine.load().running == 1)  # what it says is of the last step that ended
-    wait_until(lambda: engine.load().running == 0)
-    assert engine.load().pool_used_bytes == 0
+    # The load is read while the engine's thread ends the request: the queue is left before the blocks are released.
+    wait_until(lambda: (engine.load().running, engine.load().pool_used_bytes) == (0, 0))
 
 
 def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -214,6 +214,20 @@ PATHS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def test_a_prompt_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection must not be aborted without an answer."""
+    recorded = Recorded(monkeypatch)
+    engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
+    with served(engine, timeout=0.1) as url, httpx2.Client(base_url=url, timeout=30) as http:
+        try:
+            for path, body in PATHS.items():
+                answer = http.post(path, json=body("It was a dark night. " * 50))
+                assert answer.status_code == 408, path
+                assert answer.json()["error"]["type"] == "timeout_error"
+        finally:
+            recorded.go.set()
+
+
 def test_what_can_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")

@@ -105,6 +105,27 @@ def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path)
             other.responses.create(input="x", previous_response_id=second.id, **asked)
 
 
+def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path) -> None:
+    """Text completions keep no messages; the engine keeps the tokens."""
+    with serving(model, tmp_path) as (http, engine):
+        asked = {"prompt": LONG, "max_tokens": 4, "session": "novel"}
+        assert http.post("/v1/completions", json=asked).status_code == 200
+        assert http.delete("/v1/sessions/novel", headers=TWO).status_code == 404
+        assert http.delete("/v1/sessions/novel").json()["deleted"]
+        assert engine.llm.runner.pool.bytes_held == 0
+        assert http.delete("/v1/sessions/novel").status_code == 404
+    assert not list(tmp_path.rglob("session-*"))
+
+
+def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as (http, engine):
+        asked = {"input": LONG, "max_output_tokens": 3000, "stream": True}
+        with http.stream("POST", "/v1/responses", json=asked) as answer:
+            assert next(answer.iter_lines()).startswith("event: response.created")
+        wait_until(lambda: engine.llm.runner.pool.bytes_held == 0)
+    assert not list(tmp_path.rglob("session-*"))
+
+
 def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, policy="infinigen") as (http, _):
         answer = http.post("/v1/chat/completions", json=ASK | {"stream": True, "trace": True, "max_tokens": 5})

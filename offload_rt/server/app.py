@@ -171,7 +171,7 @@ def _add_tools(app: FastAPI, service: Service) -> None:
             raise refused("give either prompt, a text, or messages", "prompt")
         if body.messages is None:
             work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
-            ids = await until_gone(request.receive, work)
+            ids = await until_gone(request, work)
         else:
             messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
             if body.continue_final_message:
@@ -179,16 +179,16 @@ def _add_tools(app: FastAPI, service: Service) -> None:
             tools, template = tool_options(body.tools, None), body.chat_template_kwargs or {}
             conversation = Conversation(messages, **tools, template=template)
             made = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
-            _, ids = await until_gone(request.receive, made)
+            _, ids = await until_gone(request, made)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": service.room.most, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = await service.prompts.tokens_of(ids)
+            found["token_strs"] = await until_gone(request, service.prompts.tokens_of(ids))
         return found
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        return {"prompt": await service.prompts.text_of(body.tokens)}
+        return {"prompt": await until_gone(request, service.prompts.text_of(body.tokens))}
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

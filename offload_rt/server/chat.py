@@ -45,8 +45,8 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
         traced = await _traced(service, text, what) if body.trace else None
-        return await streamed(request.receive, _events(steps, head, top, usage, keep, traced, hold))
-    return json_answer(await until_gone(request.receive, _whole(steps, head, top, what.params.n, keep, hold)))
+        return await streamed(request, _events(steps, head, top, usage, keep, traced, hold))
+    return json_answer(await until_gone(request, _whole(steps, head, top, what.params.n, keep, hold)))
 
 
 Keep = Callable[[Sequence[Piece]], None]
@@ -79,7 +79,7 @@ async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs is for logprobs: true", "top_logprobs")
     conversation = from_chat(body)
-    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
+    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     structured = structured_outputs(body.response_format, body.structured_outputs)
     forced = {} if structured else forced_call(conversation)

@@ -48,7 +48,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         raise refused("suffix: this server does not fill in between", "suffix")
     if (body.best_of or n) != n:
         raise refused("best_of must be n, or left out: this server ranks no completions", "best_of")
-    prompts = await until_gone(request.receive, _prompts(service, body))
+    prompts = await until_gone(request, _prompts(service, body))
     logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
     logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
     logprobs |= structured_outputs(body.response_format, body.structured_outputs)
@@ -71,8 +71,8 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     )
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return await streamed(request.receive, _events(steps, head, usage))
-    return json_answer(await until_gone(request.receive, _whole(steps, head, n * len(prompts))))
+        return await streamed(request, _events(steps, head, usage))
+    return json_answer(await until_gone(request, _whole(steps, head, n * len(prompts))))
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:

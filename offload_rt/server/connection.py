@@ -8,10 +8,12 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import RefusedError, error_body, refusal
+from .errors import RefusedError, ending, error_body, refusal
+from .options import DELIVERY_SECONDS
 
 T = TypeVar("T")
 
@@ -28,8 +30,17 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. It is cancelled, and ClientGoneError raised, when the client closes the connection."""
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection.
+
+    Raises TimeoutError if the request's deadline has passed and the work, a prompt that waits for its thread for
+    example, has not noticed. Without an answer by then the connection would be aborted.
+    """
+    async with asyncio.timeout_at(request.scope["state"]["deadline"] + DELIVERY_SECONDS / 2):
+        return await _or_gone(request.receive, work)
+
+
+async def _or_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -73,16 +84,18 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends all events; ends the work when the client is gone."""
         try:
-            await until_gone(receive, self._send(scope, send))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await _or_gone(receive, self._send(scope, send))
         except ClientGoneError:
             scope["state"]["notes"]["client"] = "gone"
+        except asyncio.CancelledError:  # the grace of a server that ends is over
+            await _break_off(scope, send, ending())
         finally:
             self._next.cancel()
             await asyncio.gather(self._next, return_exceptions=True)
             await self._events.aclose()
 
     async def _send(self, scope: Scope, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             while True:
                 done, _ = await asyncio.wait({self._next}, timeout=SILENCE)
@@ -91,25 +104,27 @@ class EventStream(Response):
                 if done:
                     self._next = asyncio.ensure_future(anext(self._events))
         except StopAsyncIteration:
-            pass
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:
             said = refusal(error)
             if said.status >= 500:
                 logger.error("an answer broke off", exc_info=error)
-            scope["state"]["notes"]["error"] = said.message
-            chunk = event(
-                error_body(said, scope["path"]), "error" if scope["path"].startswith("/v1/messages") else None
-            )
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await _break_off(scope, send, said)
 
 
-async def streamed(receive: Receive, events: AsyncGenerator[bytes, None]) -> EventStream:
+async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:
+    """End a stream with an event that says why."""
+    scope["state"]["notes"]["error"] = error.message
+    name = "error" if scope["path"].startswith("/v1/messages") else None
+    await send({"type": "http.response.body", "body": event(error_body(error, scope["path"]), name)})
+
+
+async def streamed(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
     """An answer of these events. What they raise before the first of them comes, within `PATIENCE` seconds, is raised
     here; later it becomes an event that says so."""
     first = asyncio.ensure_future(anext(events))
     try:
-        await until_gone(receive, asyncio.wait({first}, timeout=PATIENCE))
+        await until_gone(request, asyncio.wait({first}, timeout=PATIENCE))
         if first.done():
             first.result()
     except BaseException as error:

@@ -46,19 +46,28 @@ class Conversations:
         found.sort(key=lambda head: float(head["updated"]), reverse=True)
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
+    def exists(self, owner: str, name: str) -> bool:
+        """Whether there is such a session, also if its file is damaged."""
+        return self._documents.head(session_of(owner, name)) is not None
+
     def messages(self, owner: str, name: str) -> list[dict[str, Any]]:
         """What was said. Raises RefusedError (404) where there is no such session."""
         found: list[dict[str, Any]] | None = self._documents.body(session_of(owner, name))
         if found is None:
-            raise RefusedError(404, f"there is no session {name!r:.80}", param="session", code="session_not_found")
+            raise _unknown(name)
         return found
 
     def delete(self, owner: str, name: str) -> str:
         """Forgets a session, and returns what the engine calls it. Raises as `messages`."""
-        self.messages(owner, name)
+        if not self.exists(owner, name):
+            raise _unknown(name)
         session = session_of(owner, name)
         self._documents.delete(session)
         return session
+
+
+def _unknown(name: str) -> RefusedError:
+    return RefusedError(404, f"there is no session {name!r:.80}", param="session", code="session_not_found")
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -72,6 +72,11 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return RefusedError(400, message, param=param, code=code)
 
 
+def ending() -> RefusedError:
+    """Return the refusal of a request that the end of the server cuts off."""
+    return RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
+
+
 def refusal(error: BaseException) -> RefusedError:
     """What a client is told of any exception."""
     if isinstance(error, RefusedError):

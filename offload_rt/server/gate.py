@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import RefusedError, error_response, refusal
+from .errors import RefusedError, ending, error_response, refusal
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
 from .page import FILES
@@ -65,6 +65,9 @@ class Gate:
 
         try:
             await self._pass(scope, receive, noted)
+        except asyncio.CancelledError:  # the grace of a server that ends is over
+            if status == GONE:
+                await error_response(ending(), scope["path"])(scope, receive, noted)
         except Exception as error:
             logger.exception("a request failed")
             if status == GONE:

@@ -30,7 +30,7 @@ async def count_tokens(service: Service, body: CountRequest, request: Request) -
     conversation = from_messages(body)
     answers = conversation.messages[-1]["role"] != "assistant"
     made = service.prompts.of_conversation(conversation, answer=answers)
-    _, ids = await until_gone(request.receive, made)
+    _, ids = await until_gone(request, made)
     return json_answer({"input_tokens": len(ids)})
 
 
@@ -39,7 +39,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     service.check_model(body.model)
     conversation = from_messages(body)
     refuse_prefill(conversation.messages, "messages")
-    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
+    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     given = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(body, name)) is not None}
     forced = forced_call(conversation)
     tokens = service.room.tokens(len(ids), body.max_tokens)
@@ -59,8 +59,8 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
         "usage": _usage(Usage(len(ids))),
     }
     if body.stream:
-        return await streamed(request.receive, _events(steps, message))
-    return json_answer(await until_gone(request.receive, _whole(steps, message)))
+        return await streamed(request, _events(steps, message))
+    return json_answer(await until_gone(request, _whole(steps, message)))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import socket
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -22,12 +24,20 @@ MOST_HEAD_BYTES = 64 << 10
 MOST_CONNECTIONS = 4096
 LEAST_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
+REFUSED_SECONDS = 2.0
+"""Time in which the client of a refused connection may read why."""
 
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
-    b"content-type: text/plain\r\ncontent-length: 20\r\n\r\ntoo many connections"
-)
-LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+def _refusal(status: str, message: str, kind: str) -> bytes:
+    """Return a whole response for a client whose request was not read, in OpenAI's shape."""
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    body = json.dumps({"error": error}).encode()
+    head = f"HTTP/1.1 {status}\r\nretry-after: 1\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+FULL = _refusal("503 Service Unavailable", "too many connections", "overloaded_error")
+LATE = _refusal("408 Request Timeout", "the head of the request did not arrive in time", "timeout_error")
 
 
 class Connections:
@@ -42,6 +52,7 @@ class Connections:
         self.options = options
         self.most = options.max_connections or default_connections()
         self.open: dict[LimitedProtocol, None] = {}
+        self.refused: set[LimitedProtocol] = set()
 
     def heard(self, connection: LimitedProtocol) -> None:
         """Move a connection that sent something to the end."""
@@ -81,6 +92,8 @@ class LimitedProtocol(H11Protocol):
     @property
     def awaits_client(self) -> bool:
         """Whether the server waits for bytes of a request, not the client for a response."""
+        if self.transport.get_write_buffer_size():  # a response that is complete, but not sent
+            return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,11 +104,19 @@ class LimitedProtocol(H11Protocol):
             return
         logger.warning("connection refused: too many are open")
         transport.write(FULL)
-        transport.close()
+        if len(self._limits.refused) > self._limits.most // 4:
+            transport.close()
+            return
+        # What a client sends to a closed socket resets the connection, and the response may be lost.
+        self._limits.refused.add(self)
+        with suppress(OSError):  # the client has reset the connection
+            transport.write_eof()
+        self._head = self.loop.call_later(REFUSED_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._limits.open.pop(self, None)
+        self._limits.refused.discard(self)
         for timer in (self._head, self._request, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -104,6 +125,8 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a request."""
+        if self in self._limits.refused:
+            return
         if self in self._limits.open:
             self._limits.heard(self)
         super().data_received(data)
@@ -203,8 +226,9 @@ def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
         ws="none",  # another protocol would take the connection out of these limits
-        # asyncio accepts this many connections at once before the first of them can be counted and refused.
-        backlog=max(8, min(100, connections.most // 4)),
+        # asyncio accepts this many connections at once, and twice as many before it reads what the first of them sent.
+        # Below the limit on connections, or a request would be replaced before it is read.
+        backlog=max(1, min(100, connections.most // 4)),
         log_config=None,
         access_log=False,
         server_header=False,

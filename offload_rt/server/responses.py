@@ -40,7 +40,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
     before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
     messages = [*(before.messages if before else ()), *new_messages(body)]
     conversation = from_responses(body, messages)
-    text, ids = await until_gone(request.receive, service.prompts.of_conversation(conversation))
+    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     given: dict[str, Any] = {
         name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None
     }
@@ -60,8 +60,8 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
 
     turn = _Turn(service, response_of(owner, head["id"]), None if before is None else before.session, answers, keep)
     if body.stream:
-        return await streamed(request.receive, _events(turn, head))
-    return json_answer(await until_gone(request.receive, _whole(turn, head)))
+        return await streamed(request, _events(turn, head))
+    return json_answer(await until_gone(request, _whole(turn, head)))
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,13 @@ class _Turn:
         the same time goes into a session of its own."""
         busy = self.before is None or self.service.is_answering(self.before)
         session = self.response if busy or self.before is None else self.before
-        with self.service.answering(*{self.response, session}):
-            yield session, self.answers(session)
+        try:
+            with self.service.answering(*{self.response, session}):
+                yield session, self.answers(session)
+        except BaseException:
+            if session == self.response:  # no response refers to it, so that nobody could delete it
+                self.service.forget([session])
+            raise
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:

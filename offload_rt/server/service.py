@@ -24,7 +24,7 @@ from .conversations import Conversations, session_of
 from .deltas import Usage, usage_of
 from .documents import Documents
 from .engines import Engines
-from .errors import RefusedError, refused
+from .errors import RefusedError, ending, refused
 from .figures import Figures
 from .log import logger
 from .openai_requests import SampledBody
@@ -148,10 +148,11 @@ class Service:
     async def delete_session(self, owner: str, name: str) -> None:
         """Delete a conversation and its KV. Raises RefusedError (404), SessionBusyError, StoreError."""
         session = session_of(owner, name)
-        self.conversations.messages(owner, name)
         with self.answering(session):
-            await self._delete_kv(session)
-            self.conversations.delete(owner, name)
+            # The engine may have one without a conversation: of text completions, and of clients that left early.
+            known = await self._delete_kv(session)
+            if not known or self.conversations.exists(owner, name):
+                self.conversations.delete(owner, name)
 
     async def delete_response(self, owner: str, name: str) -> None:
         """Delete a response and the KV of its conversation. Raises as `delete_session`."""
@@ -161,9 +162,8 @@ class Service:
                 await self._delete_kv(session)
                 self.responses.delete(name, owner)
 
-    async def _delete_kv(self, session: str) -> None:
-        if self.remembers:
-            await self.engine.delete_session(session)
+    async def _delete_kv(self, session: str) -> bool:
+        return self.remembers and await self.engine.delete_session(session)
 
     def forget(self, sessions: Sequence[str]) -> None:
         """Delete in the background the KV of conversations that were evicted. One that is being answered stays: its
@@ -201,7 +201,7 @@ class Service:
                         self.figures.began(first - begun)
                     reasons = [each.finish_reason for each in last.outputs]
                     if "abort" in reasons:
-                        raise RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
+                        raise ending()
                     if last.finished:
                         reason = reasons[0] or "abort"
                     yield last

@@ -92,12 +92,14 @@ class WholePrompts:
         """To be called before each step: nobody is known to wait."""
         self.store.host.look_ahead(())
 
-    def delete(self, name: str) -> None:
-        """Forgets a session, if there is one. Raises SessionBusyError, StoreError."""
+    def delete(self, name: str) -> bool:
+        """Delete a session. Return whether there was one. Raises SessionBusyError, StoreError."""
         if name in self._opened and self._opened[name].busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
         self._opened.pop(name, None)
+        known = self.store.exists(name)
         self.store.delete(name)
+        return known
 
     def close(self) -> None:
         """Saves and closes the sessions. A second call does nothing. Raises StoreError where one cannot be saved; all

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-PARTS = ("configurations", "interleavings", "names", "files")
+PARTS = ("configurations", "interleavings", "names", "files", "clients")
 CASES_PER_SEED = 1_000_000
 CASE_SECONDS = 180
 """Time limit of one case. A case that exceeds it counts as a failure: it may be a deadlock."""

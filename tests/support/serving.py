@@ -110,8 +110,9 @@ class ScriptedEngine:
             logprobs = [{i: Logprob(-0.5, 1, tokenizer.decode([i])), 0: Logprob(-float("inf"), 2, "no")} for i in ids]
         return CompletionOutput(index, text, ids, logprobs, None, reason, None, None)
 
-    async def delete_session(self, name: str) -> None:
+    async def delete_session(self, name: str) -> bool:
         self.deleted.append(name)
+        return False
 
     def load(self) -> EngineLoad:
         return EngineLoad(**dict.fromkeys((field.name for field in fields(EngineLoad)), 7))

@@ -1,0 +1,314 @@
+"""Hostile HTTP clients beside normal ones, against a real server with random limits.
+
+A case starts a server over a tiny model. Hostile clients send broken requests over raw sockets, or leave anywhere.
+Oracles: a normal request gets the text that it gets alone, or a documented refusal. The server never answers 500 and
+logs no exception. When the clients are gone, no request runs, the pool is empty, and descriptors and threads are those
+before. Everything but the timing follows from the seed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import http.client
+import json
+import logging
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from support.serving import TEMPLATE, answering, wait_until
+from support.tiny_models import tiny_checkpoint
+from transformers.utils import logging as transformers_logging
+
+from adversary.hostile import SESSIONS, Hostile
+from offload_rt import LLM, AsyncLLM, SamplingParams
+from offload_rt.server.app import make_app
+from offload_rt.server.options import ServerOptions
+
+KEY = "a key of this test"
+WORDS = ("Dick", "Joan", "a dark night", "the river", "Sir Daniel", "arrows")
+REFUSALS = {408, 429, 503}
+IDLE_SECONDS = 30.0
+FEW_CONNECTIONS = 16
+LOGGERS = ("offload_rt", "uvicorn", "asyncio")
+
+
+@functools.cache
+def checkpoint() -> str:
+    """Return a folder with the model of all cases; it is deleted when the process ends."""
+    place = tempfile.TemporaryDirectory()
+    atexit.register(place.cleanup)
+    return tiny_checkpoint(Path(place.name), "llama", num_hidden_layers=2)
+
+
+def make() -> LLM:
+    llm = LLM(checkpoint(), dtype="float64", policy="full", verify="off", host_memory="32MiB")
+    llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
+    return llm
+
+
+@functools.cache
+def runtime() -> LLM:
+    return make()
+
+
+@functools.cache
+def alone(prompt: str, max_tokens: int) -> str:
+    """Return the text of a request that has an engine of its own."""
+    ids = runtime().tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+    return runtime().generate(ids, SamplingParams(max_tokens=max_tokens, temperature=0))[0].outputs[0].text
+
+
+def random_options(rng: random.Random, store: Path | None) -> ServerOptions:
+    return ServerOptions(
+        port=0,
+        api_keys=rng.choice(((), (KEY,), (KEY, "another"))),
+        max_waiting=rng.choice((1, 4, 64)),
+        max_body=rng.choice((2048, 1 << 16, 1 << 20)),
+        timeout=rng.choice((3.0, 30.0, 30.0)),
+        max_connections=rng.choice((4, 8, 16, 64, None)),
+        head_timeout=rng.choice((1.0, 2.0, 10.0)),
+        send_timeout=rng.choice((0.5, 5.0)),
+        grace=rng.choice((1.0, 5.0)),
+        documents=store,
+    )
+
+
+@dataclass
+class Log(logging.Handler):
+    """Records of the server, kept."""
+
+    records: list[logging.LogRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        levels = {name: logging.getLogger(name).level for name in LOGGERS}
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self)
+            logging.getLogger(name).setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).removeHandler(self)
+                logging.getLogger(name).setLevel(level)
+
+    def check(self) -> None:
+        """Raise AssertionError if the server failed."""
+        for record in self.records:
+            assert record.exc_info is None, logging.Formatter().format(record)
+            fields = getattr(record, "fields", {})
+            assert fields.get("status", 200) < 500 or fields["status"] == 503, fields
+            expected = "timeout graceful shutdown exceeded" in record.getMessage()
+            assert record.levelno < logging.ERROR or fields or expected, record.getMessage()
+
+    def requests(self) -> dict[str, dict[str, Any]]:
+        """Return what the log says of each request, by its id."""
+        found = [getattr(record, "fields", {}) for record in self.records if record.getMessage() == "request"]
+        return {fields["id"]: fields for fields in found}
+
+
+class Normal:
+    """A client that sends valid requests and checks the answers.
+
+    tries: connections that it opens for a request. A flood of new connections may replace it before its client sends,
+    if the server allows few.
+    """
+
+    def __init__(self, url: str, rng: random.Random, tries: int = 1) -> None:
+        self.port, self.rng, self.tries, self.counts = urlsplit(url).port, rng, tries, Counter[str]()
+
+    def ask(self, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, bytes]:
+        """Send a request over a connection of its own. Return the status and the body of the answer."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        for tries in range(1, self.tries + 1):
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
+            with closing(connection):
+                try:
+                    connection.request(method, path, json.dumps(body), headers)
+                    answer = connection.getresponse()
+                except ConnectionError:
+                    if tries == self.tries:
+                        raise
+                    self.counts["normal replaced"] += 1
+                    time.sleep(0.3)
+                else:
+                    return answer.status, answer.read()
+        raise AssertionError
+
+    def once(self) -> int:
+        """Ask one thing. Return the status."""
+        rng = self.rng
+        words, max_tokens = f"{rng.choice(WORDS)} {rng.randrange(5)}", rng.choice((1, 8, 30))
+        chat, stream = rng.random() < 0.5, rng.random() < 0.5
+        prompt = f"user: {words}\nassistant: " if chat else words
+        body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream}
+        body |= {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        status, data = self.ask(path, body)
+        if status == 200:
+            error, text = read_events(data) if stream else (None, text_of(json.loads(data)))
+            assert error is None or error["type"] in ("timeout_error", "overloaded_error"), error
+            expected = alone(prompt, max_tokens)
+            assert text == expected if error is None else expected.startswith(text), (prompt, text, expected)
+            status = 200 if error is None else 408
+        else:
+            assert status in REFUSALS and json.loads(data)["error"]["message"], (status, data)
+        self.counts[f"normal {status}"] += 1
+        return status
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    """Return the text in an answer, or in one event of a stream."""
+    found = ""
+    for choice in answer["choices"]:
+        said = choice.get("message") or choice.get("delta") or choice
+        found += said.get("text") or said.get("content") or ""
+    return found
+
+
+def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
+    """Return the error that ended a stream, if one did, and its text."""
+    lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    error = next((event["error"] for event in events if "error" in event), None)
+    assert error is not None or lines[-1] == "[DONE]", data[-200:]
+    return error, "".join(text_of(event) for event in events if "error" not in event)
+
+
+class Threads:
+    """Threads whose errors are raised in `join`."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+
+    def start(self, work: Any) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.errors.append(error)
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[str]:
+    """Let hostile and normal clients ask at once. The hostile ones may leave connections open."""
+    normal = [Normal(url, random.Random(seed * 100 + 50 + i), tries) for i in range(2)]
+    attackers, askers, over = Threads(), Threads(), threading.Event()
+
+    def ask(client: Normal) -> None:
+        asked = 0
+        while asked < 3 or not over.is_set():
+            client.once()
+            asked += 1
+
+    for enemy in hostile:
+        attackers.start(enemy.run)
+    for client in normal:
+        askers.start(functools.partial(ask, client))
+    try:
+        attackers.join()
+    finally:
+        over.set()
+        askers.join()
+    return sum((client.counts for client in (*hostile, *normal)), Counter[str]())
+
+
+def wait_idle(engine: AsyncLLM) -> None:
+    """Wait until all requests have ended."""
+    wait_until(lambda: engine._engine.idle and not engine._callers and engine.load().waiting == 0, IDLE_SECONDS)
+
+
+def check_empty(engine: AsyncLLM) -> None:
+    """Raise AssertionError if something is left of the requests."""
+    assert not engine._by_number
+    engine._engine.check_integrity()
+    engine.llm.runner.check_integrity()
+    assert not engine.llm.runner._open and engine.llm.runner.pool.bytes_held == 0
+
+
+def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
+    """Run one server and its clients. Some hostile connections stay open while the server ends."""
+    rng = random.Random(seed)
+    options = random_options(rng, store)
+    engine = AsyncLLM(make(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
+    with ExitStack() as ends, answering(make_app(engine, options), options) as (url, server):
+        clients = range(rng.randint(2, 5))
+        hostile = [Hostile(url, options, KEY, random.Random(seed * 100 + i)) for i in clients]
+        for client in hostile:
+            ends.callback(client.leave)
+        few = options.max_connections is not None and options.max_connections <= FEW_CONNECTIONS
+        counts = attack(url, hostile, seed, 5 if few else 1)
+        stay = rng.random() < 0.3
+        if not stay:
+            for client in hostile:
+                client.leave()
+            wait_until(lambda: not server.server_state.connections, IDLE_SECONDS)
+            wait_idle(engine)
+            last = Normal(url, random.Random(seed))
+            assert last.once() == 200
+            for name in SESSIONS:
+                status, data = last.ask(f"/v1/sessions/{name}", {}, "DELETE")
+                assert status == 404 or (store is not None and status == 200), (status, data)
+            wait_idle(engine)
+            check_empty(engine)
+    wait_idle(engine)
+    check_empty(engine)
+    for client in hostile:
+        client.check(log.requests())
+    return counts + Counter(stayed=int(stay), servers=1)
+
+
+@functools.cache
+def warm_up() -> None:
+    """Run a server once, so that what is imported or opened with the first one does not count as a leak."""
+    log = Log()
+    with log.kept():
+        serve_case(0, None, log)
+    gc.collect()
+
+
+def run_case(seed: int) -> Counter[str]:
+    """Run one case. Raise AssertionError if an oracle fails."""
+    transformers_logging.disable_progress_bar()
+    warm_up()
+    log = Log()
+    with log.kept():
+        threads, descriptors = set(threading.enumerate()), psutil.Process().num_fds()
+        with tempfile.TemporaryDirectory() as place:
+            counts = serve_case(seed, Path(place) if seed % 3 == 0 else None, log)
+        gc.collect()
+    log.check()
+    left = [thread for thread in threading.enumerate() if thread not in threads]
+    assert not left, left
+    assert psutil.Process().num_fds() <= descriptors, (psutil.Process().num_fds(), descriptors)
+    return counts
