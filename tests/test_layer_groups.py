@@ -354,6 +354,24 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
     assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0
 
 
+@pytest.mark.parametrize("kind", ["all slide", "half slide", "room to spare"])
+def test_a_sequence_comes_back_to_a_pool_with_room_for_one(kind: str, tmp_path: Path) -> None:
+    """Sliding layers hold their windows, not all blocks of the sequence."""
+    pool = make(kind).runner.pool
+    llm = make(kind, memory=pool.groups.chunks(150) * pool.chunk_bytes, prefix_sharing=False)
+    swap = Swap(llm.runner, tmp_path)
+    swap._write_rate = swap._read_rate = 0.0
+    engine, prompt = Engine(llm.runner, max_batch=4, swap=swap), tiny_prompt(50)
+    request = engine.add(prompt, greedy(100))
+    while len(request.completions()[0].token_ids) < 90:
+        engine.step()
+    engine.scheduler.preempt(request)
+    while not engine.idle:
+        engine.step()
+    assert engine.scheduler.restored == 1
+    assert_greedy(model_of(kind), prompt, request.completions()[0].token_ids)
+
+
 def test_a_loader_brings_each_group_to_its_chunks(tmp_path: Path) -> None:
     """Layers of one group never land in another's chunks: rows are those that were saved, layer by layer."""
     llm = make("room to spare")

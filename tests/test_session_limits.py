@@ -198,6 +198,7 @@ KINDS: dict[str, Callable[[LLM], Any]] = {
     ],
     "stream": lambda llm: [event.token_id for event in llm.stream(LONG, SHORT)],
     "score": lambda llm: [score.logprobs for score in llm.score([LONG, LONG[:90]], [[3, 4], [5]])],
+    "another policy": lambda llm: [c.token_ids for c in completed(llm.under("streaming").generate([LONG], SHORT))],
 }
 
 

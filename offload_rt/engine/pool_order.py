@@ -17,6 +17,7 @@ from typing import Protocol
 from weakref import WeakSet, ref
 
 from ..errors import EngineError, PoolFullError
+from .reclaim import Reclaimable
 
 PATIENCE = 5.0
 """Seconds after its last step for which an engine counts as driven. The memory of an engine that nobody drives, such as
@@ -51,6 +52,8 @@ class PoolOrder:
         self.frees = self.ends = 0
         self.broken: EngineError | None = None
         """Why no engine of the pool can go on."""
+        self.reclaimables: list[Reclaimable] = []
+        """Holders of memory between requests: the session stores of all engines."""
 
     def join(self, requests: RequestQueue) -> PoolMember:
         """Add the engine that owns `requests`."""

@@ -46,9 +46,10 @@ def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaima
         try:
             return action()
         except PoolFullError as error:
-            if any(one.reclaim() for one in reclaimables):
+            stores = tuple(reclaimables)
+            if any(one.reclaim() for one in stores):
                 continue
-            holdings = sorted((own for one in reclaimables for own in one.holdings()), key=lambda own: -own.bytes)
+            holdings = sorted((own for one in stores for own in one.holdings()), key=lambda own: -own.bytes)
             if not holdings:
                 raise
             raise type(error)(f"{error}; {_described(holdings)}") from error

@@ -33,7 +33,7 @@ from ..transfer.link import Link
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .own_device import on_own_device
 from .pool_order import PoolOrder
-from .reclaim import Reclaimable, retry_after_reclaim
+from .reclaim import retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
 from .segments import segment_tokens
 from .stats import Accounting
@@ -75,7 +75,7 @@ class Runner:
         self._open: dict[int, Sequence] = {}
         self.strategies = StrategyCache()
         self.steps = steps_for(config, self.adapter.device, self.strategies, streams=weights is not None)
-        self.reclaimables: list[Reclaimable] = []
+        self.reclaimables = self.order.reclaimables
         drafts = None if draft is None else (draft.model.weight_bytes, draft.pool)
         self._accounting = Accounting(model, policy, pool, link, config, weights, drafts)
         geometry = self.adapter.geometry

@@ -117,7 +117,7 @@ class Swap:
         blocks = self._known(swapped, tokens)
         with runner.room.released_on_error(blocks):
             found = self._find(swapped, blocks)
-            pool.check_spare(-(-(swapped.position + 1) // CHUNK) - len(blocks.chunks) + spare)
+            pool.check_grows(blocks, swapped.position + 1, spare)
         if found is None:
             pool.release(blocks)
             return None

@@ -148,7 +148,14 @@ class HostPool(StoredRows):
 
     def check_spare(self, chunks: int) -> None:
         """Raises PoolFullError where there is no room for `chunks` times 64 more tokens."""
-        count = chunks * self.groups.chunks_at_once
+        self._check_free(chunks * self.groups.chunks_at_once)
+
+    def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
+        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens and leave room for `spare` times 64 more."""
+        more = self.groups.chunks(tokens) - self.bytes_of(blocks) // self.chunk_bytes
+        self._check_free(max(0, more) + spare * self.groups.chunks_at_once)
+
+    def _check_free(self, count: int) -> None:
         if (missing := count - self.free_chunks - self.idle_chunks) > 0:
             raise self._full(count, missing)
 

@@ -163,7 +163,10 @@ class Engines:
             request = rng.choice(list(self.asked))
             if any(sample.finish_reason is None for sample in request.samples):
                 self.aborted.add(request)
-                self.asked[request][0].cancel(request)
+                try:
+                    self.asked[request][0].cancel(request)
+                except EngineError as error:
+                    self.failed[request] = error
 
     def check(self) -> None:
         for engine in self.engines:
