@@ -180,8 +180,11 @@ class SessionStore:
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a session, open or stored."""
-        known = name in self._open or self.context.storage.get(document_name(name)) is not None
+        """Return whether there is such a session, open or stored, also if its history is damaged."""
+        try:
+            known = name in self._open or self.context.storage.get(document_name(name)) is not None
+        except StoreError:
+            return True
         return known or bool(self._old(name))
 
     def delete(self, name: str) -> Removed:
