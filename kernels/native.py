@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from pathlib import Path
 import torch
 
 from ..allocator import RecycledMemory
-from ..native_code import load_library
+from ..native_code import load_library, processor_level
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
-_WIDE = ("-mprefer-vector-width=512",) if platform.machine().lower() in ("x86_64", "amd64") else ()
-FLAGS = ("-O3", "-march=native", *_WIDE, "-fno-math-errno", "-fno-trapping-math", "-std=c11", "-pthread")
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=gnu11", "-pthread")
 MOST_QUERIES = 32
 """The largest group that it takes."""
 
@@ -139,12 +137,10 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
     return LowBitLibrary(library, ranking, head_dim)
 
 
-@functools.cache
 def has_bfloat16_vectors() -> bool:
-    """Whether this processor multiplies bfloat16 in vectors, and has nothing better, which torch uses (AMX)."""
-    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    vectors, tiles = (getattr(torch.cpu, ask, bool)() for ask in asks)
-    return vectors and not tiles
+    """Whether bfloat16 is multiplied in vectors of AVX-512. False on processors with AMX, which torch uses."""
+    tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    return processor_level() == "avx512_bf16" and not tiles
 
 
 def compiled(name: str, **constants: int) -> ctypes.CDLL | None:

@@ -186,7 +186,7 @@ class RowCache:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(SOURCE, ("-O3", "-march=native", "-std=gnu11"), "rows that stay are looked up by numpy")
+    library = load_library(SOURCE, ("-O3", "-std=gnu11"), "rows that stay are looked up by numpy")
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         own: list[Any] = [ctypes.POINTER(_Arrays), ctypes.c_float, ctypes.c_uint32]

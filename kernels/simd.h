@@ -1,0 +1,122 @@
+/* Vectors of float32 and bfloat16 for one instruction set level, chosen by the compiler's flags (native_code.py):
+AVX-512, AVX2, NEON, or GCC's generic vectors of 16 bytes (SSE2 on x86). Kernels are written once with these names and
+use intrinsics of one level only where a measurement shows that it pays. */
+
+#ifndef OFFLOAD_RT_SIMD_H
+#define OFFLOAD_RT_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16 /* float32 numbers of a vector */
+#define REGISTERS 32
+#elif defined(__AVX2__)
+#define LANES 8
+#define REGISTERS 16
+#elif defined(__aarch64__)
+#define LANES 4
+#define REGISTERS 32
+#else
+#define LANES 4
+#define REGISTERS 16
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t i32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t u32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint16_t u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef f32 f32_unaligned __attribute__((aligned(4)));
+typedef u16 u16_unaligned __attribute__((aligned(2)));
+
+INLINE f32 load(const float *at) { return *(const f32_unaligned *)at; }
+INLINE void store(float *at, f32 x) { *(f32_unaligned *)at = x; }
+INLINE f32 all(float x) { return x - (f32){0}; }
+/* One rounding where the level has the instruction; the compiler contracts it (-ffp-contract=fast). */
+INLINE f32 fma_of(f32 a, f32 b, f32 c) { return a * b + c; }
+/* a where mask is -1, b where it is 0: masks are what comparisons of vectors give. */
+INLINE f32 choose(i32 mask, f32 a, f32 b) { return (f32)(((i32)a & mask) | ((i32)b & ~mask)); }
+
+INLINE f32 max_of(f32 a, f32 b) {
+#if defined(__AVX512F__)
+    return (f32)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (f32)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+/* bfloat16 is the upper half of float32. */
+INLINE f32 widen(u16 half) { return (f32)(__builtin_convertvector(half, u32) << 16); }
+INLINE f32 load_bf16(const uint16_t *at) { return widen(*(const u16_unaligned *)at); }
+
+/* The nearest bfloat16, ties to even. NaN stays NaN. */
+INLINE void store_bf16(uint16_t *at, f32 x) {
+    u32 bits = (u32)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32 number = (u32)(x == x);
+    *(u16_unaligned *)at = __builtin_convertvector((rounded & number) | ((bits >> 16 | 64) & ~number), u16);
+}
+
+INLINE float number(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float whole;
+    memcpy(&whole, &bits, sizeof whole);
+    return whole;
+}
+
+INLINE uint16_t rounded(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (uint16_t)(bits >> 16 | 64);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE float sum_of(f32 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float lanes[LANES], sum = 0.0f;
+    store(lanes, x);
+    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    return sum;
+#endif
+}
+
+INLINE float largest_of(f32 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float lanes[LANES];
+    store(lanes, x);
+    float most = lanes[0];
+    for (int i = 1; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+#endif
+}
+
+#define LOG2E 1.44269504f
+
+/* 2^x for x <= 0, 2e-7 off at most; 2^-100 below that, because denormal numbers would be slow. Adding 1.5 * 2^23 rounds
+x to the lowest bits of its fraction, from where it moves to the exponent. */
+INLINE f32 exp2_of(f32 x) {
+    x = max_of(x, all(-100.0f));
+    f32 rounded_x = x + 12582912.0f, f = x - (rounded_x - 12582912.0f);
+    f32 power = all(0.0013333558f);
+    power = fma_of(power, f, all(0.009618129f));
+    power = fma_of(power, f, all(0.05550411f));
+    power = fma_of(power, f, all(0.24022651f));
+    power = fma_of(power, f, all(0.6931472f));
+    power = fma_of(power, f, all(1.0f));
+    return (f32)((u32)power + ((u32)rounded_x << 23));
+}
+
+#endif
