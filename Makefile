@@ -29,6 +29,7 @@
 #   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
 #   make lint    ruff and mypy alone
 
+CONSTRAINTS ?= constraints.txt
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 READY := .venv/.installed
@@ -42,9 +43,9 @@ export OMP_WAIT_POLICY ?= passive
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev,eval]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) --editable '.[dev,eval]'
 	touch $@
 
 demo: $(READY)
