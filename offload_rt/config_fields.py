@@ -1,4 +1,4 @@
-"""Fields of configurations: what each says of itself, checks of their values, and configurations from mappings."""
+"""Describe and check the fields of configuration dataclasses, and make instances from mappings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raises ConfigError, with the nearest spelling, where `value` is none of `choices`."""
+    """Raise ConfigError, with a suggestion, if `value` is not one of `choices`."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
@@ -27,23 +27,23 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
         )
 
 
-LARGEST: Final = 1 << 1000
-"""Whole numbers beyond are no floats."""
+LARGEST: Final = 1 << 1000  # larger integers cannot be converted to float
 
-NEVER: Final = object()
-"""The neutral value of an option that never had one: equal to no value."""
+NEVER: Final = object()  # `neutral` of an option that has no neutral value: equal to no value
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of a configuration says of itself: the command line's flags, `info` and the documentation read it.
+    """Description of a configuration field, from which command-line flags and documentation are made.
 
-    help: one line, with the unit.
-    metavar: what stands for the value in a usage text, such as "SIZE"; None: the choices of the field's type.
-    flag: its name on the command line where that is not the field's own.
-    group: the heading under which commands that run a model have it as a flag; None: only Python has it.
-    plans: whether `info` asks for it, because what will be needed depends on it.
-    neutral: of an option added after stores had been written: the value with which everything is as before it.
+    Attributes:
+        help: One line, with the unit.
+        metavar: Placeholder for the value in usage texts, such as "SIZE". None lists the choices of the field's type.
+        flag: Name of the flag if it differs from the field's.
+        group: Heading of the flag in the help of commands that run a model. None: available in Python only.
+        plans: Whether `info` has the flag, because memory demand depends on it.
+        neutral: Value that behaves as before the option existed. It is left out of KV provenance keys, so that stores
+            written before stay valid.
     """
 
     help: str
@@ -55,25 +55,29 @@ class Option:
 
 
 def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
-    """A dataclass field with a default, described by an `Option` of the other arguments. repr: whether it is shown."""
+    """Return a dataclass field with a default, described by an `Option` made of `help` and `more`."""
     return field(default=default, repr=repr, metadata={"option": Option(help, **more)})
 
 
 def option_of(described: Field[Any]) -> Option:
-    """What a field that was made by `option` says of itself."""
+    """Return the description of a field made by `option`."""
     return described.metadata["option"]  # type: ignore[no-any-return]
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless the condition holds."""
+    """Raise ConfigError with `message` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def check_types(config: Any) -> None:
-    """Raises ConfigError where a field of a frozen dataclass that is a number, a text or a truth value by its
-    annotation holds something else. Numbers of other libraries become Python's own; fields that parse text (`Size`) see
-    to themselves."""
+    """Check the fields of a frozen dataclass that are annotated as bool, int, float, str or a union of these.
+
+    Numbers of other libraries, such as numpy's, are converted. Fields that parse text (`Size`) are skipped.
+
+    Raises:
+        ConfigError: A field has a value of another type.
+    """
     kind: Any = type(config)
     hints = _hints(kind)
     for each in fields(config):
@@ -88,29 +92,29 @@ def check_types(config: Any) -> None:
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
-    """The number that another library's stands for, or None: a whole one also where `kinds` want a float."""
+    """Convert a number of another library to int or float, as far as `kinds` allow. Return None if it is none."""
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
             return number if abs(number) < LARGEST or float not in kinds else None
         if float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
             return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, or of none
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array that does not have exactly one element
         pass
     return None
 
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The annotations of a class, evaluated once: parameters of a request are checked with every request."""
+    """Return the evaluated annotations of a class. Cached, because sampling parameters are checked per request."""
     return get_type_hints(kind, include_extras=True)
 
 
-_CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
+_CALLED = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
 
 
 def _scalars(hint: Any) -> set[type] | None:
-    """The types of a union of plain ones, those of literals included; None where other ones are among them."""
+    """Return the scalar types that a hint allows, or None if it allows other types as well."""
     if get_origin(hint) is Literal:
         return {type(value) for value in get_args(hint)}
     if get_origin(hint) in (Union, UnionType):
@@ -120,8 +124,11 @@ def _scalars(hint: Any) -> set[type] | None:
 
 
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """`config`, or the defaults of `cls` where it is None, with the fields `options` on top. Raises ConfigError for a
-    key that is no field."""
+    """Return `config` (or `cls()` if it is None) with the fields in `options` replaced.
+
+    Raises:
+        ConfigError: A key is not a field, or `config` is not a `cls`.
+    """
     if config is None:
         return from_mapping(cls, options)
     check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")
@@ -130,21 +137,20 @@ def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
 
 
 def check_mapping(name: str, options: object) -> None:
-    """Raises ConfigError where `options` are no mapping."""
+    """Raise ConfigError if `options` is not a mapping."""
     mapping = isinstance(options, Mapping)
     check(mapping, f"{name}={options!r:.80} is {type(options).__name__}; it must be a mapping of names to values")
 
 
 def check_keys(cls: type, options: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with the nearest name, where a key of `options` is no field of the dataclass `cls`."""
+    """Raise ConfigError, with a suggestion, if a key of `options` is not a field of the dataclass `cls`."""
     known = [f.name for f in fields(cls)]
     for key in options:
         check_choice(f"option of {cls.__name__}", key, known)
 
 
 def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """An instance of the configuration dataclass `cls`; what is no mapping, or has a key that it does not have, raises
-    ConfigError."""
+    """Return an instance of the dataclass `cls`. Raise ConfigError for unknown keys and other types."""
     check_mapping(cls.__name__, options)
     check_keys(cls, options)
     return cls(**options)

@@ -1,6 +1,6 @@
 """Create files and folders that only their owner can read, whatever the umask.
 
-Everything that holds text, tokens, KV or keys is made here, so that the access modes are in one place.
+All files with text, tokens, KV or keys are created here, so that the access modes are in one place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
 def make_private_folder(path: Path) -> bool:
-    """Create a folder and its missing parents with mode 0700. Return False if it was there. Raise OSError."""
+    """Create a folder and its missing parents with mode 0700. Return False if it exists. Raise OSError."""
     if not path.parent.exists():
         make_private_folder(path.parent)
     try:
@@ -40,10 +40,10 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """Remove everybody else's access to a file or folder that exists. Links are left alone. Raise OSError."""
+    """Remove the access of other users to an existing file or folder. Skip links. Raise OSError."""
     status = path.lstat()
     mode = FOLDER_MODE if stat.S_ISDIR(status.st_mode) else FILE_MODE
     known = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
-    # Only a change of mode is written: a read-only file system does not refuse what is right already.
+    # Change the mode only if needed, so that correct modes on a read-only file system raise no error.
     if known and stat.S_IMODE(status.st_mode) != mode:
         path.chmod(mode)

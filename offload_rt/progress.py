@@ -1,4 +1,4 @@
-"""Progress bars on stderr, shown only for work that takes more than two seconds."""
+"""Progress bars on stderr for work that takes more than two seconds."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ PATIENCE_SECONDS = 2.0
 
 
 class _Show(Protocol):
-    """Shows that `done` of `total` is done; the total only where it was not known before."""
+    """Update a bar to `done` of `total`. `total` is passed if it was unknown when the bar was made."""
 
     def __call__(self, done: int, total: int | None = None, /) -> None: ...
 
 
 class Progress:
-    """Makes progress bars; `enabled=False`, or a stderr that is no terminal, shows none. A bar vanishes when its work
-    is done."""
+    """Make progress bars that disappear when their work is done.
+
+    No bar is shown if `enabled` is False or stderr is not a terminal.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
 
     @contextmanager
     def prefill(self, layers: int) -> Iterator[Callable[[int], None]]:
-        """Yields a function to call with the number of layers done."""
+        """Yield a function to call with the number of finished layers."""
         with self._bar("prefill", layers) as show:
             yield show
 
     @contextmanager
     def items(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """Yields a function to call after each of `total` items."""
+        """Yield a function to call after each of `total` items."""
         done = 0
         with self._bar(what, total) as show:
 
@@ -48,7 +50,7 @@ class Progress:
 
     @contextmanager
     def counted(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Yields a function to call with how much is done, and of how much."""
+        """Yield a function to call with the finished and the total amount."""
         with self._bar(what, None) as show:
             yield show
 

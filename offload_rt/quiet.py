@@ -1,5 +1,4 @@
-"""Programs of our own say themselves what goes on; transformers' messages and bars beside theirs are too many. `LLM` in
-somebody else's program leaves them as they are set."""
+"""Silence transformers in our own commands. `LLM` does not change the settings of the program that uses it."""
 
 from __future__ import annotations
 
@@ -8,8 +7,10 @@ import sys
 
 
 def quiet_transformers() -> None:
-    """Lets transformers say only errors, and show no progress bars. Where it is not imported yet it is told by the
-    environment, unless that says otherwise."""
+    """Limit transformers' log to errors and disable its progress bars.
+
+    If it is not imported yet, set environment variables that it reads, unless they are set already.
+    """
     if "transformers" in sys.modules:
         from transformers.utils import logging
 

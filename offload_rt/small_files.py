@@ -1,4 +1,4 @@
-"""Files that are read in one go, as strangers may have left them: anything may lie under their names."""
+"""Read small files from untrusted folders: sizes are limited, and devices are refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from errno import EFBIG, EINVAL
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 28
-"""Bytes of such a file; a larger one is not read."""
+LARGEST = 1 << 28  # bytes
 
 
 def read_small(path: Path, most: int = LARGEST) -> bytes:
-    """The content of a file or a pipe of at most `most` bytes. Raises OSError, also for what never ends."""
+    """Return the content of a file or pipe of at most `most` bytes. Raise OSError for larger ones and devices."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if stat.S_ISCHR(status.st_mode) and not file.isatty():
@@ -26,13 +25,13 @@ def read_small(path: Path, most: int = LARGEST) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says. Raises ValueError, also where it has no end of brackets."""
+    """Parse JSON. Raise ValueError, also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("brackets within brackets without end") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file says. Raises OSError and ValueError."""
+    """Parse a JSON file. Raise OSError or ValueError."""
     return parse_json(read_small(path))

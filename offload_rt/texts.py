@@ -1,13 +1,13 @@
-"""Texts and prompts by name: a file, or a data set of the hub through `datasets`.
+"""Read texts and prompts from files, or from datasets of the hub through `datasets`.
 
-A SPEC is one of
+A SPEC is one of:
 
 - `-`: standard input, plain text;
 - a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables, read through
   `datasets` too; `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
-- `NAME:SPLIT`, `NAME:CONFIG:SPLIT` or `NAME:CONFIG:SPLIT:COLUMN`: a data set of the hub, such as
-  `wikitext:wikitext-2-raw-v1:test`. It is streamed, so that only what is read is downloaded; with HF_HUB_OFFLINE=1 or
-  HF_DATASETS_OFFLINE=1 it is taken from the local cache.
+- `NAME:SPLIT`, `NAME:CONFIG:SPLIT` or `NAME:CONFIG:SPLIT:COLUMN`: a dataset of the hub, such as
+  `wikitext:wikitext-2-raw-v1:test`. It is streamed, so that only the rows that are read are downloaded. With
+  HF_HUB_OFFLINE=1 or HF_DATASETS_OFFLINE=1 it is read from the local cache.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from .errors import ConfigError, InputError
 from .small_files import read_small
 
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffixes of tables and what `datasets` calls their format."""
+"""Suffixes of tables and their format names in `datasets`."""
 
-CHARACTERS = 50_000_000
-"""Of a text that is put together from rows, at most."""
+CHARACTERS = 50_000_000  # maximum length of a text that is joined from rows
 
 
 def read_file(path: str) -> str:
-    """The text of a UTF-8 file, "-" for stdin. Raises InputError where it is missing, unreadable, binary or empty."""
+    """Return the text of a UTF-8 file, or of stdin for "-". Raise InputError if it is missing, binary or empty."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_small(Path(path))
     except (OSError, ValueError) as error:
@@ -39,19 +38,22 @@ def read_file(path: str) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path!r} is not text: byte {error.start} is not UTF-8; give a plain text file in UTF-8"
+            f"{path!r} is not text: byte {error.start} is not UTF-8; use a plain text file in UTF-8"
         ) from error
     if "\0" in text:
-        raise InputError(f"{path!r} is a binary file: it holds NUL bytes; give a plain text file in UTF-8")
+        raise InputError(f"{path!r} is a binary file: it contains NUL bytes; use a plain text file in UTF-8")
     if not text.strip():
-        raise InputError(f"{path!r} is empty: there is nothing to continue")
+        raise InputError(f"{path!r} is empty: it needs text to continue")
     return text
 
 
 def read_text(spec: str) -> str:
-    """The text that `spec` names: a plain file as it is, the rows of a table or data set one after another, each ended
-    by a newline, up to `CHARACTERS`. Raises InputError where it cannot be read, ConfigError where `datasets` is needed
-    and missing."""
+    """Return the text of a plain file, or the rows of a table or dataset joined by newlines, up to `CHARACTERS`.
+
+    Raises:
+        InputError: The text cannot be read.
+        ConfigError: `datasets` is needed and not installed.
+    """
     rows = _rows(spec)
     if rows is None:
         return read_file(spec)
@@ -62,19 +64,18 @@ def read_text(spec: str) -> str:
         if length >= CHARACTERS:
             break
     if length == len(parts) or not parts:
-        raise InputError(f"{spec!r} holds no text")
+        raise InputError(f"{spec!r} contains no text")
     return "".join(parts)
 
 
 def read_prompts(spec: str) -> list[str]:
-    """The prompts that `spec` names: the lines of a plain file, the rows of a table or data set; blank ones left out.
-    Raises what `read_text` raises."""
+    """Return the non-empty lines of a plain file, or rows of a table or dataset. Errors as `read_text`."""
     rows = _rows(spec)
     return [row.strip() for row in (read_file(spec).splitlines() if rows is None else rows) if row.strip()]
 
 
 def check_writable(path: str | None) -> None:
-    """Raises InputError now rather than after the run."""
+    """Raise InputError if `path` cannot be written, before a long run starts."""
     if path is None:
         return
     folder = Path(path).parent
@@ -85,12 +86,12 @@ def check_writable(path: str | None) -> None:
 
 
 def text_name(spec: str) -> str:
-    """What tables call the text: a file's name without its folder, a data set's SPEC as it is."""
+    """Return the name of a text for tables: a file name without its folder, or the SPEC of a dataset."""
     return Path(spec).name if _path_of(spec) is not None else spec
 
 
 def _path_of(spec: str) -> tuple[Path, str | None] | None:
-    """(file, column) that `spec` names; None where it names a data set. What exists is a file, whatever its name."""
+    """Return (file, column), or None for a dataset. An existing path is always a file."""
     if spec == "-" or Path(spec).exists():
         return Path(spec), None
     stem, colon, column = spec.rpartition(":")
@@ -100,7 +101,7 @@ def _path_of(spec: str) -> tuple[Path, str | None] | None:
 
 
 def _rows(spec: str) -> Iterator[str] | None:
-    """Strings of the rows of a table or of a data set; None where `spec` is a plain file."""
+    """Return the rows of a table or dataset; None for a plain file."""
     file = _path_of(spec)
     if file is None:
         return _hub_rows(spec)
@@ -108,17 +109,17 @@ def _rows(spec: str) -> Iterator[str] | None:
     if path.suffix not in TABLES:
         return None
     if not path.is_file():
-        raise InputError(f"cannot read {str(path)!r}: there is no such file")
+        raise InputError(f"cannot read {str(path)!r}: the file does not exist")
     loaded = _load(spec, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
     return _strings(spec, loaded, column)
 
 
 def _hub_rows(spec: str) -> Iterator[str]:
-    """Strings of a data set's rows, streamed unless the hub is not to be asked."""
+    """Return the rows of a dataset of the hub, streamed unless offline."""
     parts = spec.split(":")
     if not 2 <= len(parts) <= 4 or not all((parts[0], parts[-1])):
         raise InputError(
-            f"{spec!r} is neither a file nor a data set; write a path, or NAME:SPLIT, NAME:CONFIG:SPLIT or "
+            f"{spec!r} is neither a file nor a dataset; use a path, or NAME:SPLIT, NAME:CONFIG:SPLIT or "
             "NAME:CONFIG:SPLIT:COLUMN, such as wikitext:wikitext-2-raw-v1:test"
         )
     column = parts.pop() if len(parts) == 4 else None
@@ -134,12 +135,12 @@ def _offline() -> bool:
 
 
 def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, Any]]:
-    """`datasets.load_dataset`, its complaints as one line."""
+    """Call `datasets.load_dataset`. Raise its errors as one-line InputErrors."""
     try:
         from datasets import disable_progress_bars, load_dataset
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{spec!r} is read with datasets, which is not installed: pip install 'offload-rt[eval]'"
+            f"{spec!r} needs the package datasets, which is not installed: pip install 'offload-rt[eval]'"
         ) from error
     disable_progress_bars()
     try:
@@ -147,16 +148,15 @@ def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, 
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         cure = "" if "data_files" in keywords else (
-            "; where there is no network, run it once on a machine that has one and copy its cache (HF_HOME), set "
-            "HF_HUB_OFFLINE=1, or give a file instead"
+            "; without network access, load it once on another machine, copy its cache (HF_HOME) and set "
+            "HF_HUB_OFFLINE=1, or use a file"
         )  # fmt: skip
         raise InputError(f"cannot load {spec!r}: {reason}{cure}") from error
     return found
 
 
 def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
-    """One column of the rows: the one named, else `text`, else the only one of strings. Raises InputError where there
-    is none, or several."""
+    """Return one column of the rows: `column`, else "text", else the only column of strings. Raise InputError."""
     each = iter(rows)
     first = next(each, None)
     if first is None:
@@ -164,6 +164,6 @@ def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -
     texts = [name for name, value in first.items() if isinstance(value, str)]
     wanted = column or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
     if wanted not in texts:
-        said = f"no column {column!r} of strings" if column else "no column 'text', and not one column of strings alone"
-        raise InputError(f"{spec!r} has {said}; its columns of strings are {', '.join(texts) or 'none'}: name one")
+        problem = f"no column {column!r} of strings" if column else "no column 'text', and not exactly one of strings"
+        raise InputError(f"{spec!r} has {problem}; columns of strings: {', '.join(texts) or 'none'}; choose one")
     return (str(row[wanted]) for row in chain([first], each))

@@ -1,4 +1,4 @@
-"""Sizes and durations as text: "200GiB", "7d"."""
+"""Parse and format sizes ("200GiB") and durations ("7d")."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 _LARGEST = 1 << 63
-"""No machine counts bytes beyond."""
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def parse_size(size: int | str, name: str = "size") -> int:
-    """Bytes from an int or from a string such as "200GiB", "1.5GB", "512M" (bare K, M, G, T are binary).
+    """Return bytes from an int or a string such as "200GiB", "1.5GB", "512M" (K, M, G and T alone are binary).
 
-    Raises ConfigError where it is no size or not positive.
+    Raises:
+        ConfigError: `size` is not a positive size.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?(?:i?B)?|B)\s*", size, re.IGNORECASE)
         unit = next((u for u in _UNITS if match and u.lower() == match[2].lower()), None)
         if match is None or unit is None:
-            raise ConfigError(f"{name}={size!r} is no size; write bytes or a number with a unit, such as '200GiB'")
+            raise ConfigError(f"{name}={size!r} is not a size; use bytes, or a number with a unit such as '200GiB'")
         number = float(match[1]) * _UNITS[unit]
         size = int(number) if number < _LARGEST else 0
     try:
@@ -37,33 +37,36 @@ def parse_size(size: int | str, name: str = "size") -> int:
     except (TypeError, ValueError, RuntimeError):
         truth = True
     if truth:
-        raise ConfigError(f"{name}={size!r:.80} is no size; write bytes, or text such as '200GiB'")
+        raise ConfigError(f"{name}={size!r:.80} is not a size; use bytes, or a string such as '200GiB'")
     if not 0 < size < _LARGEST:
-        raise ConfigError(f"{name}={size!r:.80} must be positive, and a number of bytes that there can be")
+        raise ConfigError(f"{name}={size!r:.80} must be positive and below 2^63 bytes")
     return size
 
 
 def parse_duration(duration: float | str, name: str = "duration") -> float:
-    """Seconds from a number or from a string such as "90s", "30m", "12h", "7d", "2w".
+    """Return seconds from a number or a string such as "90s", "30m", "12h", "7d", "2w".
 
-    Raises ConfigError where it is no duration or not positive.
+    Raises:
+        ConfigError: `duration` is not a positive duration.
     """
     if isinstance(duration, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)\s*", duration, re.IGNORECASE)
         if match is None:
-            raise ConfigError(f"{name}={duration!r} is no duration; write seconds, or a number with a unit as in '7d'")
+            raise ConfigError(
+                f"{name}={duration!r} is not a duration; use seconds, or a number with a unit such as '7d'"
+            )
         duration = float(match[1]) * _SECONDS[match[2].lower()]
     try:
         seconds = math.nan if isinstance(duration, bool) else float(duration)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise ConfigError(f"{name}={duration!r:.80} is no duration; write seconds, or text such as '7d'") from None
+        raise ConfigError(f"{name}={duration!r:.80} is not a duration; use seconds, or a string such as '7d'") from None
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{name}={duration!r:.80} must be positive and finite")
     return seconds
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` in the largest unit of which there are two or more: "45 s", "90 min", "36 h", "12 d"."""
+    """Return `seconds` in the largest unit that gives at least 2: "45 s", "90 min", "36 h", "12 d"."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -71,7 +74,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_size(size: float) -> str:
-    """`size` bytes in the largest binary unit that keeps it at 1 or above, three significant digits: "1.46 GiB"."""
+    """Return `size` bytes in the largest binary unit that gives at least 1, with three digits: "1.46 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

@@ -223,7 +223,7 @@ def test_an_error_is_one_requests_own(alone: Any) -> None:
             await answer(engine, [3], request_id=3)
         first = asyncio.create_task(answer(engine, tiny_prompt(9), LONG, request_id="twice"))
         await asyncio.sleep(0)
-        with pytest.raises(InputError, match="'twice' is being answered"):
+        with pytest.raises(InputError, match="'twice' is already running"):
             await answer(engine, tiny_prompt(9), request_id="twice")
         first.cancel()
         return await mine
@@ -249,7 +249,7 @@ def test_one_too_many_is_told_to_come_again() -> None:
         with engine.llm.runner.pool.lock:  # nothing begins meanwhile
             tasks = [asyncio.create_task(answer(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
             await asyncio.sleep(0)
-            with pytest.raises(QueueFullError, match="3 prompts wait, and max_waiting=3"):
+            with pytest.raises(QueueFullError, match=r"the queue is full \(3 requests, max_waiting=3\)"):
                 await answer(engine, tiny_prompt(9))
         while engine.load().waiting:
             await asyncio.sleep(0.001)

@@ -127,12 +127,12 @@ def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
         ({"num_beams": 0}, "num_beams=0 must be at least 1"),
         ({"n": 0}, "n=0 must be at least 1"),
         ({"num_beams": 4}, "temperature=1.0: beam search draws no random"),
-        ({"num_beams": 2, "n": 3, "temperature": 0}, "n=3 completions of num_beams=2"),
-        ({"length_penalty": 2.0}, "are for beam search"),
-        ({"early_stopping": True}, "are for beam search"),
+        ({"num_beams": 2, "n": 3, "temperature": 0}, "n=3 must not exceed num_beams=2"),
+        ({"length_penalty": 2.0}, "need beam search"),
+        ({"early_stopping": True}, "need beam search"),
         ({"num_beams": 2, "temperature": 0, "early_stopping": "soon"}, "early_stopping='soon'"),
         ({"num_beams": 2, "temperature": 0, "length_penalty": float("nan")}, "must be finite"),
-        ({"n": 2, "temperature": 0}, "would all be the same"),
+        ({"n": 2, "temperature": 0}, "would be identical"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:

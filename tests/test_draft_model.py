@@ -196,10 +196,10 @@ def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"exact": "model"}, "needs a small model"),
+        ({"exact": "model"}, "needs a draft model"),
         ({"exact": {"model": "x", "method": "both"}}, "'lookup\\+model'"),
-        ({"exact": {"model": "x"}, "device_memory": "1GiB"}, "leave one out"),
-        ({"exact": {"model": 3}}, "must be text"),
+        ({"exact": {"model": "x"}, "device_memory": "1GiB"}, "remove one of them"),
+        ({"exact": {"model": 3}}, "must be a string"),
     ],
 )
 def test_what_cannot_be_drafted_says_so(fields: dict[str, Any], said: str, folder: Path) -> None:

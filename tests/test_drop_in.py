@@ -156,18 +156,18 @@ def test_other_calls_are_the_models_own(model: PreTrainedModel) -> None:
 def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
     given = batch()
     right = {name: value.flip(1) for name, value in given.items()}
-    with pytest.raises(InputError, match="leave the other block first"), offload(model, host_memory=MEMORY):
+    with pytest.raises(InputError, match="offloaded already"), offload(model, host_memory=MEMORY):
         pass
     with pytest.raises(InputError, match="pad on the left"):
         generated(model, right, do_sample=False)
-    with pytest.raises(InputError, match="give OffloadedCache"):
+    with pytest.raises(InputError, match="pass past_key_values=OffloadedCache"):
         generated(model, given, do_sample=False, past_key_values=DynamicCache())
     with pytest.raises(InputError, match="output_hidden_states"):
         generated(model, given, do_sample=False, output_hidden_states=True, return_dict_in_generate=True)
     cache = OffloadedCache(ours)
     generated(model, batch(1), do_sample=False, past_key_values=cache)
     held = cache.get_seq_length()
-    with pytest.raises(InputError, match="2 rows for a cache of 1"):
+    with pytest.raises(InputError, match="2 rows and the batch has 1"):
         generated(model, {name: torch.cat([x, x[:, -1:]], 1) for name, x in given.items()}, past_key_values=cache)
     assert cache.get_seq_length() == held > 0, "a wrong call loses nothing"
     cache.free()

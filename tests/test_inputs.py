@@ -28,10 +28,10 @@ from offload_rt.sessions.session import Session
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"max_tokens": 1.5}, "max_tokens=1.5 is float; it must be a whole number"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5 is float; it must be an integer"),
         ({"n": 2.5}, "n=2.5 is float"),
-        ({"seed": "a"}, "seed='a' is str; it must be a whole number or None"),
-        ({"stop": [5]}, r"stop=\[5\] must be a text or a list of texts"),
+        ({"seed": "a"}, "seed='a' is str; it must be an integer or None"),
+        ({"stop": [5]}, r"stop=\[5\] must be a string or a list of strings"),
         ({"stop": 5}, "stop=5 must be"),
         ({"top_k": 5.5}, "top_k=5.5 is float"),
         ({"temperature": "0.5"}, "temperature='0.5' is str; it must be a number"),
@@ -159,7 +159,7 @@ def test_any_value_of_a_sampling_param_is_taken_or_refused(name: str, value: Any
 
 def test_the_runtime_says_what_it_cannot_read() -> None:
     llm = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
-    with pytest.raises(InputError, match="letter by letter"):
+    with pytest.raises(InputError, match="is a single text"):
         llm.score("abc", "def")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="2 prompts where one"):
         llm.stream([[1, 2], [3]])  # type: ignore[list-item]
@@ -195,7 +195,7 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         (lambda llm, _: llm.generate([[1, 2]], 5), "sampling_params=5 is int; it must be a SamplingParams"),
         (lambda llm, _: llm.generate([[1, 2]], [None, None]), "2 SamplingParams for 1 prompts"),
         (lambda llm, _: llm.score(None, [[1]]), "prompts=None is NoneType; it must be a list"),
-        (lambda llm, _: llm.score([[1]], [[1]], 0.0), "decode_from=0.0 is float; it must be a whole number"),
+        (lambda llm, _: llm.score([[1]], [[1]], 0.0), "decode_from=0.0 is float; it must be an integer"),
         (lambda llm, _: llm.score([[1]], [[1]], batch=0), "batch=0 must be at least 1"),
         (lambda llm, _: llm.session(7, "s"), "session name 7 must be a text of 1 to 200 characters"),
         (lambda llm, _: llm.session("\ud800", "s"), "session name .* must be a text"),
@@ -208,9 +208,9 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         (lambda llm, session: session.truncate(drop="0"), "a text where token ids are wanted"),
         (lambda llm, session: session.fork(b"x"), "session name b'x' must be a text"),
         (lambda llm, _: LLM(llm.runner.model.name, SHORT), "it must be EngineConfig"),
-        (lambda llm, _: EngineConfig(policy_options={1: 2}), "options are named by text"),
-        (lambda llm, _: EngineConfig(host_memory=True), "host_memory=1 is no size"),
-        (lambda llm, _: StoreOptions(ttl=10**400), "is no duration"),
+        (lambda llm, _: EngineConfig(policy_options={1: 2}), "keys must be strings"),
+        (lambda llm, _: EngineConfig(host_memory=True), "host_memory=1 is not a size"),
+        (lambda llm, _: StoreOptions(ttl=10**400), "is not a duration"),
         (lambda llm, _: InfiniGenOptions(dense_layers="0"), "dense_layers='0' is str; it must be a list of layers"),
         (lambda llm, _: SamplingParams(temperature=np.array([1, 2])), "temperature=.* it must be a number"),
     ],
@@ -255,6 +255,6 @@ def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
     events = llm.stream([1, 2, 3], SamplingParams(max_tokens=5))
     next(events)
     llm.close()
-    with pytest.raises(InputError, match="is closed: make another one"):
+    with pytest.raises(InputError, match="is closed: create another one"):
         next(events)
     assert llm.runner.pool.bytes_held == 0

@@ -37,13 +37,13 @@ def test_tables_are_read_row_by_row(table: dict[str, str], kind: str) -> None:
 
 
 def test_a_column_must_be_there_and_be_text(table: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no column 'id' of strings; its columns of strings are text"):
+    with pytest.raises(InputError, match="no column 'id' of strings; columns of strings: text"):
         read_text(f"{table['jsonl']}:id")
     (tmp_path / "b.jsonl").write_text(json.dumps({"question": "Why?", "n": 1}) + "\n")
     assert read_prompts(str(tmp_path / "b.jsonl")) == ["Why?"]
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "Why?", "answer": "So."}) + "\n")
     assert read_prompts(f"{tmp_path / 'c.jsonl'}:answer") == ["So."]
-    with pytest.raises(InputError, match="name one"):
+    with pytest.raises(InputError, match="choose one"):
         read_text(str(tmp_path / "c.jsonl"))
 
 
@@ -90,10 +90,10 @@ def test_where_there_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Couldn't reach\nthe hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(InputError, match="cannot load 'a:b': Couldn't reach the hub; where there is no network"):
+    with pytest.raises(InputError, match="cannot load 'a:b': Couldn't reach the hub; without network access"):
         read_text("a:b")
     for spec in ("a:b:c:d:e", ":b", "a:"):
-        with pytest.raises(InputError, match="neither a file nor a data set"):
+        with pytest.raises(InputError, match="neither a file nor a dataset"):
             read_text(spec)
 
 
@@ -116,7 +116,7 @@ def test_nothing_to_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InputError, match="'a:b' has no rows"):
         read_text("a:b")
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: [{"text": ""}] * 3)
-    with pytest.raises(InputError, match="'a:b' holds no text"):
+    with pytest.raises(InputError, match="'a:b' contains no text"):
         read_text("a:b")
     for name, data, said in (("a", b" \n", "is empty"), ("b", b"x\0", "NUL"), ("c", b"\xff", "byte 0 is not UTF-8")):
         (tmp_path / name).write_bytes(data)
