@@ -167,7 +167,7 @@ def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
     cache = OffloadedCache(ours)
     generated(model, batch(1), do_sample=False, past_key_values=cache)
     held = cache.get_seq_length()
-    with pytest.raises(InputError, match="2 rows and the batch has 1"):
+    with pytest.raises(InputError, match="has 1 rows and the batch has 2"):
         generated(model, {name: torch.cat([x, x[:, -1:]], 1) for name, x in given.items()}, past_key_values=cache)
     assert cache.get_seq_length() == held > 0, "a wrong call loses nothing"
     cache.free()
