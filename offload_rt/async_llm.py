@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .arguments import salt, sampling, shown, whole_or_none
 from .config import StoreOptions
+from .engine.arguments import salt, sampling, shown, whole_or_none
 from .engine.callers import Caller, EngineLoad, Mailbox
 from .engine.constraints import check_answerable
 from .engine.failures import failure

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from .config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
-from .units import parse_duration, parse_size
+from .utils.config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
+from .utils.units import parse_duration, parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]

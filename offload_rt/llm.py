@@ -11,10 +11,9 @@ from weakref import WeakValueDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .config import EngineConfig, StoreOptions
-from .config_fields import configured
 from .core import ModelGeometry
+from .engine.arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .engine.build import build, build_beside
 from .engine.checks import check_token_ids, most_tokens
 from .engine.engine import Engine
@@ -25,15 +24,16 @@ from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.swap import Swap
 from .errors import InputError, OffloadError
-from .forward.trace import Recorder
+from .model_runner.trace import Recorder
 from .outputs import RequestOutput, Stats, TokenOutput
-from .progress import Progress
 from .sampling_params import SamplingParams
 from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
-from .units import format_size
+from .utils.config_fields import configured
+from .utils.progress import Progress
+from .utils.units import format_size
 
 
 class LLM:

@@ -9,9 +9,9 @@ import torch
 
 from ...config import EvictionOptions, KVFormatName
 from ...core import ModelGeometry, Visible
-from ...forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
-from ...pool.pool import HostPool
-from ...select.base import Policy
+from ...kv_cache.pool import HostPool
+from ...model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from ...policies.base import Policy
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import torch
 
 from ...core import KVPart, Selection, Visible
 from ...engine.stats import Fractions, layer_means
-from ...forward.attention import attend, give_to_sinks, group_weights, join_tail
-from ...forward.trace import Trace
 from ...kernels.reference import capped
+from ...kv_cache.kv_format import kv_format
+from ...model_runner.attention import attend, give_to_sinks, group_weights, join_tail
+from ...model_runner.trace import Trace
 from ...models.adapter import ModelAdapter
 from ...models.exact_layer import guessed_input, residual_after_attention
-from ...pool.kv_format import kv_format
-from ...select.base import KeyReader, Policy, PolicyState
+from ...policies.base import KeyReader, Policy, PolicyState
 from ...transfer.plan import attended_tokens
 from .slot_simulator import LayerSlots, PoolSettings
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ...errors import InputError
-from ...forward.sequence import Sequence as RunningSequence
 from ...llm import LLM
+from ...model_runner.sequence import Sequence as RunningSequence
 from ...sampling_params import SamplingParams
 from ...sessions.session import Session
 from ...sessions.truncate import SINKS

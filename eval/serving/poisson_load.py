@@ -18,8 +18,8 @@ import torch
 from ...engine.engine import Engine
 from ...engine.request import Request
 from ...errors import InputError
-from ...forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 from ...llm import LLM
+from ...model_runner.shared_prefix import NEVER_PAYS, SharedPrefixes
 from ...sampling_params import SamplingParams
 from ..core.needles import FACTS, NAMES
 from ..core.report import Column, Report, Row

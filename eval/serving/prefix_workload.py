@@ -10,10 +10,10 @@ import torch
 
 from ...engine.engine import Engine
 from ...engine.runner import Runner
-from ...forward.batch import DecodeBatch, LayerFetch
-from ...forward.decode import DecodeStep
-from ...forward.per_sequence import PerSequenceStrategy
 from ...llm import LLM
+from ...model_runner.batch import DecodeBatch, LayerFetch
+from ...model_runner.decode import DecodeStep
+from ...model_runner.per_sequence import PerSequenceStrategy
 from ...models.registry import load_shape
 from ..core.report import Column, Report, Row
 from .poisson_load import Scale, greedy, make, token_lists

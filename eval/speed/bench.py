@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 
 from ...config import KVFormatName
-from ...config_fields import check_choice
 from ...core import CHUNK
 from ...engine.build import build_link
 from ...errors import ConfigError, InputError
+from ...kv_cache.pool import HostPool
 from ...models.registry import adapter_for
 from ...models.row_linear import suit_cpu
-from ...pool.pool import HostPool
+from ...utils.config_fields import check_choice
 from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
 from .ideal_link import IdealLink
 from .report import Point, Timing, describe, points, table, write_report

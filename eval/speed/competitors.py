@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ...config_fields import check_choice
 from ...errors import ConfigError
 from ...llm import LLM
 from ...models.location import locate
 from ...sampling_params import SamplingParams
+from ...utils.config_fields import check_choice
 
 FIRST = "transformers, DynamicCache"
 """Whom all are compared with."""

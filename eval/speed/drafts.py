@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...config_fields import check_choice
 from ...errors import InputError
 from ...llm import LLM
 from ...sampling_params import SamplingParams
+from ...utils.config_fields import check_choice
 from ..core.report import Column, Report, Row
 
 FULL = "full"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core import CHUNK
-from ...texts import read_file
+from ...utils.texts import read_file
 from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest, Variant, grid, text_digest
 from ..core.report import Report, Row, RowStore

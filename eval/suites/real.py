@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config_fields import check_choice
 from ...errors import ConfigError, InputError
-from ...select.base import Policy
-from ...select.infinigen import InfiniGen
-from ...texts import read_file
+from ...policies.base import Policy
+from ...policies.infinigen.policy import InfiniGen
+from ...utils.config_fields import check_choice
+from ...utils.texts import read_file
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
 from ..quality.ablation import parts as ablation_parts

@@ -14,33 +14,33 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
 from ..errors import ConfigError
+from ..kv_cache.arena import read_in_place
+from ..kv_cache.disk.disk_tier import DiskTier
+from ..kv_cache.machine import memory_limit
+from ..kv_cache.pool import HostPool
 from ..models.checkpoint import resolve_device
 from ..models.location import hub_of
 from ..models.placement import ON_DEVICE, Placement
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..planning.weight_placement import asked_placement
-from ..pool.arena import read_in_place
-from ..pool.disk_tier import DiskTier
-from ..pool.machine import memory_limit
-from ..pool.pool import HostPool
-from ..progress import Progress
-from ..select.base import Policy
-from ..select.registry import ArtifactLoader, make_policy, options_class
+from ..policies.base import Policy
+from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
 from ..skewing.tuned import default_options, load_artifact
 from ..transfer.cpu import CpuLink
 from ..transfer.cuda import CudaLink
 from ..transfer.disk import DiskLink
-from ..transfer.experts import keep_experts
-from ..transfer.host_weights import HostWeights
 from ..transfer.link import Link
 from ..transfer.streams import DeviceStream, InlineStream, on_device
-from ..transfer.weights import StreamedAdapter, WeightStream
+from ..transfer.weights.experts import keep_experts
+from ..transfer.weights.host_weights import HostWeights
+from ..transfer.weights.streamed import StreamedAdapter, WeightStream
+from ..utils.progress import Progress
 from .checks import check_launches
-from .draft_model import check_same_tokens
 from .runner import Runner
+from .speculative.draft_model import check_same_tokens
 
 Model = str | os.PathLike[str] | PreTrainedModel
 """A model's name, its folder, or the model itself."""

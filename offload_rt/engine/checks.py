@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..kernels import dispatch
 from ..models.registry import LoadedModel
-from ..select.base import Policy
+from ..policies.base import Policy
 
 
 def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:

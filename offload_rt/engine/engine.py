@@ -12,16 +12,16 @@ import torch
 
 from ..core import Prompt
 from ..errors import PoolFullError
-from ..forward.trace import Recorder
+from ..model_runner.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
 from .beam_search import BeamSearchRequest
 from .constraints import check_answerable
-from .drafting import Drafting
 from .failures import Suspects, failure
 from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
 from .scheduler import Scheduler
+from .speculative.drafting import Drafting
 from .swap import Swap
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from ..config import EngineConfig
 from ..core import BlockTable
 from ..errors import PoolFullError
-from ..forward.sequence import Sequence
-from ..forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
-from ..pool.pool import HostPool
-from ..select.base import Policy
+from ..kv_cache.pool import HostPool
+from ..model_runner.sequence import Sequence
+from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from ..policies.base import Policy
 from ..transfer.link import KVStorage
 
 EXACT = "exact"

@@ -7,7 +7,7 @@ from collections import deque
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..errors import EngineError, PoolFullError
-from ..forward.prefill import Prefill
+from ..model_runner.prefill import Prefill
 from .failures import failure
 from .request import Request
 from .runner import Runner

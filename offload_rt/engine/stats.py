@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from ..config import EngineConfig
-from ..forward.sequence import Sequence
-from ..forward.trace import Trace
+from ..kv_cache.disk.disk_use import DiskUse
+from ..kv_cache.pool import HostPool
+from ..model_runner.sequence import Sequence
+from ..model_runner.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
-from ..pool.disk_use import DiskUse
-from ..pool.pool import HostPool
-from ..select.base import Policy
-from ..transfer.host_weights import HostWeights
+from ..policies.base import Policy
 from ..transfer.link import Link
+from ..transfer.weights.host_weights import HostWeights
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:

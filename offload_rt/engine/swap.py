@@ -16,8 +16,8 @@ import torch
 
 from ..config import StoreOptions
 from ..core import CHUNK, BlockTable
-from ..forward.sequence import Sequence
-from ..pool.prefix_tree import chunk_key, pack_tokens
+from ..kv_cache.prefix_tree import chunk_key, pack_tokens
+from ..model_runner.sequence import Sequence
 from ..storage.chunk_store import NamedChunk, PlacedChunk
 from ..storage.folder import spaces
 from ..storage.loader import ChunkLoader, DamagedChunkError

@@ -17,13 +17,13 @@ import torch
 from ..config import EngineConfig
 from ..core import CHUNK
 from ..errors import DeviceFullError, MemoryLimitError
+from ..kv_cache.disk.disk_tier import disk_limit
+from ..kv_cache.machine import available_memory
 from ..models.placement import Placement
 from ..models.registry import ModelShape
-from ..pool.disk_tier import disk_limit
-from ..pool.machine import available_memory
-from ..select.registry import memory_demand
-from ..transfer.weights import BUFFERS
-from ..units import format_size
+from ..policies.registry import memory_demand
+from ..transfer.weights.streamed import BUFFERS
+from ..utils.units import format_size
 from .memory_model import DeviceCosts
 from .weight_placement import placements
 

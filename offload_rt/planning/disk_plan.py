@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config import EngineConfig
+from ..kv_cache.disk.disk_tier import disk_limit, file_layout
+from ..kv_cache.disk.host_shares import HostShares
+from ..kv_cache.kv_format import kv_format
+from ..kv_cache.machine import available_memory
 from ..models.registry import ModelShape
-from ..pool.disk_tier import disk_limit, file_layout
-from ..pool.host_shares import HostShares
-from ..pool.kv_format import kv_format
-from ..pool.machine import available_memory
 
 
 @dataclass(frozen=True)

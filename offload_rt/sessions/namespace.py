@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 
 from ..config import DType, KVFormatName
-from ..pool.prefix_tree import root_key
+from ..kv_cache.prefix_tree import root_key
 from ..storage.chunk_file import LAYOUT_VERSION
 
 

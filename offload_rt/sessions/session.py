@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from ..arguments import sampling
+from ..engine.arguments import sampling
 from ..engine.constraints import check_answerable
 from ..engine.engine import Engine
 from ..engine.prompts import token_ids

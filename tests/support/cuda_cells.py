@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.forward.cuda_graphs import GraphSteps
+from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.registry import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
-from offload_rt.select.registry import memory_demand
-from offload_rt.transfer.weights import BUFFERS
+from offload_rt.policies.registry import memory_demand
+from offload_rt.transfer.weights.streamed import BUFFERS
 
 from .cuda_simulator import Late, Lazy, Schedule, Seeded
 from .outputs import completed
