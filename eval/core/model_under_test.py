@@ -289,10 +289,10 @@ class ModelUnderTest:
                 done[i] = Scored(
                     nats=[-value for value in score.logprobs],
                     is_greedy=score.is_greedy,
-                    attended=stats.attended_fraction,
-                    link=stats.link_fraction,
-                    sparse_attended=stats.sparse_attended_fraction,
-                    sparse_link=stats.sparse_link_fraction,
+                    attended=stats.exact_fraction,
+                    link=stats.fetched_fraction,
+                    sparse_attended=stats.sparse_exact_fraction,
+                    sparse_link=stats.sparse_fetched_fraction,
                     missed=stats.missed_mass,
                     missed_worst=stats.missed_mass_worst_layer,
                 )

@@ -196,8 +196,8 @@ def verify(tested: ModelUnderTest, trial: Trial, text: Text) -> Row:
     return {
         "missed_mass": scored.missed,
         "missed_mass_worst_layer": scored.missed_worst,
-        "sparse_attended_fraction": scored.sparse_attended,
-        "sparse_link_fraction": scored.sparse_link,
+        "sparse_exact_fraction": scored.sparse_attended,
+        "sparse_fetched_fraction": scored.sparse_link,
         "nats_per_token": sum(scored.nats) / len(scored.nats),
     }
 

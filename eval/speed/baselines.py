@@ -133,7 +133,7 @@ class Peer:
 
     def facts(self) -> dict[str, Any]:
         """Every row is attended."""
-        return {"attended_fraction": 1.0}
+        return {"exact_fraction": 1.0}
 
 
 class OffloadedPeer(Peer):
@@ -216,9 +216,9 @@ class Ours:
         shares = Fractions.of(trace, dense)
         return {
             "dense_layers": sorted(dense),
-            "attended_fraction": shares.attended,
-            "sparse_attended_fraction": shares.sparse_attended,
-            "link_fraction": shares.link,
+            "exact_fraction": shares.attended,
+            "sparse_exact_fraction": shares.sparse_attended,
+            "fetched_fraction": shares.link,
             "link_bytes_per_token": trace.bytes_to_device / steps,
             "scoring_bytes_device": first.state.device_bytes,
         }

@@ -178,12 +178,14 @@ def make_field(model: Any, length: int, room: int, fraction: float, spread: floa
     return Field(model, _own(model), synthetic, made["auto"], other, room, batch)
 
 
-def _context(model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_format: KVFormatName, users: int) -> Context:
+def _context(
+    model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_cache_dtype: KVFormatName, users: int
+) -> Context:
     """A context in a pool of its own, with room for `users` policies."""
     adapter = adapter_for(model)
     slots = batch * (synthetic.length + users * (room - synthetic.length + CHUNK))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
-    pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_format=kv_format, pin=_is_cuda(model))
+    pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_cache_dtype=kv_cache_dtype, pin=_is_cuda(model))
     return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
 
 

@@ -157,7 +157,7 @@ class Real:
         """Low bits alone and with exact rows: what each point costs and loses, on a novel."""
         _, name, text = self.texts()[0]
         config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
-        rounded = [Variant("full", {}, {"kv_format": bits}) for bits in ("int8", "int4", "int2")]
+        rounded = [Variant("full", {}, {"kv_cache_dtype": bits}) for bits in ("int8", "int4", "int2")]
         points = [(0.02, "int4"), (0.05, "int4"), (0.05, "int2"), (0.01, "int4"), (0.1, "off")]
         tails = [Variant("infinigen", WINDOW | {"budget": budget, "tail": tail}) for budget, tail in points]
         rows = self._rows(text, name, [Variant("full"), *rounded, *tails], config)

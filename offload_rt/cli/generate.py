@@ -114,9 +114,9 @@ def _text(args: argparse.Namespace) -> str:
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
     """The context that the device's limit is planned for, where the flags tell it."""
-    if args.max_context is not None or args.prompt_tokens is None:
+    if args.max_model_len is not None or args.prompt_tokens is None:
         return {}
-    return {"max_context": max(1, args.prompt_tokens) + params.max_tokens}
+    return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
 
 
 def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:

@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> int:
     """Shows what a model and a context will need, and whether they fit here. Loads no weights."""
     if args.context < 1:
         raise ConfigError(f"--context {args.context} must be at least 1 token")
-    config = engine_config(args, max_context=args.context)
+    config = engine_config(args, max_model_len=args.context)
 
     from rich.console import Console
 

@@ -49,11 +49,11 @@ def _present(name: str, size: int) -> Rows:
 
 def _weights_crossed(stats: Stats) -> Rows:
     """Weights that came from host memory, and how many experts did not have to."""
-    if not stats.link_bytes_weights:
+    if not stats.h2d_weight_bytes:
         return []
     tokens = stats.decoded_tokens
-    per_token = f" ({format_size(stats.link_bytes_weights_steps / tokens)} per decoded token)" if tokens else ""
-    rows: Rows = [("link, weights", f"{format_size(stats.link_bytes_weights)}{per_token}")]
+    per_token = f" ({format_size(stats.h2d_weight_bytes_steps / tokens)} per decoded token)" if tokens else ""
+    rows: Rows = [("link, weights", f"{format_size(stats.h2d_weight_bytes)}{per_token}")]
     if stats.expert_hit_rate is not None:
         rows.append(("  experts found on the device", _percent(stats.expert_hit_rate)))
     return rows
@@ -82,7 +82,9 @@ def _disk(stats: Stats) -> Rows:
 
 def _estimated(stats: Stats) -> Rows:
     """Of a run with a tail, the share of rows that it estimates."""
-    return [("  estimated from low bits", _percent(stats.estimated_fraction))] if stats.tail_bytes_device else []
+    return (
+        [("  estimated from low bits", _percent(stats.approximate_fraction))] if stats.approximate_bytes_device else []
+    )
 
 
 def _drafts(stats: Stats) -> Rows:
@@ -99,7 +101,7 @@ def _drafts(stats: Stats) -> Rows:
 
 def _mass(stats: Stats) -> str:
     """What becomes of the attention mass outside the attended rows."""
-    return "estimated attention mass" if stats.tail_bytes_device else "missed attention mass"
+    return "estimated attention mass" if stats.approximate_bytes_device else "missed attention mass"
 
 
 TOO_MUCH = 0.1
@@ -110,7 +112,7 @@ def _mass_in_words(stats: Stats) -> Rows:
     """What of that mass is usual, and what to do where it is not."""
     if stats.missed_mass is None:
         return []
-    if stats.tail_bytes_device:
+    if stats.approximate_bytes_device:
         return [("  which is usual", "10 to 25 % on trained models: it is estimated from low bits, not lost")]
     if stats.missed_mass < TOO_MUCH:
         return [("  which is usual", f"below {TOO_MUCH:.0%}")]
@@ -121,19 +123,19 @@ def _mass_in_words(stats: Stats) -> Rows:
 def _nothing_selected(stats: Stats) -> str:
     """Says so where sinks and recent window used up what a policy may attend to, and nothing was selected."""
     selecting = len(stats.dense_layers) < stats.layers and stats.working_set_hit_rate is None
-    nothing = selecting and stats.attended_by_step and stats.sparse_link_fraction == 0 and stats.verifications == 0
+    nothing = selecting and stats.attended_by_step and stats.sparse_fetched_fraction == 0 and stats.verifications == 0
     return " (sinks and recent window alone, nothing was selected)" if nothing else ""
 
 
 def _scoring(stats: Stats) -> str:
     """What selections are made from."""
-    return "low-bit rows on the device" if stats.tail_bytes_device else "scoring keys on the device"
+    return "low-bit rows on the device" if stats.approximate_bytes_device else "scoring keys on the device"
 
 
 def _sections(stats: Stats) -> list[Rows]:
     """The table's sections."""
     tokens = stats.decoded_tokens
-    per_token = f" ({format_size(stats.link_bytes_to_device / tokens)} per decoded token)" if tokens else ""
+    per_token = f" ({format_size(stats.h2d_bytes / tokens)} per decoded token)" if tokens else ""
     parts = f", new from token {stats.diverged_at:,} on" if stats.diverged_at is not None else ""
     reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens else ""
     return [
@@ -155,14 +157,14 @@ def _sections(stats: Stats) -> list[Rows]:
             *_drafts(stats),
         ],
         [
-            ("link, host to device", f"{format_size(stats.link_bytes_to_device)}{per_token}"),
-            ("link, device to host", format_size(stats.link_bytes_to_host)),
+            ("link, host to device", f"{format_size(stats.h2d_bytes)}{per_token}"),
+            ("link, device to host", format_size(stats.d2h_bytes)),
             *_weights_crossed(stats),
             *_working_set(stats),
             *_disk(stats),
-            ("link fraction", _percent(stats.link_fraction)),
-            ("attended fraction", _percent(stats.attended_fraction)),
-            ("  in layers that select", f"{_percent(stats.sparse_attended_fraction)}{_nothing_selected(stats)}"),
+            ("link fraction", _percent(stats.fetched_fraction)),
+            ("attended fraction", _percent(stats.exact_fraction)),
+            ("  in layers that select", f"{_percent(stats.sparse_exact_fraction)}{_nothing_selected(stats)}"),
             *_estimated(stats),
             (_mass(stats), _percent(stats.missed_mass)),
             ("  of the worst layer", _percent(stats.missed_mass_worst_layer)),

@@ -71,7 +71,7 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
         placement=placement,
         verify=config.verify,
         hub=hub_of(config),
-        reach=config.max_context,
+        reach=config.max_model_len,
     )
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
@@ -93,7 +93,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
         on_disk = None if on_disk is None else int(on_disk * share)
     disk = None if config.disk is None else DiskTier(config.disk, on_disk)
     pin = adapter.device.type == "cuda"
-    return HostPool(adapter.geometry, adapter.dtype, host, kv_format=config.kv_format, pin=pin, disk=disk)
+    return HostPool(adapter.geometry, adapter.dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk)
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
@@ -113,7 +113,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         dtype=own.dtype,
         verify=own.verify,
         hub=hub_of(own),
-        reach=own.max_context,
+        reach=own.max_model_len,
     )
     check_same_tokens(loaded, small)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
@@ -156,7 +156,7 @@ def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placem
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
-    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=config.max_context)
+    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=config.max_model_len)
     if config.device_memory is None:
         return None, asked_placement(config, shape)
     plan = plan_for(replace(config, policy_options=options), shape)

@@ -47,7 +47,7 @@ class Room:
     @property
     def shares(self) -> bool:
         """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
-        return self._config.prefix_sharing and self._pool.format.exact
+        return self._config.enable_prefix_caching and self._pool.format.exact
 
     @property
     def evicts(self) -> bool:

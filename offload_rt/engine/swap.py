@@ -186,7 +186,7 @@ class Swap:
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
         """What the prefix tree has of the tokens that an exact prefill computed."""
-        if not self._runner.config.prefix_sharing:
+        if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         lineage = EXACT + swapped.provenance
         return self._runner.pool.match(tokens[: swapped.exact + 1], lineage, floor=swapped.floor)

@@ -24,7 +24,7 @@ class KVFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `kv_format=`; with "auto" the model's dtype."""
+        """As in `kv_cache_dtype=`; with "auto" the model's dtype."""
         ...
 
     @property
@@ -180,9 +180,9 @@ def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
     return torch.nn.functional.pad(codes, (0, missing)) if missing > 0 else codes[..., :count]
 
 
-def kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
+def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
     """The format `name` for rows of `head_dim` numbers of `dtype`. Raises ConfigError for an unknown name."""
-    check_choice("kv_format", name, ("auto", "int8", "int4", "int2"))
+    check_choice("kv_cache_dtype", name, ("auto", "int8", "int4", "int2"))
     if name == "auto":
         return Native(dtype, head_dim)
     return Quantised(int(name.removeprefix("int")), dtype, head_dim)

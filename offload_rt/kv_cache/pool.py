@@ -13,7 +13,7 @@ from ..errors import PoolFullError
 from .arena import Arena
 from .chunks import ChunkTable
 from .disk.disk_tier import DiskTier, open_file_arena
-from .kv_format import kv_format as make_format
+from .kv_format import make_kv_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import memory_limit, pool_full
@@ -54,7 +54,7 @@ class HostPool(StoredRows):
     a token as soon as a layer wrote it, but forks and the prefix tree only ever take tokens below `blocks.length`.
 
     limit_bytes None takes half of the memory that is available. MemoryLimitError where the limit is above what the
-    machine has, or below one chunk. `kv_format` is how rows are stored (`kv_format.py`). With `pin`, slabs are pinned
+    machine has, or below one chunk. `kv_cache_dtype`: see `kv_format.py`. With `pin`, slabs are pinned
     for CUDA when they are first needed. With `disk` rows lie in a file there, and the limit is of those in memory.
     """
 
@@ -64,12 +64,12 @@ class HostPool(StoredRows):
         dtype: torch.dtype,
         limit_bytes: int | None,
         *,
-        kv_format: KVFormatName = "auto",
+        kv_cache_dtype: KVFormatName = "auto",
         pin: bool = False,
         slab_tokens: int = SLAB_TOKENS,
         disk: DiskTier | None = None,
     ) -> None:
-        format = make_format(kv_format, dtype, geometry.head_dim)
+        format = make_kv_format(kv_cache_dtype, dtype, geometry.head_dim)
         stored = replace(geometry, head_dim=format.width)
         limit = memory_limit(limit_bytes, at_most=stored.kv_bytes(MOST_TOKENS, format.storage))
         if disk is None:

@@ -194,7 +194,7 @@ class Session:
         self.check_idle()
         if tokens.held != len(self.history.tokens):  # another turn was taken before this one's first event
             tokens = self.encode(prompt, params)
-        engine = Engine(self.kv.runner, max_batch=1)
+        engine = Engine(self.kv.runner, max_num_seqs=1)
         turn = Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params)
         engine.submit(turn)
         self.busy = True

@@ -97,7 +97,7 @@ def write_document(llm: LLM, path: Path, chapters: int, chapter_tokens: int, see
         written = chapter_tokens
         stats = llm.last_stats
         if stats is not None:
-            speed, attended = stats.tokens_per_second, stats.attended_fraction
+            speed, attended = stats.tokens_per_second, stats.exact_fraction
             print(
                 f"\n[chapter {chapter}: {speed:.0f} tokens/s, {attended:.0%} of the context attended]", file=sys.stderr
             )

@@ -86,7 +86,7 @@ def test_stats_and_plot_of_infinigen(generate: Cli, tmp_path: Path) -> None:
     stats = json.loads(stats_file.read_text())
     assert (stats["prompt_tokens"], stats["new_tokens"], stats["dense_layers"]) == (300, 6, [0, 1])
     assert stats["policy"] == "infinigen"
-    assert 0 < stats["link_fraction"] < stats["attended_fraction"] < 1
+    assert 0 < stats["fetched_fraction"] < stats["exact_fraction"] < 1
     assert len(stats["attended_by_step"]) == 5
     assert plot_file.read_bytes().startswith(b"\x89PNG")
     assert str(plot_file) in run.err.replace("\n", "")

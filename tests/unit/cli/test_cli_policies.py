@@ -49,8 +49,8 @@ def test_every_policy_gets_its_options(generate: Generate, pages: Path, tmp_path
     written = json.loads(stats.read_text())
     assert out == done.text
     assert (written["policy"], written["dense_layers"]) == (policy, [0, 1])
-    assert written["attended_fraction"] == pytest.approx(done.stats.attended_fraction)
-    assert written["sparse_attended_fraction"] == pytest.approx(0.2, abs=0.03)
+    assert written["exact_fraction"] == pytest.approx(done.stats.exact_fraction)
+    assert written["sparse_exact_fraction"] == pytest.approx(0.2, abs=0.03)
 
 
 def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Generate) -> None:
@@ -63,14 +63,14 @@ def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Generat
     monkeypatch.setattr(LLM, "__init__", stop)
     words = "--preset paper --max-missed-mass 0.02 --skew-method svd --columns calibration --scorer int2 --skew DIR"
     words += " --no-corrected"
-    pool = "--eviction lru --protect none --kv-format int4 --host-memory 1GiB --no-prefix-sharing"
+    pool = "--eviction lru --protect none --kv-cache-dtype int4 --host-memory 1GiB --no-enable-prefix-caching"
     assert generate(*words.split(), *pool.split())[0] == 130
     assert seen["policy_options"] == {
         "preset": "paper", "max_missed_mass": 0.02, "skew": "svd", "columns": "calibration", "scorer": "int2",
         "corrected": False,
     }  # fmt: skip
     assert seen["skew"] == Path("DIR")
-    assert (seen["kv_format"], seen["host_memory"], seen["prefix_sharing"]) == ("int4", 2**30, False)
+    assert (seen["kv_cache_dtype"], seen["host_memory"], seen["enable_prefix_caching"]) == ("int4", 2**30, False)
     assert seen["eviction"] == EvictionOptions("lru", "none")
 
 
@@ -103,9 +103,9 @@ def test_a_kv_format_moves_fewer_bytes(generate: Generate, tmp_path: Path) -> No
     moved = {}
     for name in ("auto", "int8", "int2"):
         stats = tmp_path / f"{name}.json"
-        assert generate("--policy", "full", "--kv-format", name, "--stats-json", str(stats))[0] == 0
+        assert generate("--policy", "full", "--kv-cache-dtype", name, "--stats-json", str(stats))[0] == 0
         written = json.loads(stats.read_text())
-        moved[name] = written["link_bytes_to_device"], written["kv_bytes_host"]
+        moved[name] = written["h2d_bytes"], written["kv_bytes_host"]
     assert moved["auto"][1] > 2.5 * moved["int8"][1] > 5 * moved["int2"][1]
     assert moved["auto"][0] > 2 * moved["int8"][0] > 4 * moved["int2"][0]
 
@@ -127,7 +127,7 @@ def test_a_kv_format_moves_fewer_bytes(generate: Generate, tmp_path: Path) -> No
         (("--eviction", "lfu"), ("eviction='lfu'", "fifo, lru, counter")),
         (("--eviction", "lru", "--protect", "sinks"), ("protect='sinks'", "window, none")),
         (("--protect", "none"), ("--protect none", "--eviction")),
-        (("--kv-format", "int3"), ("kv_format='int3'", "int4")),
+        (("--kv-cache-dtype", "int3"), ("kv_cache_dtype='int3'", "int4")),
         (("--policy", "h2o", "--eviction", "lru"), ("h2o", "eviction")),
         (("--policy", "full", "--record", "RUN"), ("--record", "full")),
         (("--record", BOOK), ("cannot record", "new folder")),

@@ -93,7 +93,7 @@ def test_many_callers_get_what_each_gets_alone(alone: Any) -> None:
         found = await asyncio.gather(*(answer(engine, prompt, params) for prompt, params in asked))
         return found, engine.load()
 
-    found, load = serve(asks, make_llm(12, max_batch=6))
+    found, load = serve(asks, make_llm(12, max_num_seqs=6))
     assert found == [alone(prompt, params) for prompt, params in asked]
     assert load.generated_tokens == sum(len(tokens) for one in found for tokens in one)
     assert load.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
@@ -205,7 +205,7 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, chunks: int, 
         while engine._callers:
             await asyncio.sleep(0)
 
-    serve(asks, make_llm(chunks, max_batch=batch))
+    serve(asks, make_llm(chunks, max_num_seqs=batch))
 
 
 def test_an_error_is_one_requests_own(alone: Any) -> None:

@@ -83,7 +83,7 @@ def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
     """Four beams on a prompt of ten chunks hold those once, and a last chunk or two each."""
     _, llm = make(eos=[])
     pool = llm.runner.pool
-    engine = Engine(llm.runner, max_batch=8)
+    engine = Engine(llm.runner, max_num_seqs=8)
     request = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_tokens=30))
     while len(request.sequences) < 4:
         engine.step()

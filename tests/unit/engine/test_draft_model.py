@@ -73,9 +73,9 @@ def test_the_same_model_is_always_right_and_another_one_hardly_ever(folder: Path
     )
     assert same.acceptance_rate == 1 and same.verifications == 3 and same.accepted_tokens == 12
     assert other.acceptance_rate is not None and other.acceptance_rate < 0.2
-    assert same.attended_fraction == pytest.approx(3 / 15), "of passes, over the tokens behind the first"
+    assert same.exact_fraction == pytest.approx(3 / 15), "of passes, over the tokens behind the first"
     assert plain.weight_bytes * 2 == same.weight_bytes and plain.kv_bytes_host < same.kv_bytes_host
-    assert same.link_bytes_to_device > 0.9 * plain.link_bytes_to_device, "12 drafts and 3 passes read all rows too"
+    assert same.h2d_bytes > 0.9 * plain.h2d_bytes, "12 drafts and 3 passes read all rows too"
 
 
 def test_it_is_asked_where_nothing_is_found(folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch
 @settings(max_examples=6, deadline=None)
 def test_its_rows_follow_the_text(data: st.DataObject) -> None:
     """Whatever was drafted, cut off and written before: logits are transformers' for the tokens as they are."""
-    llm = _MADE.setdefault("llm", LLM(_OTHER, policy="full", host_memory="16MiB", prefix_sharing=False))
+    llm = _MADE.setdefault("llm", LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False))
     target = _MADE.setdefault("target", LLM(tiny_model("llama"), policy="full", host_memory="16MiB"))
     drafter, tokens = DraftModel(llm.runner, 199), st.integers(0, 198)
     sequence = target.runner.new_sequence(tiny_prompt(data.draw(st.integers(1, 100))), 400)
@@ -165,7 +165,7 @@ _MADE: dict[str, LLM] = {}
 
 def test_one_that_is_behind_keeps_its_windows() -> None:
     """Drafts were looked up for a while: rows that have left the text's windows are needed to read it up to date."""
-    llm, target = (LLM(_OTHER, policy="full", host_memory="16MiB", prefix_sharing=False) for _ in range(2))
+    llm, target = (LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2))
     drafter, sequence = DraftModel(llm.runner, 199), target.runner.new_sequence(tiny_prompt(100), 400)
     for more in ([], tiny_prompt(CATCH_UP - 1)):
         sequence.tokens += more

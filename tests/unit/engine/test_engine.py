@@ -37,7 +37,7 @@ def test_requests_join_and_leave_mid_decode() -> None:
     llm, rng = make_llm(), random.Random(0)
     asked = [(tiny_prompt(rng.randint(1, 90), seed=i), greedy(rng.randint(1, 25))) for i in range(12)]
     alone = [completed(llm.generate([prompt], params))[0].token_ids for prompt, params in asked]
-    engine = Engine(llm.runner, max_batch=4)
+    engine = Engine(llm.runner, max_num_seqs=4)
     got: dict[int, list[int]] = {i: [] for i in range(12)}
     pending, steps, widest = list(asked), 0, 0
     while pending or not engine.idle:
@@ -55,8 +55,8 @@ def test_requests_join_and_leave_mid_decode() -> None:
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
     """While a second prompt is prefilled, the first request gets a token every step, one layer at a time."""
-    llm = make_llm(prefill_tokens=50)  # of 200, in four layers: one layer a step
-    engine = Engine(llm.runner, max_batch=2)
+    llm = make_llm(max_num_batched_tokens=50)  # of 200, in four layers: one layer a step
+    engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(5), greedy(30))
     engine.step()
     engine.add(tiny_prompt(200, seed=1), greedy(3))
@@ -76,7 +76,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     llm = make_llm(chunks=2)
     with pytest.raises(PoolFullError, match=r"3 chunks .* are needed, and of 2 only 2 are free .* 1 too few"):
         llm.generate([tiny_prompt(100)], greedy(50))
-    engine = Engine(llm.runner, max_batch=2)
+    engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(50))
     engine.add(tiny_prompt(10), greedy(5))
     with pytest.raises(PoolFullError):
@@ -90,7 +90,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
 
 def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
     llm = make_llm()
-    engine = Engine(llm.runner, max_batch=2)
+    engine = Engine(llm.runner, max_num_seqs=2)
     running = engine.add(tiny_prompt(5), greedy(50))
     engine.step()
     prefilling = engine.add(tiny_prompt(100), greedy(50))
@@ -122,9 +122,9 @@ def test_statistics_count_what_full_moves() -> None:
     [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
     row_pair = 2 * 16 * 8
-    assert stats.link_bytes_to_device == sum(range(50, 60)) * 4 * 2 * row_pair
-    assert stats.link_bytes_to_host == 60 * 4 * 2 * row_pair
-    assert stats.attended_fraction == 1 and stats.link_fraction == pytest.approx(1, abs=0.02)
+    assert stats.h2d_bytes == sum(range(50, 60)) * 4 * 2 * row_pair
+    assert stats.d2h_bytes == 60 * 4 * 2 * row_pair
+    assert stats.exact_fraction == 1 and stats.fetched_fraction == pytest.approx(1, abs=0.02)
     assert stats.dense_layers == (0, 1, 2, 3) and stats.missed_mass is None
     assert stats.kv_bytes_host == 64 * 4 * 2 * row_pair
     assert set(stats.to_dict()) >= {"prefill_seconds", "decode_seconds", "peak_device_bytes", "scoring_bytes_device"}
@@ -187,7 +187,7 @@ def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
 
     monkeypatch.setattr(Scheduler, "admit", admitted)
     monkeypatch.setattr(Arena, "activate", activated)
-    engine = Engine(llm.runner, max_batch=16)
+    engine = Engine(llm.runner, max_num_seqs=16)
     sampled = SamplingParams(max_tokens=200, n=3, seed=1)
     asked = [(100, greedy(150)), (130, sampled), (64, beams(3, 140)), (63, greedy(1)), (5, greedy(260))]
     for length, params in asked:

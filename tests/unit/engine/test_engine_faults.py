@@ -56,7 +56,7 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list
     rng, called = random.Random(place), 0
     for make_error in ERRORS:
         failed: dict[Request, Exception] = {}
-        engine = Engine(llm.runner, max_batch=8, on_failure=failed.__setitem__)
+        engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
         requests = [engine.add(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
         error = make_error()
         with fault(llm, place, rng.randrange(6), error) as calls:
@@ -81,7 +81,7 @@ def test_only_the_request_that_fails_again_and_again_ends(
     if method == "on_keys" and llm.config.policy == "full":
         pytest.skip("policy 'full' keeps no state")
     failed: dict[Request, Exception] = {}
-    engine = Engine(llm.runner, max_batch=8, on_failure=failed.__setitem__)
+    engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
     requests = [engine.add(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
     culprit: Any = requests[3]
 
@@ -117,7 +117,7 @@ def test_only_the_request_that_fails_again_and_again_ends(
 def test_memory_that_cannot_be_freed_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(MODEL, host_memory="8MiB", policy="full", verify="off")
     failed: dict[Request, Exception] = {}
-    engine = Engine(llm.runner, max_batch=8, on_failure=failed.__setitem__)
+    engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
     requests = [engine.add(PROMPTS[i], PARAMS[i]) for i in (0, 3)]
 
     def never(*args: object) -> None:

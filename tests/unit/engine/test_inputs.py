@@ -49,10 +49,10 @@ def test_sampling_params_of_a_wrong_type(fields: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (EngineConfig, {"max_batch": "4"}),
+        (EngineConfig, {"max_num_seqs": "4"}),
         (EngineConfig, {"cuda_graphs": "yes"}),
         (EngineConfig, {"policy": 3}),
-        (EngineConfig, {"prefill_slice": 2.0}),
+        (EngineConfig, {"prefill_chunk_size": 2.0}),
         (StoreOptions, {"free_host": "0.1"}),
         (InfiniGenOptions, {"budget": "0.1"}),
         (InfiniGenOptions, {"sinks": 1.5}),

@@ -35,7 +35,7 @@ def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **optio
 
 
 def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
-    engine = Engine(llm.runner, max_batch=4, swap=swap)
+    engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     rates = swap._write_rate, swap._read_rate
     seen = 0
@@ -51,7 +51,7 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
 
 
 def roomy(**options: Any) -> list[list[int]]:
-    llm = make(prefix_sharing=False, **options)
+    llm = make(enable_prefix_caching=False, **options)
     return [
         c.token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True) for c in completed(llm.generate([prompt], p))
     ]
@@ -84,12 +84,12 @@ def test_what_is_cheaper_computed_again_is_not_written(tmp_path: Path, policy: s
     assert tokens == roomy(policy=policy) and scheduler.restored == 0
 
 
-@pytest.mark.parametrize(("policy", "kv_format"), [("full", "int8"), ("infinigen", "int4")])
-def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_format: str) -> None:
-    memory = 5 * make(policy=policy, kv_format=kv_format).runner.pool.chunk_bytes
-    llm, swap = tight(tmp_path, policy=policy, kv_format=kv_format, host_memory=memory)
+@pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
+def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
+    memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.chunk_bytes
+    llm, swap = tight(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     tokens, scheduler = run(llm, swap)
-    assert tokens == roomy(policy=policy, kv_format=kv_format) and scheduler.restored == 0
+    assert tokens == roomy(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
 
 
 def test_a_state_that_is_not_made_from_keys_alone_is_computed_again(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_swap_file_has_no_name_at_any_moment(tmp_path: Path) -> None:
     left.write_bytes(b"of a process that was killed")
     (tmp_path / "notes.kv").write_text("the user's own")
     llm, swap = tight(tmp_path)
-    engine = Engine(llm.runner, max_batch=4, swap=swap)
+    engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
     while not swap.bytes_used:
         engine.step()

@@ -199,7 +199,7 @@ def test_a_callers_processor_is_asked_once_a_token(exact: str | None) -> None:
 def test_a_processor_that_raises_ends_its_own_request() -> None:
     failed: list[Exception] = []
     llm = runtime()
-    engine = Engine(llm.runner, max_batch=4, on_failure=lambda _, error: failed.append(error))
+    engine = Engine(llm.runner, max_num_seqs=4, on_failure=lambda _, error: failed.append(error))
     wild = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0, logits_processors=[Remembers(13)]))
     none = engine.add(PROMPT, SamplingParams(logits_processors=[lambda _, scores: scores - torch.inf]))
     calm = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0))
@@ -223,7 +223,7 @@ def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any])
     model, failed = tiny_model("llama", **NEVER_ENDS), list[Exception]()
     llm = LLM(model, host_memory="8MiB", **options)
     model.model.embed_tokens.weight.data[5] = torch.nan
-    engine = Engine(llm.runner, max_batch=4, on_failure=lambda _, error: failed.append(error))
+    engine = Engine(llm.runner, max_num_seqs=4, on_failure=lambda _, error: failed.append(error))
     prompts = [tiny_prompt(90, seed=seed) for seed in range(3)]
     prompts = [[token + (token == 5) for token in prompt] for prompt in prompts]
     greedy = SamplingParams(max_tokens=8, temperature=0, allowed_token_ids=[6, 7, 8])

@@ -181,7 +181,7 @@ def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: p
     its own may be preempted by older ones of its engine and drain again: 3 (L + T) rounds for each completion.
     """
     case = _Pool(seed, monkeypatch)
-    engines = [Engine(case.llm.runner, max_batch=4) for _ in case.asked]
+    engines = [Engine(case.llm.runner, max_num_seqs=4) for _ in case.asked]
     added = list(zip(engines, case.asked, strict=True))
     requests = [(str(one), engine.add(*one)) for engine, asked in added for one in asked]
     longest = max(params.max_tokens for asked in case.asked for _, params in asked) + case.llm.geometry.layers
@@ -201,7 +201,7 @@ def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.Monke
     """Four blocks, of which each of two requests needs three in the end: the younger one gives way."""
     monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
     llm, params = tight(4), SamplingParams(max_tokens=40, temperature=0)
-    older, younger = engines = [Engine(llm.runner, max_batch=2) for _ in range(2)]
+    older, younger = engines = [Engine(llm.runner, max_num_seqs=2) for _ in range(2)]
     prompts = [tiny_prompt(110), tiny_prompt(100, seed=1)]  # the older one needs its third block first
     requests = [engine.add(prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
     run_in_rounds(engines, 0, 200)

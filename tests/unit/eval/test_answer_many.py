@@ -43,7 +43,7 @@ def test_answers_are_those_of_single_runs_and_the_document_is_computed_once(
     out = tmp_path / "answers.jsonl"
     script.answer_file(llm, document, QUESTIONS, out, PARAMS, batch=3)
     assert [line["question"] for line in read(out)] == QUESTIONS
-    bare = LLM("reference", policy="full", host_memory="256MiB", prefix_sharing=False)
+    bare = LLM("reference", policy="full", host_memory="256MiB", enable_prefix_caching=False)
     prompts = [
         llm.encode(document) + llm.encode(script.TEMPLATE.format(question=q), special_tokens=False) for q in QUESTIONS
     ]

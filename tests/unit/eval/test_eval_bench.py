@@ -195,7 +195,7 @@ def test_h2o_attends_to_as_much_and_int4_crosses_an_eighth(field: Field) -> None
         ours: Ours = filled(field, name)
         ours.step()
         facts = ours.facts()
-        attended[name], crossed[name] = facts["attended_fraction"], facts["link_bytes_per_token"]
+        attended[name], crossed[name] = facts["exact_fraction"], facts["link_bytes_per_token"]
     assert attended["h2o"] == pytest.approx(attended["infinigen"], rel=0.02)
     # Groups of four-bit numbers have a scale and a zero each.
     assert 1 / 8 < crossed["int4"] / crossed["full"] < 0.45
@@ -252,7 +252,7 @@ def test_accelerates_offload_is_exact_and_every_weight_crosses(field: Field) -> 
     assert int(peer._cache.get_seq_length()) == LENGTH + 1
     assert {weight.device.type for weight in peer._model.parameters()} == {"meta"}, "none stays"
     weights = sum(weight.nbytes for weight in field.model.parameters())
-    assert peer.facts() == {"attended_fraction": 1.0, "link_bytes_per_token": weights / field.batch}
+    assert peer.facts() == {"exact_fraction": 1.0, "link_bytes_per_token": weights / field.batch}
     assert all(weight.device.type == "cpu" for weight in field.model.parameters()), "the model itself is as it was"
 
 
@@ -316,7 +316,7 @@ def test_a_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     sparse = next(t for t in report["timings"] if t["name"] == "infinigen" and t["context"] == 1024)
     assert sparse["samples"] == bench.BURST and sparse["facts"]["dense_layers"] == []
     resident, n = sum(RESIDENT), round(FRACTION * (1024 - sum(RESIDENT)))
-    assert sparse["facts"]["sparse_attended_fraction"] == pytest.approx((resident + n) / 1024, rel=0.01)
+    assert sparse["facts"]["sparse_exact_fraction"] == pytest.approx((resident + n) / 1024, rel=0.01)
     assert (
         sparse["facts"]["link_bytes_per_token"] == 3 * 2 * n * 2 * 32 * 4
     )  # layers, KV heads, rows, K and V, d, bytes

@@ -102,10 +102,10 @@ def test_layer_by_layer_equals_step_by_step(architecture: str, name: str) -> Non
     assert layers.is_greedy == steps.is_greedy
     stats = steps.stats
     shares = layers.fractions
-    assert shares.link == pytest.approx(stats.link_fraction, abs=1e-12)
-    assert shares.attended == pytest.approx(stats.attended_fraction, abs=1e-12)
-    assert shares.sparse_link == pytest.approx(stats.sparse_link_fraction, abs=1e-12)
-    assert shares.sparse_attended == pytest.approx(stats.sparse_attended_fraction, abs=1e-12)
+    assert shares.link == pytest.approx(stats.fetched_fraction, abs=1e-12)
+    assert shares.attended == pytest.approx(stats.exact_fraction, abs=1e-12)
+    assert shares.sparse_link == pytest.approx(stats.sparse_fetched_fraction, abs=1e-12)
+    assert shares.sparse_attended == pytest.approx(stats.sparse_exact_fraction, abs=1e-12)
     sampled = [masses for step, masses in layers.trace.missed if step % 16 == 0]
     for (_, theirs), ours in zip(stats.missed_by_step, sampled, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)
@@ -120,7 +120,7 @@ def test_chunks_are_those_of_the_steps(name: str) -> None:
     steps = LLM(model, policy=policy, policy_options=options).score([ids[: start + 1]], [ids[start + 1 :]])[0]
     layers = by_layer(model, policy, options, ids, start)
     assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-6)
-    assert layers.fractions.attended == pytest.approx(steps.stats.attended_fraction, abs=1e-12)
+    assert layers.fractions.attended == pytest.approx(steps.stats.exact_fraction, abs=1e-12)
 
 
 CHUNK_BYTES = 2 * 4 * 2 * 16 * 64 * 8
@@ -133,22 +133,22 @@ BOUNDED: list[tuple[str, Any, int, dict[str, Any]]] = [
     ("default", "lru", 90, {}),
     ("default", FIFO, 90, {}),
     ("default", "counter", 1, {}),
-    ("default", "lru", 90, {"kv_format": "int8"}),
-    ("default", FIFO, 90, {"kv_format": "int8"}),
+    ("default", "lru", 90, {"kv_cache_dtype": "int8"}),
+    ("default", FIFO, 90, {"kv_cache_dtype": "int8"}),
 ]
 """Variant, eviction, tokens prefilled, more settings of the pool."""
 
 
 @pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
-@pytest.mark.parametrize("kv_format", ["int8", "int2"])
-def test_rounded_rows_layer_by_layer(name: str, kv_format: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
+def test_rounded_rows_layer_by_layer(name: str, kv_cache_dtype: str) -> None:
     """As above, rows rounded where they are not resident."""
     (policy, options), model = VARIANTS[name], tiny_model("llama").double()
-    ids, start, engine = tokens(140), 110, {"kv_format": kv_format}
+    ids, start, engine = tokens(140), 110, {"kv_cache_dtype": kv_cache_dtype}
     steps = LLM(model, policy=policy, policy_options=options, **engine).score([ids[: start + 1]], [ids[start + 1 :]])[0]
     layers = by_layer(model, policy, options, ids, start, engine)
     assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
-    assert layers.fractions.link == pytest.approx(steps.stats.link_fraction, abs=1e-12)
+    assert layers.fractions.link == pytest.approx(steps.stats.fetched_fraction, abs=1e-12)
 
 
 @pytest.mark.parametrize(("name", "eviction", "start", "more"), BOUNDED)
@@ -162,7 +162,7 @@ def test_a_bounded_pool_layer_by_layer(name: str, eviction: Any, start: int, mor
     steps = llm.score([ids[: start + 1]], [ids[start + 1 :]], start)[0]
     layers = by_layer(model, policy, options, ids, start, engine)
     assert layers.logprobs == pytest.approx(steps.logprobs, abs=1e-9)
-    assert layers.fractions.attended == pytest.approx(steps.stats.attended_fraction, abs=1e-12)
+    assert layers.fractions.attended == pytest.approx(steps.stats.exact_fraction, abs=1e-12)
     assert steps.stats.kv_bytes_host == limit
     free = by_layer(model, policy, options, ids, start, more)
     room = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one

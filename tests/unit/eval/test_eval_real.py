@@ -50,7 +50,7 @@ def test_a_part_goes_on_where_it_stopped(data: Path, tmp_path: Path, monkeypatch
     PARTS["bytes"](part)
     first = rows(tmp_path / "bytes.json")
     names = [row["variant"] for row in first]
-    assert names[:4] == ["full", "full kv_format=int8", "full kv_format=int4", "full kv_format=int2"]
+    assert names[:4] == ["full", "full kv_cache_dtype=int8", "full kv_cache_dtype=int4", "full kv_cache_dtype=int2"]
     assert len(said) == len(first) - 1 == 8
     assert all(row["context"] == 96 and row["text"] == "war_and_peace.txt" for row in first)
     monkeypatch.setattr(ModelUnderTest, "score", lambda *arguments: pytest.fail("measured again"))

@@ -56,7 +56,7 @@ def made(folder: Path, steps: int = 30, seed: int = 0, **changes: object) -> Rec
 def test_a_recording_is_what_the_policy_selected(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = tiny_model("llama"), tiny_prompt(150)
     monkeypatch.setattr(recording_module, "SHARD_BYTES", 600)  # several shards
-    llm = LLM(model, policy=policy, policy_options=OPTIONS, prefix_sharing=False)
+    llm = LLM(model, policy=policy, policy_options=OPTIONS, enable_prefix_caching=False)
     plain = [event.token_id for event in llm.stream(prompt, GREEDY)]
     tokens = [event.token_id for event in llm.stream(prompt, GREEDY, tmp_path / "run")]
     assert tokens == plain
@@ -69,7 +69,7 @@ def test_a_recording_is_what_the_policy_selected(tmp_path: Path, policy: str, mo
     assert llm.last_stats is not None
     rows = sum(rows.size for _, step in steps for rows in step)
     dense = sum(position + 1 - 10 for position, _ in steps) * run.info.kv_heads
-    assert llm.last_stats.link_bytes_to_device == (rows + dense) * run.info.row_bytes
+    assert llm.last_stats.h2d_bytes == (rows + dense) * run.info.row_bytes
     for position, step in steps:
         for layer in step:
             assert (np.diff(layer, axis=1) > 0).all()

@@ -25,7 +25,7 @@ from offload_rt.sessions.truncate import SINKS
 
 def make_llm() -> LLM:
     model = tiny_model("llama", dtype=torch.float64)
-    return LLM(model, dtype="float64", host_memory="64MiB", policy="full", prefix_sharing=False)
+    return LLM(model, dtype="float64", host_memory="64MiB", policy="full", enable_prefix_caching=False)
 
 
 def test_where_nothing_is_cut_all_variants_are_the_same_and_else_they_differ() -> None:

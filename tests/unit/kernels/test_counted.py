@@ -41,8 +41,12 @@ def counts_of(done: list[CompletionOutput]) -> list[Any]:
     facts = []
     for one in done:
         s = one.stats
-        shares = [s.link_fraction, s.sparse_link_fraction, *(share for step in s.attended_by_step for share in step)]
-        facts.append((one.token_ids, s.link_bytes_to_device, s.working_set_hit_rate, [round(x, 12) for x in shares]))
+        shares = [
+            s.fetched_fraction,
+            s.sparse_fetched_fraction,
+            *(share for step in s.attended_by_step for share in step),
+        ]
+        facts.append((one.token_ids, s.h2d_bytes, s.working_set_hit_rate, [round(x, 12) for x in shares]))
     return facts
 
 
@@ -53,7 +57,7 @@ def counts_of(done: list[CompletionOutput]) -> list[Any]:
         ({"scorer": "partial", "alpha": 1.0}, 9, {}),
         ({"scorer": "int4", "source": "attention_input", "max_fraction": 0.4, "alpha": 2.0}, 0, {}),
         ({"preset": "paper", "alpha": 1.5}, 30, {}),
-        ({"alpha": 1.0}, 9, {"kv_format": "int4"}),
+        ({"alpha": 1.0}, 9, {"kv_cache_dtype": "int4"}),
         ({"alpha": 1.0}, 9, {"eviction": "lru"}),
     ],
 )
@@ -78,7 +82,7 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
     options, prompt = {"dense_layers": (), "alpha": 2.0, "max_fraction": 0.3}, tiny_prompt(90)
     params = SamplingParams(max_tokens=4, temperature=0)
     [plain] = completed(
-        make(False, torch.float32, options, missed_mass_every=0, kv_format="auto").generate([prompt], params)
+        make(False, torch.float32, options, missed_mass_every=0, kv_cache_dtype="auto").generate([prompt], params)
     )
     llm = make(True, torch.float32, options, 7, missed_mass_every=0)
     monkeypatch.setattr(dispatch, "_compiled", lambda tensor: tensor.dtype != torch.float64)
@@ -92,7 +96,7 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
     monkeypatch.setattr(Runner, "decode", watched)
     [done] = completed(llm.generate([prompt], params))
     assert len(steps) == 3 and done.token_ids == plain.token_ids
-    assert done.stats.attended_fraction == plain.stats.attended_fraction
+    assert done.stats.exact_fraction == plain.stats.exact_fraction
     assert 0 < (done.stats.working_set_hit_rate or 0) < 1
 
     with pytest.raises(EngineError, match="AskedError"):  # eviction has to know what was selected

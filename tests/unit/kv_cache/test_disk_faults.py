@@ -38,7 +38,7 @@ def make(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
     """With a quarter of the context in memory where there is a disk."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
-    return LLM(MODEL, dtype="float64", prefill_slice=32, policy=policy, policy_options=chosen, **limits, **options)
+    return LLM(MODEL, dtype="float64", prefill_chunk_size=32, policy=policy, policy_options=chosen, **limits, **options)
 
 
 def written(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -212,7 +212,7 @@ def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch
     failed, ended = [], {}
     drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}
     with make(tmp_path, **drafts) as llm:
-        engine = Engine(llm.runner, max_batch=2, on_failure=lambda request, error: failed.append((request, error)))
+        engine = Engine(llm.runner, max_num_seqs=2, on_failure=lambda request, error: failed.append((request, error)))
         first = engine.add(TURNS[0], GREEDY)
         while not first.completions()[0].token_ids:
             engine.step()

@@ -335,7 +335,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy_options": {"preset": "rows", "recent": 8, "budget": 0.2}},
     "infinigen, tail": {"policy_options": {"recent": 8, "tail": "int4", "budget": 0.2}},
-    "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_format": "int4"},
+    "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_cache_dtype": "int4"},
     "infinigen, missed mass": {"policy_options": {"recent": 8, "max_missed_mass": 0.2}},
     "oracle": {"policy": "oracle", "policy_options": {"budget": 0.2, "recent": 8}},
     "streaming": {"policy": "streaming", "policy_options": {"budget": 0.2}},
@@ -433,7 +433,7 @@ def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(Prefill, "_begin_segment", lambda self, start: passes.append(start) or real(self, start))
     for folder in (None, tmp_path):
         passes.clear()
-        with make(folder, prefill_slice=32, **POLICIES[policy]) as llm:
+        with make(folder, prefill_chunk_size=32, **POLICIES[policy]) as llm:
             said.append([written(llm, [prompt]) for prompt in prompts])
             [told] = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=1, prompt_logprobs=0))
             heard.append(

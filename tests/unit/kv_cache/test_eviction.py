@@ -170,7 +170,7 @@ def test_slots_hold_what_a_plain_list_says(
 
 @pytest.mark.parametrize(
     ("policy", "options", "more"),
-    [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_format": "int8"})],
+    [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_cache_dtype": "int8"})],
 )
 def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
     """A prompt of three chunks and one of nearly a chunk in a pool of four: the short one grows at the expense of the

@@ -14,7 +14,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.kv_cache.kv_format import Quantised, kv_format
+from offload_rt.kv_cache.kv_format import Quantised, make_kv_format
 
 DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
 
@@ -23,7 +23,7 @@ DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_row_sizes(head_dim: int, bits: int) -> None:
     """d = 128 in int4: 64 bytes of codes and two groups of 4 bytes, against 256 bytes in 16 bit."""
-    stored = kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
+    stored = make_kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
     rows = torch.randn(3, 5, head_dim)
     assert stored.encode(rows).shape == (3, 5, stored.width) and stored.storage == torch.uint8
     assert stored.width == -(-head_dim * bits // 8) + 4 * -(-head_dim // 64)
@@ -60,15 +60,15 @@ def test_constant_rows_stay_constant(bits: int) -> None:
 
 def test_native_rows_are_the_rows() -> None:
     rows = torch.randn(2, 3, 8, dtype=torch.bfloat16)
-    stored = kv_format("auto", torch.bfloat16, 8)
+    stored = make_kv_format("auto", torch.bfloat16, 8)
     assert stored.encode(rows) is rows and stored.decode(rows) is rows and stored.exact
     with pytest.raises(ConfigError, match="did you mean 'int8'"):
-        kv_format("int9", torch.float32, 64)  # type: ignore[arg-type]
+        make_kv_format("int9", torch.float32, 64)  # type: ignore[arg-type]
 
 
-def make_llm(kv_format: str, policy: str = "full", **options: Any) -> LLM:
+def make_llm(kv_cache_dtype: str, policy: str = "full", **options: Any) -> LLM:
     model = tiny_model("llama")
-    return LLM(model, policy=policy, policy_options=options, host_memory="8MiB", kv_format=kv_format)  # type: ignore[arg-type]
+    return LLM(model, policy=policy, policy_options=options, host_memory="8MiB", kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
 
 
 def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
@@ -80,7 +80,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
     for name, width in (("int8", 16 + 4), ("int4", 8 + 4), ("int2", 4 + 4)):
         llm = make_llm(name)
         [rounded] = llm.score([tokens[:80]], [tokens[80:]])
-        assert rounded.stats.link_bytes_to_device * 64 == exact.stats.link_bytes_to_device * width
+        assert rounded.stats.h2d_bytes * 64 == exact.stats.h2d_bytes * width
         assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
         assert llm.runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
         # The first scored token sees 79 rounded rows and one exact; no row is rounded in the prefill that made them.
@@ -88,24 +88,24 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
     assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "int4", "int2"])
-def test_formats_go_with_selection_forks_batches_and_eviction(kv_format: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int2"])
+def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
     """A budget of everything is full, with full's window (resident rows are not rounded); a batch gives what each gets
     alone; forks and a bounded pool work on rounded rows."""
     params = SamplingParams(max_tokens=12, temperature=0)
     prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 120)]
-    full = [c.token_ids for c in completed(make_llm(kv_format).generate(prompts, params))]
+    full = [c.token_ids for c in completed(make_llm(kv_cache_dtype).generate(prompts, params))]
     options = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "sinks": 0, "recent": 1}
-    everything = make_llm(kv_format, "infinigen", **options)
+    everything = make_llm(kv_cache_dtype, "infinigen", **options)
     assert [c.token_ids for c in completed(everything.generate(prompts, params))] == full
-    assert [completed(make_llm(kv_format).generate([prompt], params))[0].token_ids for prompt in prompts] == full
-    twice = make_llm(kv_format).score([prompts[1]] * 2, [full[1]] * 2)
+    assert [completed(make_llm(kv_cache_dtype).generate([prompt], params))[0].token_ids for prompt in prompts] == full
+    twice = make_llm(kv_cache_dtype).score([prompts[1]] * 2, [full[1]] * 2)
     assert twice[0].logprobs == twice[1].logprobs
     bounded = LLM(
         tiny_model("llama"),
         policy_options={"recent": 8},
         host_memory=2 * everything.runner.pool.chunk_bytes,
-        kv_format=kv_format,  # type: ignore[arg-type]
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
         eviction="lru",
     )
     [long] = completed(bounded.generate([prompts[1]], SamplingParams(max_tokens=90, temperature=0)))

@@ -104,7 +104,7 @@ def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy:
 @pytest.mark.parametrize("kind", MODELS)
 def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
     """Before, every layer held every token."""
-    llm = make(kind, prefix_sharing=False)
+    llm = make(kind, enable_prefix_caching=False)
     pool = llm.runner.pool
     most = pool.groups.sliding * pool.groups.window_chunks
     for event in llm.stream(tiny_prompt(300), greedy(200)):
@@ -225,19 +225,19 @@ def answer(session: Session, turn: list[int], count: int = 12) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "kv_format"), [*((kind, "auto") for kind in MODELS), ("room to spare", "int8")])
-def test_a_stored_session_goes_on_as_if_it_had_never_stopped(kind: str, kv_format: str, tmp_path: Path) -> None:
-    straight = make(kind, kv_format=kv_format).session("s", tmp_path / "straight")
+@pytest.mark.parametrize(("kind", "kv_cache_dtype"), [*((kind, "auto") for kind in MODELS), ("room to spare", "int8")])
+def test_a_stored_session_goes_on_as_if_it_had_never_stopped(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    straight = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "straight")
     expected = [answer(straight, turn) for turn in TURNS]
     straight.close()
     for turn, right in zip(TURNS, expected, strict=True):
-        session = make(kind, kv_format=kv_format).session("s", tmp_path / "stored")
+        session = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "stored")
         before = session.history.computed
         assert answer(session, turn) == right
         assert session.loaded_tokens == before, "nothing is computed again"
         session.close()
     files = list((tmp_path / "stored").glob("*/*/*.kv"))
-    session = make(kind, kv_format=kv_format).session("s", tmp_path / "stored")
+    session = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "stored")
     groups = session.kv.runner.pool.groups
     computed = session.history.computed
     shown = -(-computed // CHUNK) - groups.first_seen(computed) // CHUNK
@@ -338,10 +338,10 @@ def _kept(computed: int, cut: dict[str, Any]) -> set[int]:
 def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> None:
     pool = make(kind).runner.pool
     each, step = pool.groups.chunks(150), pool.groups.chunks_at_once
-    llm = make(kind, memory=(3 * each - step) * pool.chunk_bytes, prefix_sharing=False)
+    llm = make(kind, memory=(3 * each - step) * pool.chunk_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
     swap._write_rate = swap._read_rate = 0.0
-    engine = Engine(llm.runner, max_batch=4, swap=swap)
+    engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     prompts = [tiny_prompt(50, seed=seed) for seed in range(4)]
     requests = [engine.add(prompt, greedy(100)) for prompt in prompts]
     while not engine.idle:
@@ -358,10 +358,10 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
 def test_a_sequence_comes_back_to_a_pool_with_room_for_one(kind: str, tmp_path: Path) -> None:
     """Sliding layers hold their windows, not all blocks of the sequence."""
     pool = make(kind).runner.pool
-    llm = make(kind, memory=pool.groups.chunks(150) * pool.chunk_bytes, prefix_sharing=False)
+    llm = make(kind, memory=pool.groups.chunks(150) * pool.chunk_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
     swap._write_rate = swap._read_rate = 0.0
-    engine, prompt = Engine(llm.runner, max_batch=4, swap=swap), tiny_prompt(50)
+    engine, prompt = Engine(llm.runner, max_num_seqs=4, swap=swap), tiny_prompt(50)
     request = engine.add(prompt, greedy(100))
     while len(request.completions()[0].token_ids) < 90:
         engine.step()
@@ -410,8 +410,8 @@ def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_p
     then starts from the prefix tree."""
     whole = {"policy_options": {"budget": 1.0, "dense_layers": ()}}
     options: dict[str, dict[str, Any]] = {
-        "copied": {"prefill_slice": CHUNK},
-        "int8": {"kv_format": "int8"},
+        "copied": {"prefill_chunk_size": CHUNK},
+        "int8": {"kv_cache_dtype": "int8"},
         "working set": {"policy": "infinigen", "working_set": 24} | whole,
     }
     llm = make(kind, **options.get(path, {}))

@@ -91,8 +91,8 @@ DAILY = [cell for cell in RIGHT if not cell.slides][::STEP] + [cell for cell in 
 
 def make_llm(cell: Cell) -> LLM:
     return LLM(
-        MODEL_THAT_SLIDES if cell.slides else MODEL, dtype="float64", host_memory="8MiB", kv_format=cell.rows,
-        prefix_sharing=cell.sharing, eviction="lru" if cell.eviction else None, **POLICIES[cell.policy],
+        MODEL_THAT_SLIDES if cell.slides else MODEL, dtype="float64", host_memory="8MiB", kv_cache_dtype=cell.rows,
+        enable_prefix_caching=cell.sharing, eviction="lru" if cell.eviction else None, **POLICIES[cell.policy],
     )  # fmt: skip
 
 

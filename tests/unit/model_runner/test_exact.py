@@ -156,7 +156,7 @@ def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
         assert stats.accepted_tokens + stats.verifications == 23, "the first token is the prefill's"
         steps = len(stats.attended_by_step) - stats.verifications
         total = sum(map(sum, stats.attended_by_step)) / stats.layers
-        assert stats.attended_fraction == pytest.approx(total / 23)
+        assert stats.exact_fraction == pytest.approx(total / 23)
         assert steps == stats.drafted_tokens
     assert few.draft_speedup is None, "no pass was without drafts"
     assert few.mean_accepted_length is not None and all_right.mean_accepted_length is not None
@@ -276,7 +276,7 @@ def test_a_preempted_request_goes_on_exactly() -> None:
         policy_options=SMALL,
         host_memory="600KiB",
         exact={"method": "sparse", "adaptive": False},
-        prefix_sharing=False,
+        enable_prefix_caching=False,
     )
     found = texts(small, PROMPTS, params)
     assert found == texts(runtime(model, "full"), PROMPTS, params)
@@ -286,7 +286,7 @@ def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
     """Three chunks for two sequences that slide: the next token fits, drafts beyond the end of a chunk do not."""
     model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
     exact = {"method": "sparse", "adaptive": False}
-    full = LLM(model, policy_options=SMALL, exact=exact, host_memory="96KiB", prefix_sharing=False)
+    full = LLM(model, policy_options=SMALL, exact=exact, host_memory="96KiB", enable_prefix_caching=False)
     assert texts(full, prompts, GREEDY) == texts(runtime(model, "full"), prompts, GREEDY)
 
 
@@ -380,7 +380,7 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
         ({"exact": "sparse", "policy": "full"}, "'lookup'"),
         ({"exact": True, "policy": "quest"}, "exact='lookup'"),
         ({"exact": True, "eviction": "counter"}, "eviction"),
-        ({"exact": True, "kv_format": "int8"}, "kv_format"),
+        ({"exact": True, "kv_cache_dtype": "int8"}, "kv_cache_dtype"),
     ],
 )
 def test_what_cannot_be_exact_says_so(fields: dict[str, Any], said: str) -> None:

@@ -69,7 +69,7 @@ def test_prefill_slices_do_not_matter(slice_tokens: int) -> None:
     model = tiny_model("mistral", dtype=torch.float64)
     tokens = tiny_prompt(130)
     expected = model(torch.tensor([tokens])).logits[0, -1]
-    llm = LLM(model, policy="full", host_memory="8MiB", dtype="float64", prefill_slice=slice_tokens)
+    llm = LLM(model, policy="full", host_memory="8MiB", dtype="float64", prefill_chunk_size=slice_tokens)
     torch.testing.assert_close(decoded_logits(llm, tokens, prefilled=130)[-1], expected, rtol=0, atol=1e-5)
 
 
@@ -121,7 +121,7 @@ def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) 
         LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
     )
     assert_greedy(model, prompt, sparse.token_ids)  # as full's are
-    assert sparse.stats.attended_fraction == 1.0
+    assert sparse.stats.exact_fraction == 1.0
     if name == "mistral":  # every layer slides: nothing selects
         assert sparse.stats.missed_mass is None
     else:

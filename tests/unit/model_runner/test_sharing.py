@@ -29,7 +29,7 @@ REQUESTS = 500 if STRESS else 100
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:
     """Each by itself, with nothing to share."""
     model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
-    bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", prefix_sharing=False)
+    bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", enable_prefix_caching=False)
     bare.runner.policy = llm.runner.policy
     return [
         c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in completed(bare.generate([prompt], p))
@@ -101,7 +101,7 @@ def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
     params = [greedy(rng.randint(1, 80)) for _ in prompts]
     needed = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
     llm = make(chunks=-(-needed // CHUNK) + rng.randint(0, 6))
-    engine = Engine(llm.runner, max_batch=4)
+    engine = Engine(llm.runner, max_num_seqs=4)
     requests = []
     cancelled = set()
     waiting = list(zip(prompts, params, strict=True))
@@ -133,16 +133,16 @@ def test_samples_and_beams_share_a_pool_with_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "kv_format"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
+    ("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
 )
-def test_preemption_loses_nothing(policy: str, kv_format: str) -> None:
+def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
     """Six requests that need three chunks each in the end, in five chunks: the youngest give way and start again. Where
     rows are rounded, or decoded under a selection, they are decoded again rather than prefilled."""
-    roomy = make(policy=policy, kv_format=kv_format, prefix_sharing=False)
+    roomy = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     memory = 5 * roomy.runner.pool.chunk_bytes
-    tight = make(policy=policy, kv_format=kv_format, host_memory=memory)
+    tight = make(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     prompts, params = [tiny_prompt(100, seed=i) for i in range(6)], [greedy(40)] * 6
-    engine = Engine(tight.runner, max_batch=6)
+    engine = Engine(tight.runner, max_num_seqs=6)
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     while not engine.idle:
         engine.step()
@@ -165,7 +165,7 @@ def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
     assert saved == (batch - 1) * shared
     assert pool.bytes_peak <= (32 + 2 * batch) * CHUNK_BYTES
     assert pool.bytes_peak - 2 * batch * CHUNK_BYTES <= 0.1 * batch * 32 * CHUNK_BYTES
-    crossed = sum(c.stats.link_bytes_to_device for c in done)
+    crossed = sum(c.stats.h2d_bytes for c in done)
     prefill = (batch - 1) * shared * LAYERS * ROW
     steps = [len(c.stats.attended_by_step) for c in done]
     assert steps == [15] * batch
@@ -234,7 +234,7 @@ def test_waste_is_less_than_a_chunk_a_sequence() -> None:
     """PagedAttention's three kinds: nothing is reserved ahead beyond the chunk in use, nothing lies between sequences
     that nobody can use, and inside the last chunks at most 63 slots are empty."""
     llm = make()
-    engine = Engine(llm.runner, max_batch=8)
+    engine = Engine(llm.runner, max_num_seqs=8)
     requests = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(200)) for i in range(8)]
     pool = llm.runner.pool
     while not engine.idle:
@@ -250,7 +250,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     """Somebody outside the engine holds most of the pool: the one that runs cannot go on and says so."""
     llm = make(chunks=6)
     held = llm.runner.pool.new_block_table(4 * CHUNK)
-    engine = Engine(llm.runner, max_batch=2)
+    engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(60))
     after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed
     with pytest.raises(PoolFullError, match=r"1 chunks of 64 tokens .* are needed"):
@@ -271,7 +271,7 @@ def test_many_requests_in_a_pool_too_small_for_them() -> None:
     stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
     prompts = [rng.choice(stems) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(REQUESTS)]
     params = [greedy(rng.choice([1, 7, 20, 140])) for _ in prompts]
-    engine = Engine(llm.runner, max_batch=24)
+    engine = Engine(llm.runner, max_num_seqs=24)
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     cancelled, steps = set(), 0
     while not engine.idle:
@@ -313,7 +313,7 @@ def test_another_policy_finds_what_was_prefilled() -> None:
     other = first.under("quest", options)
     [done] = completed(other.generate([prompt], greedy(24)))
     [own] = completed(make(policy="quest", policy_options=options).generate([prompt], greedy(24)))
-    assert done.token_ids == own.token_ids and done.stats.attended_fraction == own.stats.attended_fraction < 1
+    assert done.token_ids == own.token_ids and done.stats.exact_fraction == own.stats.exact_fraction < 1
     assert (done.stats.reused_tokens, own.stats.reused_tokens) == (3 * CHUNK, 0)
     assert other.config.policy == "quest" and first.config.policy == "full"
     assert other.runner.adapter is first.runner.adapter

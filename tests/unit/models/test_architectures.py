@@ -90,7 +90,7 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
     for prompt, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == 8
         assert_greedy(model, prompt, completion.token_ids)
-        assert completion.stats.attended_fraction == 1.0
+        assert completion.stats.exact_fraction == 1.0
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])

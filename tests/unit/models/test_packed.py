@@ -94,7 +94,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
         m.in_features * m.out_features for layer in loaded.layers for m in layer.modules() if hasattr(m, "in_features")
     )
     assert sum(map(held_bytes, matrices)) <= WAYS[packed.name][1] * numbers
-    config = EngineConfig(policy="full", device_memory="1GiB", max_context=128)
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=128)
     least = shape.weight_bytes + plan_for(config, shape).costs.total([128])
     assert not plan_for(replace(config, device_memory=least), shape).streamed
     if packed.name == "bitsandbytes":
@@ -150,7 +150,7 @@ def test_packed_layers_stream(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
     keep_layout(model)
     shape = load_shape(packed, dtype="float32")
-    config = EngineConfig(policy="full", device_memory="1GiB", max_context=192, host_memory="16MiB", dtype="float32")
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=192, host_memory="16MiB", dtype="float32")
     limit = shape.sizes.fixed + 4 * max(shape.sizes.layers) + plan_for(config, shape).costs.total([192])
     for verify in ("always", "off"):
         llm = LLM(packed, config, device_memory=limit, verify=verify)

@@ -43,7 +43,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def ours(checkpoint: Path, prompt: list[int], reach: int | None) -> list[int]:
-    config: dict[str, Any] = {"max_context": reach, "host_memory": "4MiB", "dtype": "float64", "verify": "always"}
+    config: dict[str, Any] = {"max_model_len": reach, "host_memory": "4MiB", "dtype": "float64", "verify": "always"}
     with LLM(checkpoint, policy="full", **config) as llm:
         return llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].token_ids
 
@@ -77,7 +77,7 @@ def test_a_class_that_nobody_declared(checkpoint: Path, monkeypatch: pytest.Monk
 
 def test_long_texts(checkpoint: Path) -> None:
     if checkpoint.name == "dynamic":
-        with pytest.raises(ModelError, match=f"max_context={2 * TRAINED} must be at most {TRAINED}") as refused:
+        with pytest.raises(ModelError, match=f"max_model_len={2 * TRAINED} must be at most {TRAINED}") as refused:
             load_model(checkpoint, reach=2 * TRAINED)
         assert refused.value.reason == "rope_length"
         return

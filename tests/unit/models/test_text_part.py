@@ -75,7 +75,7 @@ def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["gemma3_multimodal", "qwen2_vl"])
 def test_its_layers_stream(name: str, saved: Any) -> None:
     folder, whole = saved(name)
-    config = EngineConfig(policy="full", device_memory="1GiB", max_context=64, host_memory="4MiB", dtype="float32")
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB", dtype="float32")
     shape = load_shape(folder, dtype="float32")
     limit = shape.weight_bytes + plan_for(config, shape).costs.total([64]) - 1
     llm = LLM(folder, config, device_memory=limit)

@@ -38,7 +38,7 @@ def test_it_is_full_before_and_infinigen_after() -> None:
     llm = runtime("auto", dense_until=1000, **SMALL)
     llm.runner.policy.correct_guess = lambda layer, x: calls.append(layer) or x  # type: ignore[method-assign]
     [whole], [full] = texts(llm, [prompt]), texts(runtime("full"), [prompt])
-    assert whole.token_ids == full.token_ids and whole.stats.attended_fraction == 1 and not calls
+    assert whole.token_ids == full.token_ids and whole.stats.exact_fraction == 1 and not calls
     [after], [infinigen] = (
         texts(runtime("auto", dense_until=0, **SMALL), [prompt]),
         texts(runtime("infinigen", **SMALL), [prompt]),
@@ -62,7 +62,7 @@ def test_selection_begins_within_a_text_and_beside_others() -> None:
         min(shares) < 1
         and max(sum(step) for step in together[1].stats.attended_by_step) < MODEL.config.num_hidden_layers
     )
-    assert together[2].stats.attended_fraction == 1
+    assert together[2].stats.exact_fraction == 1
     start = [*prompts[0], *alone[0].token_ids[:10]]
     fresh = texts(runtime("auto", **options), [start])[0]
     assert fresh.token_ids[:14] == alone[0].token_ids[10:]
@@ -75,7 +75,7 @@ def test_what_is_short_attends_to_everything_beside_what_selects_together() -> N
     assert isinstance(policy, InfiniGen)
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
     short, long = texts(llm, prompts)
-    assert short.stats.attended_fraction == 1 and long.stats.attended_fraction < 1
+    assert short.stats.exact_fraction == 1 and long.stats.exact_fraction < 1
     [alone] = texts(llm, prompts[1:])
     assert long.token_ids == alone.token_ids
 

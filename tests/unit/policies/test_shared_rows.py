@@ -66,7 +66,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
     """Whoever comes later learns what is its own, and the rows are those of a sequence that learns all."""
-    runner, others = runner_of(), runner_of(prefix_sharing=False)
+    runner, others = runner_of(), runner_of(enable_prefix_caching=False)
     sequences = [started(runner, prompt) for prompt in prompts()]
     assert learned == [0, 0, *[COMMON] * 4] and all(one.learned == one.unlearned == 0 for one in sequences)
     alone = [started(others, prompt) for prompt in prompts()]

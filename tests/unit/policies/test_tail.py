@@ -94,7 +94,7 @@ def test_an_estimate_without_rounding_is_full(
     monkeypatch.setattr(LowBitRows, "attend", attend_exactly(kept, asked, llm.runner.adapter.geometry.scales))
     [found] = completed(llm.generate([prompt], GREEDY))
     assert list(found.token_ids) == full_tokens(name, prompt)
-    assert found.stats.attended_fraction < 0.4
+    assert found.stats.exact_fraction < 0.4
 
 
 @pytest.mark.parametrize("tail", ["int4", "int2"])
@@ -121,11 +121,11 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
         geometry = llm.runner.adapter.geometry
         row = geometry.head_dim * (4 + bits) // 8 + 2
         assert found.stats.scoring_bytes_device == (geometry.layers - 1) * geometry.kv_heads * row * 1024
-        assert found.stats.tail_bytes_device == found.stats.scoring_bytes_device
-        assert found.stats.estimated_fraction == pytest.approx(1 - found.stats.sparse_attended_fraction)
-        assert 0.5 < found.stats.estimated_fraction < 1
+        assert found.stats.approximate_bytes_device == found.stats.scoring_bytes_device
+        assert found.stats.approximate_fraction == pytest.approx(1 - found.stats.sparse_exact_fraction)
+        assert 0.5 < found.stats.approximate_fraction < 1
     [plain] = completed(make_llm("llama", {"preset": "rows"}).generate([tiny_prompt(90)], GREEDY))
-    assert plain.stats.tail_bytes_device == plain.stats.estimated_fraction == 0
+    assert plain.stats.approximate_bytes_device == plain.stats.approximate_fraction == 0
 
 
 def test_a_tail_scores_with_its_own_keys() -> None:
@@ -146,10 +146,10 @@ def test_the_default_estimates_what_it_does_not_select() -> None:
     """2 % of the candidates at most cross the link in every layer, beside the window; the others are estimated."""
     llm = make_llm("llama", {})
     [found] = completed(llm.generate([tiny_prompt(600)], GREEDY))
-    assert found.stats.dense_layers == () and found.stats.tail_bytes_device > 0
-    assert 0 < found.stats.link_fraction <= 0.02
-    assert found.stats.estimated_fraction == pytest.approx(1 - found.stats.attended_fraction)
-    assert found.stats.estimated_fraction > 0.85
+    assert found.stats.dense_layers == () and found.stats.approximate_bytes_device > 0
+    assert 0 < found.stats.fetched_fraction <= 0.02
+    assert found.stats.approximate_fraction == pytest.approx(1 - found.stats.exact_fraction)
+    assert found.stats.approximate_fraction > 0.85
 
 
 def test_a_lineage_is_what_it_was_before_there_were_tails_and_auto() -> None:
@@ -171,13 +171,13 @@ def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> N
     model = tiny_model("llama", dtype=torch.float64)
     model.save_pretrained(tmp_path)
     [plain] = completed(make_llm("llama", options, torch.float64).generate([prompt], GREEDY))
-    for more in ({"working_set": 32}, {"device_memory": "6.7MiB", "max_context": 256}):
+    for more in ({"working_set": 32}, {"device_memory": "6.7MiB", "max_model_len": 256}):
         llm = LLM(
             str(tmp_path), policy="infinigen", policy_options=options, dtype="float64", host_memory="32MiB", **more
         )
         [found] = completed(llm.generate([prompt], GREEDY))
         assert found.token_ids == plain.token_ids
-        assert (found.stats.link_bytes_weights > 0) == ("device_memory" in more)
+        assert (found.stats.h2d_weight_bytes > 0) == ("device_memory" in more)
         llm.runner.check_integrity()
 
 

@@ -90,10 +90,10 @@ def test_a_policy_from_outside_runs() -> None:
     [dense] = completed(LLM(model, policy="full", host_memory="16MiB", dtype="float64").generate([prompt], greedy))
     options = {"sinks": 2, "recent": 4, "dense_layers": ()}
     [every] = completed(LLM(model, policy_options=options | {"stride": 1}, **settings).generate([prompt], greedy))
-    assert every.token_ids == dense.token_ids and every.stats.attended_fraction == 1
+    assert every.token_ids == dense.token_ids and every.stats.exact_fraction == 1
     [third] = completed(LLM(model, policy_options=options | {"stride": 3}, **settings).generate([prompt], greedy))
     assert third.stats.policy == "every-nth"
-    assert third.stats.attended_fraction == pytest.approx((2 + 4 + 84 / 3) / 90, abs=0.02)
+    assert third.stats.exact_fraction == pytest.approx((2 + 4 + 84 / 3) / 90, abs=0.02)
 
 
 @pytest.mark.usefixtures("toy")
@@ -152,9 +152,9 @@ def test_a_field_of_the_configuration_is_a_flag(add: Callable[..., None], flags:
 
 
 def test_llm_takes_a_configuration_and_fields_on_top() -> None:
-    model, config = tiny_model("llama"), ToyConfig(policy="full", host_memory="8MiB", max_batch=2)  # type: ignore[arg-type]
-    llm = LLM(model, config, colour="blue", max_batch=3)
-    assert llm.config == replace(config, colour="blue", max_batch=3) == llm.runner.config
+    model, config = tiny_model("llama"), ToyConfig(policy="full", host_memory="8MiB", max_num_seqs=2)  # type: ignore[arg-type]
+    llm = LLM(model, config, colour="blue", max_num_seqs=3)
+    assert llm.config == replace(config, colour="blue", max_num_seqs=3) == llm.runner.config
     assert (llm.config.host_memory, llm.runner.pool.limit_bytes) == (8 * 2**20, 8 * 2**20)
     with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
         LLM(model, host_memroy="8MiB")
@@ -171,8 +171,9 @@ def test_a_configuration_parses_what_people_write() -> None:
     assert (config.skew, config.swap, config.dtype, config.device) == (Path("x"), Path.home() / "y", "bfloat16", "cpu")
     assert EngineConfig(eviction={"protect": "none"}).eviction == EvictionOptions(protect="none")  # type: ignore[arg-type]
     for wrong in (
-        {"host_memory": 0}, {"device_memory": "much"}, {"max_context": 0}, {"prefill_slice": 0}, {"prefill_tokens": 0},
-        {"max_batch": 0}, {"missed_mass_every": -1}, {"working_set": -1}, {"kv_format": "int3"}, {"eviction": "lfu"},
+        {"host_memory": 0}, {"device_memory": "much"}, {"max_model_len": 0}, {"prefill_chunk_size": 0},
+        {"max_num_batched_tokens": 0}, {"max_num_seqs": 0},
+        {"missed_mass_every": -1}, {"working_set": -1}, {"kv_cache_dtype": "int3"}, {"eviction": "lfu"},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             EngineConfig(**wrong)  # type: ignore[arg-type]

@@ -37,15 +37,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize(("place", "kv_format"), [("store", "auto"), ("store_int8", "int8")])
+@pytest.mark.parametrize(("place", "kv_cache_dtype"), [("store", "auto"), ("store_int8", "int8")])
 def test_sessions_of_format_1_go_on_with_their_tokens_computed_again(
-    place: str, kv_format: Any, tiny: str, tmp_path: Path
+    place: str, kv_cache_dtype: Any, tiny: str, tmp_path: Path
 ) -> None:
     """Files that hold tokens in clear text vanish, nothing that was said does."""
     store = copied(place, tmp_path / place, model=tiny)
     listed = {one.history.name: one.history for one in read_catalog(store).sessions}
     assert set(listed) == set(EXPECTED[place])
-    llm = LLM(tiny, policy="full", host_memory="64MiB", kv_format=kv_format, device="cpu")
+    llm = LLM(tiny, policy="full", host_memory="64MiB", kv_cache_dtype=kv_cache_dtype, device="cpu")
     for name, expected in EXPECTED[place].items():
         session = llm.session(name, store)
         assert not [

@@ -28,7 +28,7 @@ CHUNK_BYTES = 4 * 2 * 2 * 64 * 16 * 8
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
-    "int8 rows": {"policy": "full", "kv_format": "int8"},
+    "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
 }
 
 
@@ -110,7 +110,7 @@ def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
             assert answer(session, turn("ada", i)) == right["ada"][i]
         assert len(session.tokens) <= POSITIONS
     session.close()
-    queue = make_llm(11, positions=POSITIONS, **options).turns(tmp_path / "queue", max_batch=3)
+    queue = make_llm(11, positions=POSITIONS, **options).turns(tmp_path / "queue", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(5) for name in NAMES}
     with forgetting():
         while not queue.idle:
@@ -210,7 +210,7 @@ def test_idle_sessions_give_way_to_whatever_else_runs_and_come_back(kind: str, t
     right = {name: roomy.session(name, tmp_path / "roomy") for name in NAMES}
     for name, session in sessions.items():
         assert answer(session, turn(name, 0)) == answer(right[name], turn(name, 0))
-    expected = KINDS[kind](make_llm(prefix_sharing=False))
+    expected = KINDS[kind](make_llm(enable_prefix_caching=False))
     found = KINDS[kind](llm)
     assert found == expected if kind != "score" else torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
     pool.check_integrity()

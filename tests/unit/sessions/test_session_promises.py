@@ -100,7 +100,7 @@ def test_statistics_say_what_was_reused_and_where_a_prompt_parts_from_the_stored
     assert reuse(llm, book[:150]) == (128, None), "all of it is there; a part of a chunk is computed again"
     assert reuse(llm, [*book[:100], *tiny_prompt(90, seed=2)]) == (64, 100)
     assert reuse(llm, tiny_prompt(90, seed=3)) == (0, 0)
-    assert reuse(make_llm(prefix_sharing=False), book) == (0, None)
+    assert reuse(make_llm(enable_prefix_caching=False), book) == (0, None)
 
 
 @pytest.mark.parametrize("lost", ["nothing", "one chunk", "everything"])

@@ -73,7 +73,7 @@ def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     first, second = answer(session, TURNS[0]), answer(session, TURNS[1])
-    plain = make_llm(prefix_sharing=False)
+    plain = make_llm(enable_prefix_caching=False)
     assert completed(plain.generate([TURNS[0]], GREEDY))[0].token_ids == first
     assert completed(plain.generate([TURNS[0] + first + TURNS[1]], GREEDY))[0].token_ids == second
     assert session.tokens == TURNS[0] + first + TURNS[1] + second
@@ -131,7 +131,7 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
     session = llm.session("s", tmp_path)
     got = answer(session, TURNS[2])
     if policy == "full" or damage != "late":
-        plain = make_llm(prefix_sharing=False, **POLICIES[policy])
+        plain = make_llm(enable_prefix_caching=False, **POLICIES[policy])
         assert got == completed(plain.generate([history + TURNS[2]], GREEDY))[0].token_ids
     session.close()
     again = make_llm(**POLICIES[policy]).session("s", tmp_path)
@@ -197,7 +197,7 @@ def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pyt
             with pytest.raises(KeyboardInterrupt):
                 answer(session, TURNS[2])
             assert session.tokens == before
-    plain = make_llm(prefix_sharing=False)
+    plain = make_llm(enable_prefix_caching=False)
     expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
     assert answer(session, TURNS[2]) == expected
     session.close()
@@ -239,7 +239,7 @@ def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
     )
     session = make_llm().session("s", tmp_path)
     assert session.tokens == TURNS[0] + right[0] + TURNS[1] + right[1]
-    plain = completed(make_llm(prefix_sharing=False).generate([session.tokens + TURNS[2]], GREEDY))[0].token_ids
+    plain = completed(make_llm(enable_prefix_caching=False).generate([session.tokens + TURNS[2]], GREEDY))[0].token_ids
     assert answer(session, TURNS[2]) == plain and session.loaded_tokens > 0
     session.close()
 
@@ -423,7 +423,7 @@ def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
     assert loader is not None
     loader._thread.join(5)
     assert loader._done == 4, "unmeasured, the buffer has all layers"
-    plain = make_llm(prefix_sharing=False)
+    plain = make_llm(enable_prefix_caching=False)
     expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
     assert answer(session, TURNS[2]) == expected and loader.stall_seconds < 0.05
     session.close()
@@ -431,10 +431,10 @@ def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_rounded_rows_come_back_as_they_were_left(bits: str, tmp_path: Path) -> None:
-    straight = make_llm(kv_format=bits).session("s", tmp_path / "a")
+    straight = make_llm(kv_cache_dtype=bits).session("s", tmp_path / "a")
     expected = talk(straight, TURNS[:3])
     for turn, right in zip(TURNS[:3], expected, strict=True):
-        session = make_llm(kv_format=bits).session("s", tmp_path / "b")
+        session = make_llm(kv_cache_dtype=bits).session("s", tmp_path / "b")
         assert answer(session, turn) == right
         session.close()
     straight.close()
@@ -470,7 +470,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
     session.close()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_format": "int8"}])
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
 def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     """It would begin as an empty one, for example on a processor with another default dtype."""
     model = tiny_model("llama", dtype=torch.float64)
@@ -483,7 +483,9 @@ def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], 
     if options.get("dtype"):
         model.to(torch.float32)
     with LLM(model, policy="full", host_memory="16MiB", **({"dtype": "float64"} | options)) as llm:
-        with pytest.raises(StoreError, match=r"stored with dtype='float64' and kv_format='auto'.*Load the model with"):
+        with pytest.raises(
+            StoreError, match=r"stored with dtype='float64' and kv_cache_dtype='auto'.*Load the model with"
+        ):
             llm.session("s", tmp_path)
         assert llm.session("another", tmp_path).tokens == []
     with load() as llm:

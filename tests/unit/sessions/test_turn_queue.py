@@ -26,7 +26,7 @@ NAMES = ("ada", "bob", "cyd", "dan")
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
-    "int8 rows": {"policy": "full", "kv_format": "int8"},
+    "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
 }
 LAYERS = 3
 CHUNK_BYTES = LAYERS * 2 * 2 * 64 * 16 * 8
@@ -43,7 +43,7 @@ def make_llm(chunks: int = 400, **options: Any) -> LLM:
     """With a pool of `chunks` chunks."""
     chosen = {"policy": "full"} | options
     size = CHUNK_BYTES
-    if "kv_format" in options:
+    if "kv_cache_dtype" in options:
         size = LLM(MODEL, dtype="float64", host_memory="1MiB", **chosen).runner.pool.chunk_bytes
     llm = LLM(MODEL, dtype="float64", host_memory=chunks * size, **chosen)
     assert llm.runner.pool.chunk_count == chunks
@@ -83,7 +83,7 @@ def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path)
     """Four sessions, three turns each, a batch of three and a pool that not all of them fit: sessions leave host memory
     and come back from disk, and turns of one session follow each other."""
     right = alone(tmp_path / "alone", NAMES, 3, **options)
-    queue = make_llm(21, **options).turns(tmp_path / "q", max_batch=3)
+    queue = make_llm(21, **options).turns(tmp_path / "q", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(3) for name in NAMES}
     for _ in drain(queue):
         pass
@@ -107,7 +107,7 @@ def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], t
         session = make_llm(**options).session(name, tmp_path / name)
         right[name] = [[e.token_id for e in session.send(turn(name, i), lengths[i])] for i in range(2)]
         session.close()
-    queue = make_llm(11, **options).turns(tmp_path / "q", max_batch=3)
+    queue = make_llm(11, **options).turns(tmp_path / "q", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), lengths[i]) for i in range(2) for name in names}
     seen: dict[int, list[int]] = {}
     while not queue.idle:
@@ -125,7 +125,7 @@ def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(polic
     """Host memory for two or three sessions, one turn at a time, round and round: LRU and FIFO always give up the one
     that comes next, look-ahead the one that comes last, and what left is back before its turn."""
     llm = make_llm(9)
-    queue = llm.turns(tmp_path, max_batch=1, policy=policy)
+    queue = llm.turns(tmp_path, max_num_seqs=1, policy=policy)
     starts = []
 
     def wait_for_reading(session: Session) -> None:
@@ -184,7 +184,7 @@ def test_windows_are_the_papers(tmp_path: Path) -> None:
 def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
     """Early eviction: parked sessions leave before anybody has to wait for it, the tail of the window first."""
     llm = make_llm(20)
-    queue = llm.turns(tmp_path, max_batch=1, free_host=0.5)
+    queue = llm.turns(tmp_path, max_num_seqs=1, free_host=0.5)
     for name in NAMES:
         queue.add(name, tiny_prompt(200, seed=NAMES.index(name)), SHORT)
     for _ in drain(queue):
@@ -280,7 +280,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
 ) -> None:
     right = alone(tmp_path / "alone", NAMES[:2], 2)
     llm = make_llm()
-    queue = llm.turns(tmp_path / "q", max_batch=2)
+    queue = llm.turns(tmp_path / "q", max_num_seqs=2)
     for name in NAMES[:2]:
         queue.add(name, turn(name, 0), SHORT)
     list(queue.run())
@@ -353,7 +353,7 @@ def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
     recently used is always needed next, and computed again; look-ahead loses less. The answers are the same."""
     answers, again = {}, {}
     for policy in ("lookahead", "lru"):
-        queue = make_llm(7).turns(tmp_path / policy, max_batch=1, policy=policy, limit=9 * (CHUNK_BYTES + 4096))
+        queue = make_llm(7).turns(tmp_path / policy, max_num_seqs=1, policy=policy, limit=9 * (CHUNK_BYTES + 4096))
         queued = [queue.add(name, turn(name, i)[:64], SHORT) for i in range(3) for name in NAMES]
         for _ in drain(queue):
             assert queue.store.context.storage.bytes_used <= 9 * (CHUNK_BYTES + 4096)

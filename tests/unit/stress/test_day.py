@@ -87,7 +87,7 @@ class Morning:
 
     def batch(self) -> None:
         """Arrivals of a second, answered together."""
-        queue, rng = self.llm.turns(self.folder, max_batch=8, **OPTIONS), self.rng
+        queue, rng = self.llm.turns(self.folder, max_num_seqs=8, **OPTIONS), self.rng
         left, waiting = 1.0, []
         for arrival in self.arrivals:
             prompt = tiny_prompt(arrival.prompt, seed=rng.randrange(10**6))

@@ -116,7 +116,7 @@ DOORS: dict[str, Callable[[Place, Any], Any]] = {
     ).discard(),
     "session with": lambda place, value: place.llm.session("s", place.folder / "with", value).discard(),
     "turns with": lambda place, value: place.llm.turns(place.folder / "with", value).close(),
-    "turns batch": lambda place, value: place.llm.turns(place.folder / "with", max_batch=value).close(),
+    "turns batch": lambda place, value: place.llm.turns(place.folder / "with", max_num_seqs=value).close(),
     "send": lambda place, value: place.in_session(lambda session: list(session.send(value, SHORT))),
     "send with": lambda place, value: place.in_session(lambda session: list(session.send([1, 2], value))),
     "chat": lambda place, value: place.talker.chat(value, SHORT),

@@ -176,7 +176,7 @@ def test_a_module_that_asks_the_device_something_is_not_captured(caplog: pytest.
     for graphs in (False, None):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: (out.sum().item(), None)[1])
-        settings: dict[str, Any] = {"prefix_sharing": False, "cuda_graphs": graphs}
+        settings: dict[str, Any] = {"enable_prefix_caching": False, "cuda_graphs": graphs}
         llm = LLM(model, policy_options=OPTIONS, device="cuda", host_memory="8MiB", **settings)
         found = completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))
         tokens.append([c.token_ids for c in found])
@@ -198,7 +198,7 @@ def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> No
     prompts = [tiny_prompt(length, seed=length) for length in (30, 61)]
     tokens = []
     for graphs in (False, True):
-        settings: dict[str, Any] = {"missed_mass_every": 0, "prefix_sharing": False, "cuda_graphs": graphs}
+        settings: dict[str, Any] = {"missed_mass_every": 0, "enable_prefix_caching": False, "cuda_graphs": graphs}
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         llm = LLM(model, policy_options=OPTIONS | options, device="cuda", host_memory="8MiB", **settings)
         tokens.append(

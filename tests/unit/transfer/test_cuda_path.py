@@ -189,7 +189,7 @@ def test_what_is_staged_does_not_grow_with_how_far_the_host_is_ahead(policy: str
     assert extra[0] > 0.8 * 0.9 * layer_bytes(), "nothing was staged"
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_format": "int8"}], ids=["as they are", "rounded"])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}], ids=["as they are", "rounded"])
 def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings: dict[str, Any]) -> None:
     """Slices that are written back are held for a layer: of two layers and of five the peak is the same, but for the
     resident rows and positions of a layer (a kilobyte), whether the write-back runs at once or when it must."""

@@ -49,12 +49,12 @@ ROWS = WINDOW | {"preset": "rows", "alpha": 50.0}
 TABLE = [
     Row("full", "full", daily=True),
     Row("full, batch, streamed", "full", 3, streamed=True, daily=True),
-    Row("full, rounded", "full", settings={"kv_format": "int8"}),
+    Row("full, rounded", "full", settings={"kv_cache_dtype": "int8"}),
     Row("tail", "infinigen", options=WINDOW),
     Row("tail, streamed", "infinigen", options=WINDOW, streamed=True),
     Row("rows", "infinigen", options=ROWS),
     Row("rows, batch", "infinigen", 3, ROWS),
-    Row("rows, graphs", "infinigen", 3, ROWS, {"cuda_graphs": True, "prefix_sharing": False}),
+    Row("rows, graphs", "infinigen", 3, ROWS, {"cuda_graphs": True, "enable_prefix_caching": False}),
     Row("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
     Row("quest", "quest", options=WINDOW, daily=True),
     Row("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
@@ -85,7 +85,7 @@ def test_the_peak_is_below_the_limit(
         limit = least(row, folder)
         llm = LLM(
             folder, policy=row.policy, policy_options=row.options, device="cuda", dtype="float32",
-            device_memory=limit, max_context=CONTEXT, host_memory="8MiB", missed_mass_every=0, prefill_slice=512,
+            device_memory=limit, max_model_len=CONTEXT, host_memory="8MiB", missed_mass_every=0, prefill_chunk_size=512,
             **row.settings,
         )  # fmt: skip
         runner, usage, sequences = llm.runner, sim.memory.usage, []
@@ -122,7 +122,7 @@ def test_a_first_start_calibrates_with_layers_that_stream(
     with simulated(Lazy()) as sim:
         limit = least(row, folder)
         llm = LLM(
-            folder, policy_options=WINDOW, device="cuda", dtype="float32", device_memory=limit, max_context=CONTEXT,
+            folder, policy_options=WINDOW, device="cuda", dtype="float32", device_memory=limit, max_model_len=CONTEXT,
             host_memory="8MiB",
         )  # fmt: skip
         assert llm.runner.plan is not None and len(llm.runner.plan.streamed) == LAYERS
@@ -133,7 +133,7 @@ def least(row: Row, folder: Path) -> int:
     """The least bytes that hold the row's sequences."""
     shape = load_shape(folder, device="cuda", dtype="float32")
     demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
-    rounded, working = "kv_format" in row.settings, row.settings.get("working_set", 0)
+    rounded, working = "kv_cache_dtype" in row.settings, row.settings.get("working_set", 0)
     graphs = "cuda_graphs" in row.settings
     costs = DeviceCosts(shape, demand, 512, rounded=rounded, working_set=working, graphs=graphs)
     layers = BUFFERS if row.streamed else LAYERS

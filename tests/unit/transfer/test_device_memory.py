@@ -109,7 +109,7 @@ def limited(folder: Path, policy: str, options: dict[str, Any], limit: int, **se
         device="cpu",
         device_memory=limit,
         host_memory="64MiB",
-        max_context=settings.pop("max_context", CONTEXT),
+        max_model_len=settings.pop("max_model_len", CONTEXT),
         **settings,
     )
 
@@ -138,9 +138,9 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
     stream.check_integrity()
     one_pass = sum(layer_bytes(llm.runner.model.layers[layer]) for layer in stream.layers)
     # A prefill and NEW - 1 steps, and what was brought for the step that did not come.
-    assert NEW * one_pass <= stats.link_bytes_weights <= NEW * one_pass + 2 * one_pass // len(stream.layers)
+    assert NEW * one_pass <= stats.h2d_weight_bytes <= NEW * one_pass + 2 * one_pass // len(stream.layers)
     assert stats.weight_bytes == expected.stats.weight_bytes == whole.weight_bytes
-    assert stats.link_bytes_to_device == expected.stats.link_bytes_to_device
+    assert stats.h2d_bytes == expected.stats.h2d_bytes
     assert stats.weight_bytes_device < stats.weight_bytes
 
 
@@ -157,7 +157,7 @@ def test_a_batch_shares_what_streams(folder: Any) -> None:
         LLM(folder("llama"), policy_options=rows, device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
     )
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    assert sum(c.stats.link_bytes_weights for c in together) + stream.device_bytes >= stream.bytes - calibrated > 0
+    assert sum(c.stats.h2d_weight_bytes for c in together) + stream.device_bytes >= stream.bytes - calibrated > 0
 
 
 # ------------------------------------------------------------------------------------------------------ under the limit
@@ -180,8 +180,8 @@ def test_the_allocator_never_holds_more_than_the_limit(
     expected = None if rounded else unlimited(policy, options)
 
     def make() -> LLM:
-        kv_format = "int8" if rounded else "auto"
-        llm = limited(folder("llama"), policy, options, limit, kv_format=kv_format, working_set=working_set)
+        kv_cache_dtype = "int8" if rounded else "auto"
+        llm = limited(folder("llama"), policy, options, limit, kv_cache_dtype=kv_cache_dtype, working_set=working_set)
         return staged(llm) if link == "staged" else llm
 
     def pool_of(llm: LLM) -> set[int]:
@@ -230,7 +230,7 @@ def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy:
     torch.cuda.empty_cache()
     earlier = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    llm = LLM(folder("llama"), host_memory="64MiB", device_memory=limit, max_context=CONTEXT, **settings)
+    llm = LLM(folder("llama"), host_memory="64MiB", device_memory=limit, max_model_len=CONTEXT, **settings)
     assert [c.token_ids for c in completed(llm.generate(prompts, GREEDY))] == expected
     assert torch.cuda.max_memory_allocated() - earlier <= limit
 
@@ -253,7 +253,7 @@ def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str
         LLM(folder("llama"), policy_options=options, device="cpu", host_memory="64MiB").generate([prompt], GREEDY)
     )
     assert here.token_ids == there.token_ids
-    assert here.stats.link_bytes_to_device == there.stats.link_bytes_to_device
+    assert here.stats.h2d_bytes == there.stats.h2d_bytes
     assert (here.stats.scoring_bytes_device, there.stats.scoring_bytes_host) == (0, 0)
     assert here.stats.scoring_bytes_host == there.stats.scoring_bytes_device > 0
 
@@ -296,9 +296,9 @@ def test_sizes_are_those_of_the_loaded_model(folder: Any, name: str) -> None:
 def test_a_limit_that_cannot_hold_says_what_would(folder: Any) -> None:
     costs = costs_of(folder("llama"), "full", {})
     least = streaming_limit(costs, [CONTEXT], resident=0)
-    with pytest.raises(MemoryLimitError, match=r"1 B are missing. Up to 64 tokens would fit: pass max_context"):
+    with pytest.raises(MemoryLimitError, match=r"1 B are missing. Up to 64 tokens would fit: pass max_model_len"):
         limited(folder("llama"), "full", {}, least - 1)
-    limited(folder("llama"), "full", {}, least - 1, max_context=64)
+    limited(folder("llama"), "full", {}, least - 1, max_model_len=64)
     with pytest.raises(MemoryLimitError, match="Not even one token fits"):
         limited(folder("llama"), "full", {}, "64KiB")  # type: ignore[arg-type]
 
@@ -325,11 +325,11 @@ def test_weights_of_a_loaded_model_stay_where_they_are() -> None:
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     sizes = weight_sizes(model)
     with pytest.raises(ConfigError, match="pass the model's folder"):
-        LLM(model, policy="full", device_memory=sizes.fixed + 900_000, max_context=64, host_memory="1MiB")
-    LLM(model, policy="full", device_memory=sizes.fixed + sum(sizes.layers) + 1_000_000, max_context=64)
+        LLM(model, policy="full", device_memory=sizes.fixed + 900_000, max_model_len=64, host_memory="1MiB")
+    LLM(model, policy="full", device_memory=sizes.fixed + sum(sizes.layers) + 1_000_000, max_model_len=64)
 
 
-@pytest.mark.parametrize("wrong", [{"device_memory": 0}, {"device_memory": "x"}, {"max_context": 0}])
+@pytest.mark.parametrize("wrong", [{"device_memory": 0}, {"device_memory": "x"}, {"max_model_len": 0}])
 def test_settings_without_meaning_are_refused(folder: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         LLM(folder("llama"), policy="full", **wrong)
@@ -453,7 +453,7 @@ def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> 
     assert small.streamed_bytes == len(small.streamed) * layer
     exact = small.weights + costs.total([131_072])
     for limit, slices in ((24_000_000_000, 2048), (exact, 512)):
-        config = EngineConfig(policy_options={"preset": preset}, device_memory=limit, max_context=131_072)
+        config = EngineConfig(policy_options={"preset": preset}, device_memory=limit, max_model_len=131_072)
         chosen = plan_for(replace(config, host_memory=1 << 36), shape)
         assert chosen.costs.slice == slices and chosen.streamed == plan_device(limit, costs, 131_072).streamed
     keys = layers * 8 * row * 131_072

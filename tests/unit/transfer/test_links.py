@@ -47,8 +47,8 @@ def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[s
 
     for staged_run, in_place in zip(run(True), run(False), strict=True):
         assert staged_run.token_ids == in_place.token_ids
-        assert staged_run.stats.link_bytes_to_device == in_place.stats.link_bytes_to_device
-        assert staged_run.stats.link_bytes_to_host == in_place.stats.link_bytes_to_host
+        assert staged_run.stats.h2d_bytes == in_place.stats.h2d_bytes
+        assert staged_run.stats.d2h_bytes == in_place.stats.d2h_bytes
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_a_fork_loads_its_resident_rows() -> None:
     assert scores(True) == [pytest.approx(row, abs=1e-9) for row in scores(False)]
 
 
-@pytest.mark.parametrize("kv_format", ["auto", "int8", "int2"])
-def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_format: Any) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int2"])
+def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: Any) -> None:
     """Chunks of two sequences lie between each other, over several slabs; a fetch gives the rows that were appended,
     also from chunks that the block table has taken since its last fetch."""
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
-    pool = HostPool(geometry, torch.float32, 1 << 21, kv_format=kv_format, pin=cuda, slab_tokens=2 * CHUNK)
+    pool = HostPool(geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * CHUNK)
     link = CudaLink(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
     block_tables = [pool.new_block_table(CHUNK), pool.new_block_table(CHUNK)]
     for blocks in block_tables:

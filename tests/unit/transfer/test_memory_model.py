@@ -57,8 +57,8 @@ def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
     assert row(text, "prompt") == "500 tokens"
     assert row(text, "written") == "40 tokens"
     assert row(text, "dense layers") == "0 of 4"
-    assert row(text, "attended fraction") == f"{infinigen.attended_fraction:.2%}"
-    assert row(text, "link fraction") == f"{infinigen.link_fraction:.2%}"
+    assert row(text, "attended fraction") == f"{infinigen.exact_fraction:.2%}"
+    assert row(text, "link fraction") == f"{infinigen.fetched_fraction:.2%}"
     assert infinigen.missed_mass is not None
     assert row(text, "missed attention mass") == f"{infinigen.missed_mass:.2%}"
     nothing = replace(infinigen, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2, 3))
@@ -67,10 +67,10 @@ def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
 
 
 def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
-    much = replace(infinigen, missed_mass=0.26, tail_bytes_device=0)
+    much = replace(infinigen, missed_mass=0.26, approximate_bytes_device=0)
     assert "raise the budget" in row(shown(stats_table(much)), "which is much")
     assert row(shown(stats_table(replace(much, missed_mass=0.04))), "which is usual") == "below 10%"
-    assert "not lost" in row(shown(stats_table(replace(much, tail_bytes_device=1))), "which is usual")
+    assert "not lost" in row(shown(stats_table(replace(much, approximate_bytes_device=1))), "which is usual")
     assert "which is" not in shown(stats_table(replace(much, missed_mass=None)))
 
 

@@ -110,12 +110,12 @@ def test_statistics_say_what_crossed(folder: Any) -> None:
     llm = runtime(folder("mixtral"), experts_on_device=3)
     [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
     stats, weights = completion.stats, llm.runner.weights
-    assert weights is not None and stats.link_bytes_weights == weights.use.bytes
+    assert weights is not None and stats.h2d_weight_bytes == weights.use.bytes
     one = weights.experts[0].host_bytes // EXPERTS
     steps, layers = GREEDY.max_tokens - 1, len(weights.experts)
     missed = round((1 - stats.expert_hit_rate) * steps * layers * CHOSEN)
-    assert stats.link_bytes_weights_steps == missed * one > 0
-    assert stats.link_bytes_weights - stats.link_bytes_weights_steps == (2 * EXPERTS + CHOSEN) * one, (
+    assert stats.h2d_weight_bytes_steps == missed * one > 0
+    assert stats.h2d_weight_bytes - stats.h2d_weight_bytes_steps == (2 * EXPERTS + CHOSEN) * one, (
         "of the last layer only the last token is computed"
     )
     assert stats.weight_bytes_device == stats.weight_bytes - layers * one
@@ -196,20 +196,20 @@ def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
     """First experts leave the device, then layers; what lies there is what the plan says, to the byte."""
     shape = load_shape(folder("mixtral"), device="cpu", dtype="float32")
     assert shape.sizes.experts is not None
-    config = EngineConfig(policy="full", device_memory="1GiB", max_context=64, host_memory="4MiB")
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB")
     whole = plan_for(config, shape)
     assert whole.placement == Placement()
     rest, step = whole.costs.total([64]), sum(shape.sizes.experts.each)
     for slots in (3, 2, 1):
         limit = shape.sizes.fixed + sum(shape.sizes.layers) - (EXPERTS - slots) * step + rest
-        llm = runtime(folder("mixtral"), device_memory=limit, max_context=64)
+        llm = runtime(folder("mixtral"), device_memory=limit, max_model_len=64)
         plan, weights = llm.runner.plan, llm.runner.weights
         assert plan is not None and weights is not None and plan.placement == Placement(experts=slots)
         assert weights.device_bytes == slots * step
         [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
         assert completion.stats.weight_bytes_device <= plan.weights <= limit - rest
         assert plan.weights - completion.stats.weight_bytes_device < 64 * 12 * 3, "but for what aligns weights"
-    least = runtime(folder("mixtral"), device_memory=limit - 1, max_context=64)
+    least = runtime(folder("mixtral"), device_memory=limit - 1, max_model_len=64)
     assert least.runner.plan is not None and len(least.runner.plan.streamed) > BUFFERS - 1
     assert least.runner.plan.placement.experts == 1
     assert tokens_of(least) == tokens_of(runtime(folder("mixtral")))
@@ -218,7 +218,7 @@ def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
 
 def test_a_limit_that_not_even_one_expert_fits_is_refused(folder: Any) -> None:
     with pytest.raises(MemoryLimitError, match="device_memory"):
-        runtime(folder("mixtral"), device_memory="64KiB", max_context=64)
+        runtime(folder("mixtral"), device_memory="64KiB", max_model_len=64)
 
 
 def test_info_says_where_experts_and_embedding_are(folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +258,7 @@ def test_the_allocator_never_holds_more_than_the_limit(
 ) -> None:
     """Where what a token's eight experts make of it takes the most there, and where scores with a sink do."""
     architecture(name, **more).save_pretrained(tmp_path)
-    config = EngineConfig("full", device_memory="1GiB", max_context=128, host_memory="8MiB", experts_on_device=slots)
+    config = EngineConfig("full", device_memory="1GiB", max_model_len=128, host_memory="8MiB", experts_on_device=slots)
     plan = plan_for(config, load_shape(tmp_path, device="cpu", dtype="float32"))
     limit = plan.weights + plan.costs.total([128, 128])
 

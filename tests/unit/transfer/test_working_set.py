@@ -117,7 +117,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
         ("infinigen", {}),
         ("infinigen", {"policy_options": {"preset": "paper"}}),
         ("infinigen", {"policy_options": OPTIONS | {"max_missed_mass": 0.05, "dense_layers": ()}}),
-        ("infinigen", {"kv_format": "int4"}),
+        ("infinigen", {"kv_cache_dtype": "int4"}),
         ("h2o", {"policy_options": {"budget": 0.3, "recent": 8}}),
         ("infinigen", {"model": "qwen2", "config": SLIDING}),
     ],
@@ -128,7 +128,7 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
     plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
     llm = make(rows, policy, **settings)
-    engine = Engine(llm.runner, max_batch=3)
+    engine = Engine(llm.runner, max_num_seqs=3)
     requests = [engine.add(prompt, greedy(12)) for prompt in prompts]
     while not engine.idle:
         engine.step()
@@ -136,10 +136,10 @@ def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, setti
     done = [one.completions()[0] for one in requests]
     assert [one.token_ids for one in done] == [one.token_ids for one in plain]
     for with_set, without in zip(done, plain, strict=True):
-        assert with_set.stats.attended_fraction == without.stats.attended_fraction
-        assert with_set.stats.link_bytes_to_device <= without.stats.link_bytes_to_device
-        assert with_set.stats.link_fraction <= without.stats.link_fraction
-    assert done[-1].stats.link_bytes_to_device < plain[-1].stats.link_bytes_to_device
+        assert with_set.stats.exact_fraction == without.stats.exact_fraction
+        assert with_set.stats.h2d_bytes <= without.stats.h2d_bytes
+        assert with_set.stats.fetched_fraction <= without.stats.fetched_fraction
+    assert done[-1].stats.h2d_bytes < plain[-1].stats.h2d_bytes
     assert llm.runner.link.device_bytes == 0
 
 
@@ -154,10 +154,12 @@ def test_hits_bytes_and_fractions_agree() -> None:
     assert rate is not None and 0 < rate < 1
     layers, heads = 3, 2
     dense = sum(range(150, 150 + steps)) - steps * 9
-    selected = (before.link_bytes_to_device - dense * heads * row) / row
-    assert before.link_bytes_to_device - after.link_bytes_to_device == round(rate * selected) * row
-    assert after.sparse_link_fraction == pytest.approx(before.sparse_link_fraction * (1 - rate), rel=0.02)
-    assert after.link_fraction == pytest.approx(before.link_fraction - before.sparse_link_fraction * rate * 3 / 4, 0.02)
+    selected = (before.h2d_bytes - dense * heads * row) / row
+    assert before.h2d_bytes - after.h2d_bytes == round(rate * selected) * row
+    assert after.sparse_fetched_fraction == pytest.approx(before.sparse_fetched_fraction * (1 - rate), rel=0.02)
+    assert after.fetched_fraction == pytest.approx(
+        before.fetched_fraction - before.sparse_fetched_fraction * rate * 3 / 4, 0.02
+    )
     assert after.working_set_rows == 9
     assert after.working_set_bytes == layers * heads * (9 + 1) * (row + 8)
     sizes = (after.working_set_bytes - 1, after.working_set_bytes, 100)
@@ -169,7 +171,7 @@ def test_a_working_set_of_everything_fetches_every_row_once() -> None:
     prompt = tiny_prompt(60)
     [done] = completed(make(256, policy_options=options).generate([prompt], greedy(31)))
     candidates = 60 + 30 - 2 - 8  # of the last step: each was fetched in some step
-    assert done.stats.link_bytes_to_device == 4 * 2 * candidates * 2 * 16 * 8
+    assert done.stats.h2d_bytes == 4 * 2 * candidates * 2 * 16 * 8
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
     prompt, made = tiny_prompt(115), []
     for rows in (0, 30):
         llm = make(rows, chunks=2, eviction=eviction, policy_options=policy_options)
-        engine = Engine(llm.runner, max_batch=1)
+        engine = Engine(llm.runner, max_num_seqs=1)
         request = engine.add(prompt, greedy(50))
         while not engine.idle:
             engine.step()
@@ -220,7 +222,7 @@ def test_forks_take_the_rows_along() -> None:
 def test_preempted_requests_start_with_an_empty_set() -> None:
     prompts = [tiny_prompt(110, seed=i) for i in range(3)]
     apart = [one.token_ids for one in completed(make().generate(prompts, greedy(30)))]
-    engine = Engine(make(20, chunks=8).runner, max_batch=3)
+    engine = Engine(make(20, chunks=8).runner, max_num_seqs=3)
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
     while not engine.idle:
         engine.step()
