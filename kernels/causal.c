@@ -1,23 +1,32 @@
-/* Exact causal attention of bfloat16 rows on a processor that multiplies bfloat16 in vectors (AVX512-BF16): what
-`causal.py` defines, scores and softmax in float32.
+/* Exact causal attention of bfloat16 rows on a processor: what `causal.py` defines, scores and softmax in float32.
 
-Compiled by native.py for one head dimension (HEAD_DIM). Keys and values are packed once a call, so that one instruction
-adds two products to each of 16 sums: of two channels of 16 keys in scores, of two tokens of 16 channels in outputs. A
-tile of queries then goes through all blocks of keys that any of them sees, six queries at a time, whose scores never
-leave the registers and the nearest cache. */
+Compiled by native.py for one head dimension (HEAD_DIM). Keys and values are packed once a call. A tile of queries then
+goes through all blocks of keys that any of them sees, six queries at a time, whose sums stay in registers.
 
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+With products of bfloat16 (AVX512-BF16), one instruction adds two products to each of 16 sums: of two channels of 16 keys
+in scores, of two tokens of 16 channels in outputs. Elsewhere keys and values are packed as float32. */
+
+#include "simd.h"
 
 #define KEYS 64                   /* of a block */
-#define LANES 16                  /* float32 numbers of a vector */
-#define ROWS 6                    /* queries at a time: 24 sums of 16 numbers fill the registers */
+#define ROWS 6                    /* queries at a time */
 #define TILE 96                   /* queries of a tile, a multiple of ROWS */
+
+#if defined(__AVX512BF16__)
+#define BF16_DOT 1
+typedef uint32_t Packed;          /* two bfloat16 */
+typedef uint32_t Query;
+#define QUERY (HEAD_DIM / 2)
 #define PAIRS (HEAD_DIM / 2)      /* of channels */
-#define BLOCK (KEYS * HEAD_DIM)   /* 32-bit words of a packed block: pairs of keys' channels, then pairs of values */
 #define WIDE (HEAD_DIM % 64 ? 2 : 4) /* vectors of an output row that are summed together */
+#else
+typedef float Packed;
+typedef float Query;
+#define QUERY HEAD_DIM
+#define COLUMNS (REGISTERS == 32 ? 4 : 2) /* vectors that are summed together: 6 * COLUMNS sums stay in registers */
+#endif
+#define HALF (KEYS * QUERY)       /* of a packed block: keys, then as many values */
+#define BLOCK (2 * HALF)
 
 /* One call. Rows of q, k, v and out lie `_head` and `_token` numbers apart. Row r of a KV head's group * m queries is
 head r % group's query r / group, which sees the last `window` of the tokens up to `reach` + r / group. `begun`: out and
@@ -25,7 +34,7 @@ lse have the attention over other tokens, and become that over both. */
 typedef struct {
     const uint16_t *q, *k, *v;
     void *out;          /* bfloat16; float32 where there is lse */
-    uint32_t *packed;   /* [kv_heads][blocks][BLOCK]; NULL for one tile a head, which packs what it reads */
+    Packed *packed;     /* [kv_heads][blocks][BLOCK]; NULL for one tile a head, which packs what it reads */
     const float *sinks; /* [kv_heads * group], or NULL */
     float *lse;         /* [kv_heads * group][m]: the natural log of what a softmax divides by, -inf of none; or NULL */
     const int64_t *ids; /* [kv_heads][n]: the row of each token, for keys and values that lie anywhere; or NULL */
@@ -50,127 +59,193 @@ static inline void ask_for(const Call *call, const uint16_t *k, const uint16_t *
     }
 }
 
-/* Packs block `b` of KV head `head`, keys and values; what the last block lacks is 0. */
-static void pack_block(const Call *call, int64_t head, int64_t b, uint32_t *restrict keys) {
+/* Packs block `b` of KV head `head`, keys [QUERY][KEYS] and values; what the last block lacks is 0. */
+static void pack_block(const Call *call, int64_t head, int64_t b, Packed *restrict keys) {
     int64_t start = call->first + b * KEYS, left = call->n - start;
     const uint16_t *k = call->k + head * call->k_head, *v = call->v + head * call->v_head;
-    uint32_t *restrict values = keys + BLOCK / 2;
+    Packed *restrict values = keys + HALF;
     int count = left < KEYS ? (int)left : KEYS;
     if (count < KEYS) memset(keys, 0, BLOCK * sizeof *keys);
     for (int t = 0; t < count; t++) {
         const uint16_t *row = k + row_of(call, head, start + t) * call->k_token;
         ask_for(call, k, v, head, start + t + KEYS);
+#if BF16_DOT
         for (int j = 0; j < PAIRS; j++) memcpy(&keys[j * KEYS + t], row + 2 * j, 4);
+#else
+        for (int c = 0; c < HEAD_DIM; c++) keys[c * KEYS + t] = number(row[c]);
+#endif
     }
+#if BF16_DOT
     for (int t = 0; t < count; t += 2) {
         const uint16_t *even = v + row_of(call, head, start + t) * call->v_token;
         const uint16_t *odd = t + 1 < count ? v + row_of(call, head, start + t + 1) * call->v_token : even;
         uint32_t odd_counts = t + 1 < count ? 0xffff0000u : 0;
         for (int c = 0; c < HEAD_DIM; c++) values[t / 2 * HEAD_DIM + c] = even[c] | ((uint32_t)odd[c] << 16 & odd_counts);
     }
+#else
+    for (int t = 0; t < count; t++) {
+        const uint16_t *row = v + row_of(call, head, start + t) * call->v_token;
+        for (int c = 0; c < HEAD_DIM; c += LANES) store(&values[t * HEAD_DIM + c], load_bf16(row + c));
+    }
+#endif
 }
 
-/* Packs the KV heads [begin, end), where several tiles read them. */
-void pack(const Call *call, int64_t begin, int64_t end) {
-    for (int64_t b = begin * blocks_of(call); b < end * blocks_of(call); b++)
-        pack_block(call, b / blocks_of(call), b % blocks_of(call), call->packed + b * BLOCK);
+/* Packs block `part` of all KV heads' blocks, where several tiles read them. */
+void pack(const void *given, int64_t part) {
+    const Call *call = given;
+    pack_block(call, part / blocks_of(call), part % blocks_of(call), call->packed + part * BLOCK);
 }
 
-/* 2^x for x <= 0: a power of two and a polynomial, 2e-7 off at most. */
-static inline __m512 exp2_of(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 f = _mm512_sub_ps(x, whole), power = _mm512_set1_ps(0.0013333558f);
-    power = _mm512_fmadd_ps(power, f, _mm512_set1_ps(0.009618129f));
-    power = _mm512_fmadd_ps(power, f, _mm512_set1_ps(0.05550411f));
-    power = _mm512_fmadd_ps(power, f, _mm512_set1_ps(0.24022651f));
-    power = _mm512_fmadd_ps(power, f, _mm512_set1_ps(0.6931472f));
-    power = _mm512_fmadd_ps(power, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(power, whole);
-}
-
-#define LOG2E 1.44269504f
 #define NOTHING -1e30f /* lower than any score, and less of it is still a number */
 
 /* x in units of ln 2, capped: cap * tanh(x / cap), from 1 - 2 / (1 + e^2y) for y >= 0. */
-static inline __m512 capped(__m512 x, float cap) {
-    const __m512 one = _mm512_set1_ps(1.0f), sign = _mm512_set1_ps(-0.0f);
-    __m512 decays = exp2_of(_mm512_or_ps(_mm512_mul_ps(x, _mm512_set1_ps(2.0f * LOG2E / cap)), sign));
-    __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, decays), _mm512_add_ps(one, decays));
-    tanh = _mm512_or_ps(tanh, _mm512_and_ps(x, sign));
-    return _mm512_mul_ps(tanh, _mm512_set1_ps(cap * LOG2E));
-}
-
-static inline __m512bh twice(const void *pair) {
-    int32_t both;
-    memcpy(&both, pair, 4);
-    return (__m512bh)_mm512_set1_epi32(both);
+INLINE f32 capped(f32 x, float cap) {
+    const u32 sign = (u32)all(-0.0f);
+    f32 decays = exp2_of((f32)((u32)(x * all(2.0f * LOG2E / cap)) | sign));
+    f32 tanh = (all(1.0f) - decays) / (all(1.0f) + decays);
+    return (f32)((u32)tanh | ((u32)x & sign)) * all(cap * LOG2E);
 }
 
 /* What is known of the queries of a tile: rows, out and sums of weights not yet brought to the end. */
 typedef struct {
-    uint32_t q[TILE][PAIRS] __attribute__((aligned(64)));
+    Query q[TILE][QUERY] __attribute__((aligned(64)));
     float out[TILE][HEAD_DIM] __attribute__((aligned(64)));
     float peak[TILE], mass[TILE];
     int64_t token[TILE];
 } Tile;
 
-/* Six queries from `row` on over one block, whose first key is token `start`; `edge`: not all of them see all of it. */
-static void attend_block(const Call *call, Tile *tile, int row, const uint32_t *block, int64_t start, int edge) {
-    uint16_t weights[ROWS][KEYS] __attribute__((aligned(64)));
-    __m512 kept[ROWS], s[ROWS][KEYS / LANES];
+/* Which keys of a block that begins at token `start` query `row` sees: [first, behind). */
+INLINE void seen_keys(const Call *call, const Tile *tile, int row, int64_t start, int *first, int *behind) {
+    int64_t newest = tile->token[row] - start, oldest = newest - call->window;
+    *behind = newest < 0 ? 0 : newest >= KEYS - 1 ? KEYS : (int)newest + 1;
+    *first = oldest < 0 ? 0 : oldest >= KEYS - 1 ? KEYS : (int)oldest + 1;
+}
+
+/* Scores of six queries from `row` on with the keys of a block. */
+INLINE void block_scores(const Tile *tile, int row, const Packed *block, float scores[ROWS][KEYS]) {
+#if BF16_DOT
+    __m512 s[ROWS][KEYS / LANES];
     for (int i = 0; i < ROWS; i++)
         for (int c = 0; c < KEYS / LANES; c++) s[i][c] = _mm512_setzero_ps();
     for (int j = 0; j < PAIRS; j++) {
         __m512bh keys[KEYS / LANES];
         for (int c = 0; c < KEYS / LANES; c++) keys[c] = (__m512bh)_mm512_load_si512(block + j * KEYS + c * LANES);
         for (int i = 0; i < ROWS; i++) {
-            __m512bh q = twice(&tile->q[row + i][j]);
+            __m512bh q = (__m512bh)_mm512_set1_epi32((int)tile->q[row + i][j]);
             for (int c = 0; c < KEYS / LANES; c++) s[i][c] = _mm512_dpbf16_ps(s[i][c], q, keys[c]);
         }
     }
-    const __m512 factor = _mm512_set1_ps(call->softcap ? call->scale : call->scale * LOG2E);
-    for (int i = 0; i < ROWS; i++) {
-        for (int c = 0; c < KEYS / LANES; c++) {
-            s[i][c] = _mm512_mul_ps(s[i][c], factor);
-            if (call->softcap) s[i][c] = capped(s[i][c], call->softcap);
+    for (int i = 0; i < ROWS; i++)
+        for (int c = 0; c < KEYS / LANES; c++) _mm512_store_ps(&scores[i][c * LANES], s[i][c]);
+#else
+    for (int column = 0; column < KEYS; column += COLUMNS * LANES) {
+        f32 s[ROWS][COLUMNS];
+        for (int i = 0; i < ROWS; i++)
+            for (int c = 0; c < COLUMNS; c++) s[i][c] = all(0.0f);
+        for (int j = 0; j < HEAD_DIM; j++) {
+            f32 keys[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) keys[c] = load(&block[j * KEYS + column + c * LANES]);
+            for (int i = 0; i < ROWS; i++) {
+                f32 q = all(tile->q[row + i][j]);
+                for (int c = 0; c < COLUMNS; c++) s[i][c] = fma_of(q, keys[c], s[i][c]);
+            }
         }
-        if (edge) {
-            int64_t newest = tile->token[row + i] - start, oldest = newest - call->window;
-            uint64_t seen = newest < 0 ? 0 : newest >= KEYS - 1 ? ~0ull : (2ull << newest) - 1;
-            if (oldest >= 0) seen &= oldest >= KEYS - 1 ? 0 : ~0ull << (oldest + 1);
-            for (int c = 0; c < KEYS / LANES; c++)
-                s[i][c] = _mm512_mask_mov_ps(_mm512_set1_ps(-3e38f), (__mmask16)(seen >> (c * LANES)), s[i][c]);
-        }
-        __m512 most = _mm512_max_ps(_mm512_max_ps(s[i][0], s[i][1]), _mm512_max_ps(s[i][2], s[i][3]));
-        float before = tile->peak[row + i], found = _mm512_reduce_max_ps(most), peak = found > before ? found : before;
-        const __m512 high = _mm512_set1_ps(peak);
-        kept[i] = exp2_of(_mm512_set1_ps(before - peak));
-        for (int c = 0; c < KEYS / LANES; c++) s[i][c] = exp2_of(_mm512_sub_ps(s[i][c], high));
-        __m512 sum = _mm512_add_ps(_mm512_add_ps(s[i][0], s[i][1]), _mm512_add_ps(s[i][2], s[i][3]));
-        tile->mass[row + i] = tile->mass[row + i] * _mm512_cvtss_f32(kept[i]) + _mm512_reduce_add_ps(sum);
-        tile->peak[row + i] = peak;
-        for (int c = 0; c < KEYS / LANES; c += 2)
-            _mm512_store_si512(&weights[i][c * LANES], (__m512i)_mm512_cvtne2ps_pbh(s[i][c + 1], s[i][c]));
+        for (int i = 0; i < ROWS; i++)
+            for (int c = 0; c < COLUMNS; c++) store(&scores[i][column + c * LANES], s[i][c]);
     }
-    const uint32_t *values = block + BLOCK / 2;
+#endif
+}
+
+/* Makes weights of the scores of query `row`; returns what its sums so far are to be multiplied with. */
+INLINE float block_weights(const Call *call, Tile *tile, int row, int64_t start, int edge, float *s) {
+    const f32 factor = all(call->softcap ? call->scale : call->scale * LOG2E);
+    f32 most = all(-3e38f), sum = all(0.0f);
+    for (int c = 0; c < KEYS; c += LANES) {
+        f32 x = load(s + c) * factor;
+        store(s + c, call->softcap ? capped(x, call->softcap) : x);
+    }
+    if (edge) {
+        int first, behind;
+        seen_keys(call, tile, row, start, &first, &behind);
+        for (int t = 0; t < first; t++) s[t] = -3e38f;
+        for (int t = behind; t < KEYS; t++) s[t] = -3e38f;
+    }
+    for (int c = 0; c < KEYS; c += LANES) most = max_of(most, load(s + c));
+    float before = tile->peak[row], found = largest_of(most), peak = found > before ? found : before;
+    for (int c = 0; c < KEYS; c += LANES) {
+        f32 weight = exp2_of(load(s + c) - all(peak));
+        sum += weight;
+        store(s + c, weight);
+    }
+    float lanes[LANES];
+    store(lanes, exp2_of(all(before - peak)));
+    tile->mass[row] = tile->mass[row] * lanes[0] + sum_of(sum);
+    tile->peak[row] = peak;
+    return lanes[0];
+}
+
+/* Adds the values of a block under weights [ROWS][KEYS] to the outputs of six queries, of which `kept` stays. */
+INLINE void add_values(Tile *tile, int row, const Packed *values, float weights[ROWS][KEYS], const float *kept) {
+#if BF16_DOT
+    uint16_t halves[ROWS][KEYS] __attribute__((aligned(64)));
+    for (int i = 0; i < ROWS; i++)
+        for (int t = 0; t < KEYS; t += 2 * LANES)
+            _mm512_store_si512(&halves[i][t], (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(&weights[i][t + LANES]),
+                                                                           _mm512_load_ps(&weights[i][t])));
     for (int column = 0; column < HEAD_DIM; column += WIDE * LANES) {
         __m512 out[ROWS][WIDE];
         for (int i = 0; i < ROWS; i++)
             for (int c = 0; c < WIDE; c++)
-                out[i][c] = _mm512_mul_ps(_mm512_load_ps(&tile->out[row + i][column + c * LANES]), kept[i]);
+                out[i][c] = _mm512_mul_ps(_mm512_load_ps(&tile->out[row + i][column + c * LANES]),
+                                          _mm512_set1_ps(kept[i]));
         for (int pair = 0; pair < KEYS / 2; pair++) {
             __m512bh rows[WIDE];
             for (int c = 0; c < WIDE; c++)
                 rows[c] = (__m512bh)_mm512_load_si512(values + pair * HEAD_DIM + column + c * LANES);
             for (int i = 0; i < ROWS; i++) {
-                __m512bh weight = twice(&weights[i][2 * pair]);
+                int32_t both;
+                memcpy(&both, &halves[i][2 * pair], 4);
+                __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
                 for (int c = 0; c < WIDE; c++) out[i][c] = _mm512_dpbf16_ps(out[i][c], weight, rows[c]);
             }
         }
         for (int i = 0; i < ROWS; i++)
             for (int c = 0; c < WIDE; c++) _mm512_store_ps(&tile->out[row + i][column + c * LANES], out[i][c]);
     }
+#else
+    int column = 0;
+    for (; column + COLUMNS * LANES <= HEAD_DIM; column += COLUMNS * LANES) {
+        f32 out[ROWS][COLUMNS];
+        for (int i = 0; i < ROWS; i++)
+            for (int c = 0; c < COLUMNS; c++)
+                out[i][c] = load(&tile->out[row + i][column + c * LANES]) * all(kept[i]);
+        for (int t = 0; t < KEYS; t++) {
+            f32 rows[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) rows[c] = load(&values[t * HEAD_DIM + column + c * LANES]);
+            for (int i = 0; i < ROWS; i++) {
+                f32 weight = all(weights[i][t]);
+                for (int c = 0; c < COLUMNS; c++) out[i][c] = fma_of(weight, rows[c], out[i][c]);
+            }
+        }
+        for (int i = 0; i < ROWS; i++)
+            for (int c = 0; c < COLUMNS; c++) store(&tile->out[row + i][column + c * LANES], out[i][c]);
+    }
+    for (; column < HEAD_DIM; column += LANES)
+        for (int i = 0; i < ROWS; i++) {
+            f32 out = load(&tile->out[row + i][column]) * all(kept[i]);
+            for (int t = 0; t < KEYS; t++)
+                out = fma_of(all(weights[i][t]), load(&values[t * HEAD_DIM + column]), out);
+            store(&tile->out[row + i][column], out);
+        }
+#endif
+}
+
+/* Six queries from `row` on over one block, whose first key is token `start`; `edge`: not all of them see all of it. */
+static void attend_block(const Call *call, Tile *tile, int row, const Packed *block, int64_t start, int edge) {
+    float weights[ROWS][KEYS] __attribute__((aligned(64))), kept[ROWS];
+    block_scores(tile, row, block, weights);
+    for (int i = 0; i < ROWS; i++) kept[i] = block_weights(call, tile, row + i, start, edge, weights[i]);
+    add_values(tile, row, block + HALF, weights, kept);
 }
 
 /* Where the sums of query row `row` of a KV head begin: with what it attended to before, with a sink, or with nothing. */
@@ -183,13 +258,21 @@ static void begin_row(const Call *call, Tile *tile, int r, int64_t query, int64_
     if (call->begun && some) memcpy(tile->out[r], (float *)call->out + place, sizeof tile->out[r]);
 }
 
+INLINE void read_query(Query *query, const uint16_t *row) {
+#if BF16_DOT
+    memcpy(query, row, HEAD_DIM * 2);
+#else
+    for (int c = 0; c < HEAD_DIM; c += LANES) store(query + c, load_bf16(row + c));
+#endif
+}
+
 static void begin_tile(const Call *call, Tile *tile, int64_t head, int64_t from, int count, int padded) {
     memset(tile->q, 0, sizeof tile->q);
     memset(tile->out, 0, sizeof tile->out);
     for (int r = 0; r < padded; r++) {
         int64_t row = from + (r < count ? r : count - 1), at = row / call->group;
         int64_t query = head * call->group + row % call->group, seen = call->reach + at;
-        if (r < count) memcpy(tile->q[r], call->q + query * call->q_head + at * call->q_token, HEAD_DIM * 2);
+        if (r < count) read_query(tile->q[r], call->q + query * call->q_head + at * call->q_token);
         tile->token[r] = seen < call->n ? seen : call->n - 1;
         begin_row(call, tile, r, query, at);
     }
@@ -199,13 +282,13 @@ static void end_tile(const Call *call, const Tile *tile, int64_t head, int64_t f
     for (int r = 0; r < count; r++) {
         int64_t at = (from + r) / call->group, query = head * call->group + (from + r) % call->group;
         int64_t place = query * call->out_head + at * call->out_token;
-        const __m512 share = _mm512_set1_ps(1.0f / tile->mass[r]);
+        const f32 share = all(1.0f / tile->mass[r]);
         for (int c = 0; c < HEAD_DIM; c += LANES) {
-            __m512 row = _mm512_mul_ps(_mm512_load_ps(&tile->out[r][c]), share);
+            f32 row = load(&tile->out[r][c]) * share;
             if (call->lse)
-                _mm512_storeu_ps((float *)call->out + place + c, row);
+                store((float *)call->out + place + c, row);
             else
-                _mm256_storeu_si256((void *)((uint16_t *)call->out + place + c), (__m256i)_mm512_cvtneps_pbh(row));
+                store_bf16((uint16_t *)call->out + place + c, row);
         }
         if (call->lse) call->lse[query * call->m + at] = tile->peak[r] / LOG2E + logf(tile->mass[r]);
     }
@@ -215,7 +298,7 @@ static int64_t tiles_of(const Call *call) { return (call->group * call->m + TILE
 
 static void attend_tile(const Call *call, int64_t head, int64_t index) {
     Tile tile;
-    uint32_t alone[BLOCK] __attribute__((aligned(64)));
+    Packed alone[BLOCK] __attribute__((aligned(64)));
     int64_t from = index * TILE, left = call->group * call->m - from, blocks = blocks_of(call);
     int count = left < TILE ? (int)left : TILE, padded = (count + ROWS - 1) / ROWS * ROWS;
     begin_tile(call, &tile, head, from, count, padded);
@@ -223,7 +306,7 @@ static void attend_tile(const Call *call, int64_t head, int64_t index) {
     int64_t begin = oldest > call->first ? (oldest - call->first) / KEYS : 0;
     for (int64_t b = begin; b < blocks && call->first + b * KEYS <= newest; b++) {
         int64_t start = call->first + b * KEYS;
-        const uint32_t *block = call->packed ? call->packed + (head * blocks + b) * BLOCK : alone;
+        const Packed *block = call->packed ? call->packed + (head * blocks + b) * BLOCK : alone;
         if (!call->packed) pack_block(call, head, b, alone);
         int edge = start + KEYS - 1 > tile.token[0] || start < newest - call->window + 1;
         for (int row = 0; row < padded; row += ROWS) attend_block(call, &tile, row, block, start, edge);
@@ -231,10 +314,14 @@ static void attend_tile(const Call *call, int64_t head, int64_t index) {
     end_tile(call, &tile, head, from, count);
 }
 
-/* Tiles [begin, end) of all KV heads': head by head, of each the last queries, which see the most, first. */
-void attend(const Call *call, int64_t begin, int64_t end) {
+/* Tile `part` of all KV heads' tiles: head by head, of each the last queries, which see the most, first. */
+void attend(const void *given, int64_t part) {
+    const Call *call = given;
     int64_t tiles = tiles_of(call);
-    for (int64_t i = begin; i < end; i++) attend_tile(call, i / tiles, tiles - 1 - i % tiles);
+    attend_tile(call, part / tiles, tiles - 1 - part % tiles);
 }
 
 int tile_rows(void) { return TILE; }
+
+/* Bytes of a packed block. */
+int block_bytes(void) { return BLOCK * sizeof(Packed); }

@@ -1,25 +1,21 @@
-"""Exact attention of bfloat16 rows by `causal.c`, on processors that multiply bfloat16 in vectors: three to four times
-as fast there as the kernel that torch brings, and as exact (scores and softmax in float32).
+"""Exact attention of bfloat16 KV on a CPU by `causal.c`, faster than torch's kernel (scores and softmax in float32).
 
-Memory beside the inputs and the output: of many queries, the keys and values that are seen once more, packed.
+Memory besides inputs and output: for many queries, a packed copy of the visible keys and values.
 """
 
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 
 from ..core import ScatteredRows
-from . import native
+from . import native, team
 
-KEYS = 64
-"""Of a packed block."""
+KEYS = 64  # of a packed block
 
-WORTH_THREADS = 1 << 28
-"""Products of a call from which starting threads (a tenth of a millisecond) is not felt."""
+WORTH_THREADS = 1 << 22
+"""Products of a call from which waking threads is worth it."""
 
 
 class _Call(ctypes.Structure):
@@ -34,9 +30,9 @@ class _Call(ctypes.Structure):
 
 
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
-    """The code for queries q `[..., d]` and rows like them; None where it does not take them, where the processor lacks
-    the instructions, or where torch has better ones (AMX)."""
-    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or q.shape[-1] % 32 or not native.has_bfloat16_vectors():
+    """Return the code for queries q `[..., d]` and KV like them, or None: another type or head dimension, no compiled
+    code, or a processor with AMX, which torch uses."""
+    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or q.shape[-1] % 32 or native.has_tiles():
         return None
     return native.compiled("causal", HEAD_DIM=q.shape[-1])
 
@@ -126,7 +122,8 @@ def _attend(
     first = max(0, reach - window + 1)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tiles = -(-heads // kv_heads * m // library.tile_rows())
-    packed = torch.empty(kv_heads, -(-(n - first) // KEYS), KEYS * d, dtype=torch.int32) if tiles > 1 else None
+    blocks = -(-(n - first) // KEYS)
+    packed = torch.empty(kv_heads * blocks * library.block_bytes(), dtype=torch.uint8) if tiles > 1 else None
     places = [None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse, ids)]
     (q_head, q_token, _), (k_head, k_token, _) = q.stride(), k.stride()
     (v_head, v_token, _), (out_head, out_token, _) = v.stride(), out.stride()
@@ -134,17 +131,7 @@ def _attend(
         *places, q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token,
         kv_heads, heads // kv_heads, m, n, first, window, reach, begun, scale, softcap or 0.0,
     )  # fmt: skip
-    threads = torch.get_num_threads() if 2 * heads * m * (n - first) * d > WORTH_THREADS else 1
+    threads = team.threads() if 2 * heads * m * (n - first) * d > WORTH_THREADS else 1
     if packed is not None:
-        _run(library.pack, call, kv_heads, min(threads, kv_heads))
-    _run(library.attend, call, kv_heads * tiles, min(threads, kv_heads * tiles))
-
-
-def _run(code: ctypes._NamedFuncPointer, call: _Call, parts: int, threads: int) -> None:
-    """Does all of so many parts of a call, of which a thread takes the next that nobody has."""
-    if threads == 1:
-        code(ctypes.byref(call), ctypes.c_int64(0), ctypes.c_int64(parts))
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        each = partial(code, ctypes.byref(call))
-        list(pool.map(lambda part: each(ctypes.c_int64(part), ctypes.c_int64(part + 1)), range(parts)))
+        team.run(library.pack, call, kv_heads * blocks, threads)
+    team.run(library.attend, call, kv_heads * tiles, threads)

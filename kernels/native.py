@@ -13,6 +13,7 @@ import torch
 
 from ..utils.allocator import RecycledMemory
 from ..utils.native_code import load_library, processor_level
+from . import team
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=gnu11", "-pthread")
@@ -103,7 +104,7 @@ class LowBitLibrary:
 def _by_heads(heads: int, scores: int, some: Callable[[slice], None]) -> None:
     """Does `some` of all heads, each of which has so many scores: by as many threads as torch has, where that is worth
     beginning them."""
-    threads = min(torch.get_num_threads(), heads, heads * scores // WORTH_A_THREAD)
+    threads = min(team.threads(), heads, heads * scores // WORTH_A_THREAD)
     if threads <= 1:
         some(slice(0, heads))
         return
@@ -137,10 +138,9 @@ def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
     return LowBitLibrary(library, ranking, head_dim)
 
 
-def has_bfloat16_vectors() -> bool:
-    """Whether bfloat16 is multiplied in vectors of AVX-512. False on processors with AMX, which torch uses."""
-    tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
-    return processor_level() == "avx512_bf16" and not tiles
+def has_tiles() -> bool:
+    """Return whether torch multiplies bfloat16 with AMX here, which is faster than our code."""
+    return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 def compiled(name: str, **constants: int) -> ctypes.CDLL | None:

@@ -1,42 +1,84 @@
-"""Linear layers of a few bfloat16 rows on a processor, by `row_products.c`: a decode step reads every weight once, and
-reads them here about twice as fast as through torch's product with one row."""
+"""Linear layers of a few rows on a CPU (`row_products.c`). They are bound by reading the weights once per step."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from . import native
+from ..utils.native_code import processor_level
+from . import native, team
 
 MOST_ROWS = 12
-"""Up to which it is the faster one (of 9 rows, what a pass over 8 drafts has, Qwen 0.5B takes 64 ms, by torch 89)."""
+"""Rows up to which this is faster than torch's product."""
 
-WORTH_A_THREAD = 4 << 20
-"""Bytes of a weight for each thread that reads it, so that beginning a thread is not felt."""
+PART_BYTES = 1 << 18
+"""Bytes of a weight that a thread reads at a time, in about 20 microseconds."""
+
+WORTH_THREADS = 1 << 20
+"""Bytes of a weight from which waking a thread is worth it."""
+
+
+class _Call(ctypes.Structure):
+    """`Call` of row_products.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "prepared")),
+        *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size")),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class RowProducts:
+    """The compiled code for one type of weights."""
+
+    library: ctypes.CDLL
+    needs_room: bool
+    run: int
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x `[..., in]` times weight `[out, in]` plus bias `[out]`, `[..., out]`, summed in float32."""
+        (outs, ins), x = weight.shape, x.contiguous()
+        out = x.new_empty(*x.shape[:-1], outs)
+        room = torch.empty(x.numel(), dtype=torch.float32) if self.needs_room else x
+        size = max(1, PART_BYTES // (ins * weight.element_size()))
+        call = _Call(
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            room.data_ptr(),
+            x.numel() // ins,
+            outs,
+            ins,
+            size,
+        )
+        threads = team.threads() if weight.nbytes >= WORTH_THREADS else 1
+        self.library.linear(ctypes.byref(call), self.run, threads)
+        return out
+
+
+def takes(weight: torch.Tensor) -> RowProducts | None:
+    """Return the code for a weight `[out, in]`, or None if its type or shape is not supported, or it cannot run."""
+    if weight.device.type != "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
+        return None
+    return _code(weight.dtype) if weight.dtype in (torch.bfloat16, torch.float32) else None
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    library = native.compiled("row_products") if native.has_bfloat16_vectors() else None
-    if library is not None:
-        library.linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
-    return library
+def torch_multiplies_bfloat16() -> bool:
+    """Return whether torch's product of bfloat16 matrices uses instructions for it (AVX512-BF16 or AMX)."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return processor_level() == "avx512_bf16" and any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def takes(weight: torch.Tensor) -> ctypes.CDLL | None:
-    """The code for a weight `[out, in]`; None where it does not take it, or the processor lacks the instructions."""
-    suits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
-    return _library() if suits else None
-
-
-def linear(library: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x `[..., in]` times weight `[out, in]` plus bias `[out]`, all bfloat16: `[..., out]`, sums in float32."""
-    (outs, ins), x = weight.shape, x.contiguous()
-    out = x.new_empty(*x.shape[:-1], outs)
-    assert weight.is_contiguous() and x.shape[-1] == ins
-    added = None if bias is None else bias.data_ptr()
-    threads = max(1, min(torch.get_num_threads(), weight.nbytes // WORTH_A_THREAD))
-    library.linear(x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), x.numel() // ins, outs, ins, threads)
-    return out
+@cache
+def _code(dtype: torch.dtype) -> RowProducts | None:
+    library = native.compiled("row_products", BFLOAT16=int(dtype == torch.bfloat16))
+    if library is None:
+        return None
+    library.linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    library.linear.restype = None
+    return RowProducts(library, bool(library.needs_room()), team.run_pointer())

@@ -1,38 +1,196 @@
 /* A persistent team of threads that shares out the parts of one call at a time.
 
-The caller takes parts itself from the start, so a worker that wakes late costs nothing: the next part goes to whoever
-asks first. A caller waits only for parts that a worker has begun. Where workers lose their processor to other processes
-in the middle of a part, that wait is long. The team measures it and works alone for a while if workers do not pay. */
+The caller takes parts itself from the start, and workers that wake up take the next ones. So a worker that wakes late
+costs nothing, and a caller waits only for parts that a worker has begun. If workers lose their processor to other
+processes in the middle of a part, that wait is long. The team measures it, works alone for a while if the workers do not
+pay, and then tries again.
+
+Workers sleep without spinning: between two calls the caller runs Python, which takes longer than spinning is worth. */
 
 #define _GNU_SOURCE
-#include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
-#include <sys/syscall.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 
 #define MOST_WORKERS 255
+#define SPINS 200            /* of the caller before it sleeps, about 10 us */
+#define SHORTEST_REST 1000000 /* ns */
+#define LONGEST_REST 200000000
 
 typedef void (*Function)(const void *call, int64_t part);
 
-static struct {
-    Function function;
-    const void *call;
-    int64_t parts;
-    int members;               /* workers with a lower number take part */
-    _Atomic uint32_t round;    /* of the present call; workers sleep on it */
-    _Atomic int64_t next;      /* part that nobody has taken */
-    _Atomic uint32_t active;   /* workers that may hold a part; the caller sleeps on it */
-    pthread_mutex_t busy;      /* held by the caller whose call it is */
-    pthread_t workers[MOST_WORKERS];
-    int started;
-} team = {.busy = PTHREAD_MUTEX_INITIALIZER};
+typedef struct {
+    _Atomic uint32_t sleeping __attribute__((aligned(64)));
+} Worker;
 
-/* TODO(R): replaced by the threads helper */
-void team_run(Function function, const void *call, int64_t parts, int threads) {
-    (void)threads;
+static struct {
+    /* Round in the upper half, next part in the lower half. A worker takes a part by a compare-and-swap of both, so one
+    that was late for an earlier round takes nothing. The call stays valid while any of its parts is not done. */
+    _Atomic uint64_t next __attribute__((aligned(64)));
+    _Atomic(Function) function;
+    _Atomic(const void *) call;
+    _Atomic uint32_t parts, members;
+    _Atomic uint32_t left __attribute__((aligned(64))); /* parts that are not done; the caller sleeps on it */
+    _Atomic uint32_t helped;                            /* parts that workers have done */
+    _Atomic uint32_t waiting;                           /* the caller sleeps */
+    pthread_mutex_t busy;                               /* held by the caller whose call it is */
+    uint32_t round;
+    int started;
+    /* Nanoseconds that workers have saved lately, and how long the team works alone. */
+    int64_t saved, rest, alone_until;
+    Worker workers[MOST_WORKERS];
+} team = {.busy = PTHREAD_MUTEX_INITIALIZER, .rest = SHORTEST_REST};
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+#if defined(__linux__)
+static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
+#else
+static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
+    struct timespec time = {0, 50000};
+    if (atomic_load(word) == value) nanosleep(&time, NULL);
+}
+
+static void wake(_Atomic uint32_t *word) { (void)word; }
+#endif
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Does the next part of the present call, if there is one that nobody has. */
+static int take_part(uint32_t helper) {
+    uint64_t seen = atomic_load_explicit(&team.next, memory_order_acquire);
+    for (;;) {
+        Function function = atomic_load_explicit(&team.function, memory_order_relaxed);
+        const void *call = atomic_load_explicit(&team.call, memory_order_relaxed);
+        uint32_t parts = atomic_load_explicit(&team.parts, memory_order_relaxed), part = (uint32_t)seen;
+        if (part >= parts) return 0;
+        /* If it succeeds, the round is that of `seen`, and the three values above are of this round. */
+        if (!atomic_compare_exchange_weak_explicit(&team.next, &seen, seen + 1, memory_order_acq_rel,
+                                                   memory_order_acquire))
+            continue;
+        function(call, part);
+        if (helper) atomic_fetch_add_explicit(&team.helped, 1, memory_order_relaxed);
+        if (atomic_fetch_sub_explicit(&team.left, 1, memory_order_acq_rel) == 1 && atomic_load(&team.waiting))
+            wake(&team.left);
+        return 1;
+    }
+}
+
+static void *work(void *given) {
+    uint32_t index = (uint32_t)(intptr_t)given;
+    _Atomic uint32_t *sleeping = &team.workers[index].sleeping;
+    for (;;) {
+        if (index + 1 < atomic_load(&team.members) && take_part(1)) continue;
+        atomic_store(sleeping, 1);
+        /* A call that was published before `sleeping` was set is seen here; after it, the caller wakes this worker. */
+        uint64_t seen = atomic_load(&team.next);
+        if ((uint32_t)seen < atomic_load(&team.parts) && index + 1 < atomic_load(&team.members)) {
+            atomic_store(sleeping, 0);
+            continue;
+        }
+        while (atomic_load(sleeping)) sleep_while(sleeping, 1);
+    }
+    return NULL;
+}
+
+/* After a fork the child has none of the workers. */
+static void in_child(void) {
+    team.started = 0;
+    team.members = 0;
+    team.parts = 0;
+    team.busy = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    for (int i = 0; i < MOST_WORKERS; i++) team.workers[i].sleeping = 0;
+}
+
+static void start(int workers) {
+    static int registered = 0;
+    if (team.started >= workers) return;
+    if (!registered) registered = pthread_atfork(NULL, NULL, in_child) == 0;
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before); /* signals are for the program's own threads */
+    while (team.started < workers) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, work, (void *)(intptr_t)team.started)) break;
+        pthread_detach(thread);
+        team.started++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static void run_alone(Function function, const void *call, int64_t parts) {
     for (int64_t part = 0; part < parts; part++) function(call, part);
+}
+
+/* Weighs what workers saved in a call: the caller did parts - helped in `own` ns, and the whole took `total` ns. */
+static void judge(int64_t own, int64_t total, int64_t parts, int64_t helped) {
+    int64_t mine = parts - helped, alone = mine ? own / mine * parts : total * 2;
+    team.saved += alone - total - team.saved / 16;
+    if (team.saved < 0) {
+        team.alone_until = now() + team.rest;
+        team.rest = team.rest * 2 < LONGEST_REST ? team.rest * 2 : LONGEST_REST;
+        team.saved = 0;
+    } else if (team.saved > 16 * SHORTEST_REST) {
+        team.rest = SHORTEST_REST;
+        team.saved = 16 * SHORTEST_REST; /* so that a change is noticed soon */
+    }
+}
+
+/* Calls function(call, part) for each part in [0, parts), by up to `threads` threads, this one included. */
+void team_run(Function function, const void *call, int64_t parts, int threads) {
+    if (threads > MOST_WORKERS + 1) threads = MOST_WORKERS + 1;
+    if (threads < 2 || parts < 2 || parts > UINT32_MAX || pthread_mutex_trylock(&team.busy)) {
+        run_alone(function, call, parts);
+        return;
+    }
+    int64_t began = now();
+    if (began < team.alone_until) {
+        pthread_mutex_unlock(&team.busy);
+        run_alone(function, call, parts);
+        return;
+    }
+    start(threads - 1);
+    int members = threads - 1 < team.started ? threads : team.started + 1;
+    /* No worker can take a part before `next` is set: the last round has none left. */
+    atomic_store(&team.function, function);
+    atomic_store(&team.call, call);
+    atomic_store(&team.left, (uint32_t)parts);
+    atomic_store(&team.helped, 0);
+    atomic_store(&team.members, (uint32_t)members);
+    /* `parts` and `next` cannot change together: a worker between them must find no part. */
+    atomic_store(&team.next, ((uint64_t)++team.round << 32) | UINT32_MAX);
+    atomic_store(&team.parts, (uint32_t)parts);
+    atomic_store(&team.next, (uint64_t)++team.round << 32);
+    for (int i = 0; i + 1 < members; i++)
+        if (atomic_exchange(&team.workers[i].sleeping, 0)) wake(&team.workers[i].sleeping);
+    while (take_part(0)) {}
+    int64_t own = now() - began;
+    for (int spin = 0; atomic_load(&team.left) && spin < SPINS; spin++) relax();
+    atomic_store(&team.waiting, 1);
+    for (uint32_t left; (left = atomic_load(&team.left));) sleep_while(&team.left, left);
+    atomic_store(&team.waiting, 0);
+    judge(own, now() - began, parts, atomic_load(&team.helped));
+    pthread_mutex_unlock(&team.busy);
 }

@@ -24,7 +24,7 @@ from ...engine.build import build_link
 from ...errors import ConfigError, InputError
 from ...kv_cache.pool import HostPool
 from ...models.registry import adapter_for
-from ...models.row_linear import suit_cpu
+from ...models.row_linear import use_row_linear
 from ...utils.config_fields import check_choice
 from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
 from .ideal_link import IdealLink
@@ -214,7 +214,7 @@ def _own(model: Any) -> Any:
     if _is_cuda(model):
         return model
     own = copy.deepcopy(model)
-    suit_cpu(own)
+    use_row_linear(own)
     return own
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
+from ..kernels.team import decode_threads
 from ..kv_cache.disk.disk_use import DiskUse
 from ..kv_cache.pool import HostPool
 from ..model_runner.batch import DecodeBatch
@@ -367,7 +368,8 @@ class Runner:
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         decoding = DecodeBatch(ordered, self.adapter, self.policy, self.link, sharing)
-        logits = sharing.restore(self.steps.run(decoding))
+        with decode_threads(self.adapter.device):
+            logits = sharing.restore(self.steps.run(decoding))
         seconds = time.perf_counter() - began
         for sequence in batch:
             sequence.position += 1

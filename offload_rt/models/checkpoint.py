@@ -20,6 +20,8 @@ import torch
 
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
+from ..kernels import row_products
+from ..kernels.native import has_tiles
 from ..utils.config_fields import check_choice
 from .location import Location
 from .packed import cast_numbers, packing
@@ -257,11 +259,10 @@ def resolve_dtype(
 ) -> torch.dtype | None:
     """A dtype by name; None stands for the weights' own, where the configuration does not state it.
 
-    "auto" is the checkpoint's dtype on CUDA (of a GGUF file, whose weights are coarser in any case, bfloat16). On a CPU
-    it is bfloat16 where the checkpoint is in half precision and the processor multiplies bfloat16 itself (AVX512-BF16,
-    AMX), else at least float32: without such instructions half precision is slower. What ships with the package is
-    always computed in float32 on a CPU, so that its results, and what was stored with it, are the same on every
-    machine. Raises ConfigError for an unknown name.
+    "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU it is bfloat16 for half-precision
+    checkpoints, because decoding is bound by reading weights, and at least float32 for others. Without compiled code it
+    is float32, because torch alone is slow in half precision. Models in the package are always computed in float32 on a
+    CPU, so that their results are the same on every machine. Raises ConfigError for an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
@@ -272,15 +273,14 @@ def resolve_dtype(
     stated: torch.dtype | None = torch.bfloat16 if location.gguf is not None else own
     if device.type != "cpu":
         return stated
-    if stated in (torch.bfloat16, torch.float16) and multiplies_bfloat16() and not location.shipped:
+    if stated in (torch.bfloat16, torch.float16) and computes_bfloat16() and not location.shipped:
         return torch.bfloat16
     return torch.promote_types(stated or torch.float32, torch.float32)
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for products of bfloat16 (AVX512-BF16 or AMX)."""
-    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, ask, bool)() for ask in asks)
+def computes_bfloat16() -> bool:
+    """Return whether bfloat16 models are fast on this CPU: there is compiled code, or torch has instructions for it."""
+    return row_products.takes(torch.empty(32, 32, dtype=torch.bfloat16)) is not None or has_tiles()
 
 
 @contextmanager

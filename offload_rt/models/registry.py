@@ -37,7 +37,7 @@ from .packed import UNPACKED, held_bytes, keep_layout, moves_packed, packing, pa
 from .placement import ON_DEVICE, Placement, lone_embedding
 from .proof import prove, prove_once
 from .reach import hold_frequencies
-from .row_linear import suit_cpu
+from .row_linear import use_row_linear
 from .sampling_defaults import sampling_defaults
 from .text_part import is_multimodal, text_config
 from .weights import WeightSizes, decoder_layers, place_weights, weight_sizes
@@ -174,7 +174,7 @@ def load_model(
         if placement:
             keep_layout(loaded)
         if chosen.type == "cpu":
-            suit_cpu(loaded)
+            use_row_linear(loaded)
     else:
         loaded = _as_given(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
         chosen = loaded.device

@@ -154,7 +154,7 @@ def test_shape_of_real_files(name: str) -> None:
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_dtype_that_a_cpu_takes(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ships stays in float32, whatever the processor."""
-    monkeypatch.setattr(checkpoint, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: multiplies)
     for own in (torch.bfloat16, torch.float16, torch.float32):
         tiny_model("llama", dtype=own).save_pretrained(tmp_path)
         taken = torch.bfloat16 if multiplies and own != torch.float32 else torch.float32

@@ -66,7 +66,7 @@ def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
 
 def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned for is what is loaded, though the model has been looked at without weights before."""
-    monkeypatch.setattr(checkpoint, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: True)
     architecture("gemma3_multimodal", dtype=torch.bfloat16).save_pretrained(tmp_path)
     loaded, shape = load_model(tmp_path, device="cpu"), load_shape(tmp_path, device="cpu")
     assert loaded.adapter.dtype == shape.dtype == torch.bfloat16 and loaded.weight_bytes == shape.weight_bytes
