@@ -396,7 +396,7 @@ INLINE void pack_row(const float *row, float step, const int bits, uint8_t *pack
             level += half + (level == half); /* the largest magnitude can be the upper end */
             byte |= level << (bits * field);
         }
-        *(u8_unaligned *)(packed + c) = __builtin_convertvector(byte, u8);
+        store_u8(packed + c, byte);
     }
 }
 

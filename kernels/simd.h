@@ -39,11 +39,9 @@ typedef float f32 __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t i32 __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint32_t u32 __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef uint8_t u8 __attribute__((vector_size(LANES), may_alias));
 typedef uint8_t bytes __attribute__((vector_size(4 * LANES), may_alias));
 typedef f32 f32_unaligned __attribute__((aligned(4)));
 typedef u16 u16_unaligned __attribute__((aligned(2)));
-typedef u8 u8_unaligned __attribute__((aligned(1)));
 typedef bytes bytes_unaligned __attribute__((aligned(1)));
 
 INLINE f32 load(const float *at) { return *(const f32_unaligned *)at; }
@@ -102,7 +100,35 @@ INLINE i32 mask_of(uint32_t bits) {
 #endif
 }
 
-INLINE u32 load_u8(const uint8_t *at) { return __builtin_convertvector(*(const u8_unaligned *)at, u32); }
+/* Conversions of bytes, for which GCC makes no vector instructions of its own. */
+INLINE u32 load_u8(const uint8_t *at) {
+#if defined(WIDE_VECTORS)
+    return (u32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__AVX2__)
+    return (u32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    int32_t four;
+    memcpy(&four, at, 4);
+#if defined(__x86_64__)
+    __m128i zero = _mm_setzero_si128();
+    return (u32)_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero), zero);
+#elif defined(__aarch64__)
+    return (u32)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8((uint32_t)four))));
+#else
+    return (u32){at[0], at[1], at[2], at[3]};
+#endif
+#endif
+}
+
+/* Stores the lowest byte of each number. */
+INLINE void store_u8(uint8_t *at, i32 x) {
+#if defined(WIDE_VECTORS)
+    _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < LANES; i++) at[i] = (uint8_t)x[i];
+#endif
+}
+
 INLINE bytes load_bytes(const uint8_t *at) { return *(const bytes_unaligned *)at; }
 INLINE f32 abs_of(f32 x) { return (f32)((i32)x & 0x7fffffff); }
 /* The magnitude of the first with the sign of the second. */
