@@ -80,7 +80,7 @@ INLINE f32 load_steps(const uint8_t *codes) { return (f32)((load_u8(codes) + ((1
 /* ------------------------------------------------------------------------------------------------------ scores */
 
 /* codes[quad][k]: tokens of `span` = 4 * LANES, in the order that order_tokens ends. */
-INLINE void unpack_keys(const uint8_t *span, bytes codes[QUADS][4]) {
+static void unpack_keys(const uint8_t *span, bytes codes[QUADS][4]) {
     for (int i = 0; i < KEY_BYTES / 4; i++) {
         const uint8_t *rows = span + 4 * i * BLOCK;
         bytes ab[2], cd[2], quads[4];

@@ -1,4 +1,4 @@
-"""Call this folder's C code, compiled on first use (`native_code.py`). Without a compiler, callers use torch instead."""
+"""Call the C code of this folder, compiled on first use. Without a compiler, callers use torch instead."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class LowBitLibrary:
         first, last = start // BLOCK, -(-stop // BLOCK)
         per_part, parts = _parts(last - first)
         scores = SCRATCH.empty((heads, group, (last - first) * BLOCK), torch.float32)
-        peak, lse, *_ = small = torch.empty(2 + 2 * parts, heads, group)
+        small = torch.empty(2 + 2 * parts, heads, group)
         size, at = 4 * heads * group, small.data_ptr()
         call = _Call(
             pages.addresses.data_ptr(), pages.offset, heads, group, start, stop, per_part, q.data_ptr(),
@@ -119,7 +119,7 @@ class LowBitLibrary:
         team.run(self.library.score, call, heads * parts, _threads(heads * group * len(tokens)))
         self.library.finish_scores(ctypes.byref(call))
         shift = first * BLOCK
-        return ScoredTokens(scores[:, :, start - shift : stop - shift], peak, lse, call)
+        return ScoredTokens(scores[:, :, start - shift : stop - shift], small[0], small[1], call)
 
     def select(self, found: ScoredTokens, alpha: float, limit: int) -> torch.Tensor:
         """Select at most `limit` tokens as `selection.select_tokens` does: int64 `[Hkv, m]`, rising."""
