@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from ..allocator import RecycledMemory
-from ..native_code import load_library, processor_level
+from ..utils.allocator import RecycledMemory
+from ..utils.native_code import load_library, processor_level
 from . import team
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
