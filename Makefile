@@ -14,7 +14,8 @@
 #                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
 #                attack (half-open connections and clients that do not read, beside normal traffic),
 #                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
-#                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed) runs one
+#                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed),
+#                neon (C kernels for Arm under qemu, where its user emulation and the cross compiler are installed) runs one
 #   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=device|tests|kernels|decode|prefill|
 #                accuracy|sessions|train runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
@@ -66,7 +67,7 @@ test: lint docs
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
-STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray
+STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray neon
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/eval/test_eval_disk.py
 STRESS_sessions := tests/unit/sessions/test_reliability.py
 STRESS_composition := tests/unit/eval/test_eval_perplexity.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
@@ -89,6 +90,7 @@ STRESS_files := tests/unit/stress/test_fuzz_files.py
 STRESS_faults := tests/unit/stress/test_failing_files.py tests/unit/stress/test_memory_limit.py
 STRESS_growth := tests/unit/stress/test_growth.py
 STRESS_day := tests/unit/stress/test_day.py
+STRESS_neon := tests/unit/stress/test_neon.py
 STRESS := $(or $(PART),$(STRESS_PARTS))
 
 stress: $(READY)

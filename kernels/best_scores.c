@@ -1,103 +1,148 @@
-/* The selection that selection.py defines (InfiniGen, paper 4.3), from scores as low_bit.c leaves them. */
+/* The selection that selection.py defines (InfiniGen, paper 4.3), from scores as low_bit.c leaves them. First `rank` runs
+for parts of the tokens, then `choose` for each head.
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+Floor of memory, bytes of a token and KV head with G queries: rank reads 4 * G and writes 4, choose reads 4. Arithmetic:
+four vector instructions for LANES scores. */
 
-/* The n-th largest of values [count], 1 <= n <= count, whose order is lost. */
-static float nth_largest(float *values, int64_t count, int64_t n) {
-    int64_t low = 0, high = count - 1, at = n - 1;
-    while (low < high) {
-        float pivot = values[(low + high) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (values[i] > pivot) i++;
-            while (values[j] < pivot) j--;
-            if (i <= j) {
-                float other = values[i];
-                values[i++] = values[j];
-                values[j--] = other;
-            }
-        }
-        if (at <= j)
-            high = j;
-        else if (at >= i)
-            low = i;
-        else
-            break;
-    }
-    return values[at];
-}
+#include "simd.h"
 
-/* values [heads][n]: of each token the largest score - lse of a head's queries. passing [n]: 1 where a score of any head
-is within alpha of its query's largest; returns how many scores are. scores [heads * group] lie `stride` apart. */
-static int64_t rank(const float *scores, int64_t stride, int heads, int group, int64_t n, const float *peaks,
-                    const float *lses, float alpha, float *restrict values, uint8_t *restrict passing) {
+#define BLOCK 64
+#define PADDING 64 /* numbers that may be read or written behind the last */
+#define EVERY 16   /* of values that are looked at to guess how large the n-th largest is */
+
+typedef struct {
+    const float *scores; /* [heads * group], `stride` apart; n of each */
+    int64_t stride, heads, group, n, per_part; /* per_part: tokens of a part of rank, a multiple of 64 */
+    const float *peaks, *lses;                 /* [heads * group] */
+    float alpha;
+    int64_t most;      /* tokens that each head chooses */
+    float *values;     /* [heads][n], and room for 64 behind it */
+    uint64_t *passing; /* [(n + 63) / 64]: a bit for each token */
+    int64_t *within;   /* [parts] */
+    float *best;       /* [heads][n + PADDING] */
+    int32_t *tokens;   /* [heads][n] */
+    int64_t *chosen;   /* [heads][most] */
+} Call;
+
+/* values: of each token the largest score - lse of a head's queries. passing: whether a score of any head is within
+alpha of its query's largest. within: how many scores of the part are. */
+void rank(const Call *call, int64_t part) {
+    int64_t first = part * call->per_part, last = first + call->per_part < call->n ? first + call->per_part : call->n;
     int64_t within = 0;
-    memset(passing, 0, (size_t)n);
-    for (int query = 0; query < heads * group; query++) {
-        const float *restrict s = scores + query * stride;
-        float *restrict best = values + query / group * n;
-        float less = lses[query], least = peaks[query] - alpha;
-        int32_t more = 0, first = query % group == 0;
-        for (int64_t t = 0; t < n; t++) {
-            float value = s[t] - less;
-            best[t] = first || value > best[t] ? value : best[t];
-            passing[t] |= s[t] >= least;
-            more += s[t] >= least;
+    memset(call->passing + first / BLOCK, 0, (size_t)((last - first + BLOCK - 1) / BLOCK) * sizeof *call->passing);
+    for (int64_t query = 0; query < call->heads * call->group; query++) {
+        const float *s = call->scores + query * call->stride;
+        float *best = call->values + query / call->group * call->n;
+        float less = call->lses[query], least = call->peaks[query] - call->alpha;
+        int begins = query % call->group == 0;
+        i32 more = {0};
+        int64_t t = first;
+        for (; t + BLOCK <= last; t += BLOCK) {
+            uint64_t bits = 0;
+            for (int i = 0; i < BLOCK; i += LANES) {
+                f32 score = load(s + t + i), value = score - less;
+                i32 passes = score >= all(least);
+                store(best + t + i, begins ? value : max_of(value, load(best + t + i)));
+                more -= passes;
+                bits |= (uint64_t)bits_of(passes) << i;
+            }
+            call->passing[t / BLOCK] |= bits;
         }
-        within += more;
+        for (; t < last; t++) {
+            float value = s[t] - less;
+            best[t] = begins || value > best[t] ? value : best[t];
+            call->passing[t / BLOCK] |= (uint64_t)(s[t] >= least) << t % BLOCK;
+            within += s[t] >= least;
+        }
+        for (int i = 0; i < LANES; i++) within += more[i];
     }
-    return within;
+    call->within[part] = within;
 }
 
-#define EVERY 16 /* of values that are looked at to guess how large the n-th largest is */
+/* A whole number for each number, in the same order. */
+INLINE i32 ordered(f32 x) { return (i32)x ^ (((i32)x >> 31) & 0x7fffffff); }
 
-/* Something that more than `most` of the values [n] are likely to reach, and not many more: room has n / EVERY + 1. */
+INLINE float number_of(int32_t ordered) {
+    int32_t bits = ordered ^ ((ordered >> 31) & 0x7fffffff);
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* How many of values [count], behind which -inf follows, are `least` or more in that order. */
+static int64_t count_from(const float *values, int64_t count, int32_t least) {
+    i32 more[2] = {{0}};
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i += 2 * LANES)
+        for (int j = 0; j < 2; j++) more[j] -= ordered(load(values + i + j * LANES)) >= least;
+    for (int i = 0; i < LANES; i++) found += more[0][i] + more[1][i];
+    return found;
+}
+
+/* The n-th largest of values [count], 1 <= n <= count; writes -inf behind the last. Halves the range of numbers until
+just n are in it, so that it has no branch to guess for each value. */
+static float nth_largest(float *values, int64_t count, int64_t n) {
+    int64_t low = INT32_MAX, high = INT32_MIN;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t bits, order;
+        memcpy(&bits, values + i, sizeof bits);
+        order = bits ^ ((bits >> 31) & 0x7fffffff);
+        low = order < low ? order : low;
+        high = order > high ? order : high;
+    }
+    for (int i = 0; i < PADDING; i++) values[count + i] = -INFINITY;
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2, found = count_from(values, count, (int32_t)middle);
+        if (found == n) {
+            float smallest = INFINITY, least = number_of((int32_t)middle);
+            for (int64_t i = 0; i < count; i++)
+                smallest = values[i] >= least && values[i] < smallest ? values[i] : smallest;
+            return smallest;
+        }
+        if (found > n) low = middle;
+        else high = middle - 1;
+    }
+    return number_of((int32_t)low);
+}
+
+/* A number that more than `most` of the values [n] are likely to reach, and not many more: room has n / EVERY + 1. */
 static float low_guess(const float *values, int64_t n, int64_t most, float *room) {
     int64_t count = 0, reach = most * 3 / (2 * EVERY) + EVERY;
     for (int64_t t = 0; t < n; t += EVERY) room[count++] = values[t];
     return reach < count ? nth_largest(room, count, reach) : -INFINITY;
 }
 
-/* tokens: those of n that pass and whose value is `least` or more, rising; returns how many. `kept` has room for n. */
-static int64_t gather(const float *restrict values, const uint8_t *restrict passing, int64_t n, float least,
-                      uint8_t *restrict kept, int64_t *tokens) {
+/* tokens, best: those of n that pass and whose value is `least` or more, rising, and their values; returns how many. */
+static int64_t gather(const Call *call, const float *values, float least, int32_t *tokens, float *best) {
     int64_t count = 0;
-    for (int64_t t = 0; t < n; t++) kept[t] = passing[t] & (values[t] >= least);
-    for (int64_t t = 0; t < n; t += 8) {
-        uint64_t eight = 0;
-        memcpy(&eight, kept + t, (size_t)(n - t < 8 ? n - t : 8));
-        for (int64_t i = t; eight; i++, eight >>= 8)
-            if (eight & 1) tokens[count++] = i;
+    for (int64_t first = 0; first < call->n; first += BLOCK) {
+        uint64_t bits = 0;
+        for (int t = 0; t < BLOCK; t += LANES) bits |= (uint64_t)bits_of(load(values + first + t) >= all(least)) << t;
+        for (bits &= call->passing[first / BLOCK]; bits; bits &= bits - 1) {
+            int64_t t = first + __builtin_ctzll(bits);
+            tokens[count] = (int32_t)t;
+            best[count++] = values[t];
+        }
     }
     return count;
 }
 
-/* Selects among n tokens: chosen [heads][limit], of which the first ones of each head, as many as are returned, rise.
-That many are, of all heads and `group` queries of each, the mean of how many scores are within alpha of the largest,
-rounded up, at most `limit`: the tokens with the largest score - lse of a head's queries, among those that
-pass any; of equals the first. values [heads][n], sorted [n], passing [2][n], tokens [n] are room. */
-int64_t select_best(const float *scores, int64_t stride, int heads, int group, int64_t n, const float *peaks,
-                    const float *lses, float alpha, int64_t limit, float *values, float *sorted, uint8_t *passing,
-                    int64_t *tokens, int64_t *chosen) {
-    int64_t within = rank(scores, stride, heads, group, n, peaks, lses, alpha, values, passing);
-    int64_t mean = (within + heads * group - 1) / (heads * group), most = mean < limit ? mean : limit;
-    if (most < 1) return 0; /* scores that are no numbers */
-    for (int head = 0; head < heads; head++, values += n, chosen += limit) {
-        int64_t count = gather(values, passing, n, low_guess(values, n, most, sorted), passing + n, tokens);
-        if (count < most) count = gather(values, passing, n, -INFINITY, passing + n, tokens);
-        for (int64_t i = 0; i < count; i++) sorted[i] = values[tokens[i]];
-        float least = count ? nth_largest(sorted, count, most) : 0.0f;
-        int64_t above = 0, taken = 0;
-        for (int64_t i = 0; i < count; i++) above += values[tokens[i]] > least;
-        for (int64_t i = 0; i < count && taken < most; i++) {
-            float value = values[tokens[i]];
-            if (value < least || (value == least && above == most)) continue;
-            above += value == least;
-            chosen[taken++] = tokens[i];
-        }
-        while (taken < most) chosen[taken++] = 0; /* scores that are no numbers */
+/* chosen of a head, rising: `most` tokens with the largest values among those that pass; of equals the first. */
+void choose_best(const Call *call, int64_t head) {
+    const float *values = call->values + head * call->n;
+    float *best = call->best + head * (call->n + PADDING);
+    int32_t *tokens = call->tokens + head * call->n;
+    int64_t *chosen = call->chosen + head * call->most, most = call->most, taken = 0;
+    int64_t count = gather(call, values, low_guess(values, call->n, most, best), tokens, best);
+    if (count < most) count = gather(call, values, -INFINITY, tokens, best);
+    float least = count < most ? -INFINITY : nth_largest(best, count, most);
+    int64_t equals = most;
+    for (int64_t i = 0; i < count; i++) equals -= best[i] > least;
+    for (int64_t i = 0; i < count && taken < most; i++) {
+        int equal = best[i] == least && equals > 0;
+        chosen[taken] = tokens[i];
+        taken += equal || best[i] > least;
+        equals -= equal;
     }
-    return most;
+    while (taken < most) chosen[taken++] = 0; /* scores that are not numbers */
 }

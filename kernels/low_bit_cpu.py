@@ -58,7 +58,7 @@ class NativeQuery(LowBitQuery):
 
     def tail(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Out `[Hkv, G, d]`, lse `[Hkv, G]`."""
-        return self.library.mix(self._found, self.pages, self.tokens, skip, softcap)
+        return self.library.mix(self._found, skip, softcap)
 
 
 @dataclass(frozen=True, eq=False)

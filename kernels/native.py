@@ -1,13 +1,12 @@
-"""This room's C code, compiled on first use (`native_code.py`): where it cannot be, callers take their torch path."""
+"""Call the C code of this folder, compiled on first use. Without a compiler, callers use torch instead."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -18,23 +17,81 @@ from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=gnu11", "-pthread")
 MOST_QUERIES = 32
-"""The largest group that it takes."""
+"""Largest number of queries on one KV head that `low_bit.c` takes."""
 
-WORTH_A_THREAD = 1 << 18
-"""Scores for each thread that computes them, or weighs values by them, in about half a millisecond: beginning a thread
-is not felt then."""
+WORTH_A_THREAD = 1 << 16
+"""Scores for each thread of a call: 20 to 60 us of work, many times what it takes to wake a thread."""
+
+LEAST_BLOCKS, MOST_PARTS = 16, 16
+"""A part of a call is at least so many blocks of a KV head, and a head has at most so many parts. Threads share out
+the parts; results do not depend on the number of threads, because the parts do not."""
+
+RANKED_TOKENS = 4096
+"""Tokens of a part of `rank`, whose intermediate results stay in the first-level cache."""
+
+PADDING = 64
+"""Numbers that `best_scores.c` may read or write behind the last one."""
 
 SCRATCH = RecycledMemory()
-"""Of one value or more for each token of a context, in every layer; one for the process, as its allocator is."""
+"""Memory for one value or more per token of a context, reused by every layer. Shared by the process, as its allocator
+is."""
+
+
+class _Call(ctypes.Structure):
+    """`Call` of low_bit.c."""
+
+    _fields_: ClassVar = [
+        ("pages", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("offset", "heads", "group", "start", "stop", "per_part")),
+        *((name, ctypes.c_void_p) for name in ("q", "mean", "scores", "peaks", "lses", "part_peaks", "part_sums")),
+        ("skip", ctypes.c_void_p),
+        ("skipped", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
+        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("part_outs", "mixed_sums", "outs", "mixed_lses")),
+    ]
+
+
+class _StoreCall(ctypes.Structure):
+    """`StoreCall` of low_bit.c."""
+
+    _fields_: ClassVar = [
+        ("pages", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("offset", "heads", "slot", "count")),
+        ("rows", ctypes.c_void_p),
+        ("values", ctypes.c_int32),
+    ]
+
+
+class _RankCall(ctypes.Structure):
+    """`Call` of best_scores.c."""
+
+    _fields_: ClassVar = [
+        ("scores", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stride", "heads", "group", "n", "per_part")),
+        ("peaks", ctypes.c_void_p),
+        ("lses", ctypes.c_void_p),
+        ("alpha", ctypes.c_float),
+        ("most", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("values", "passing", "within", "best", "tokens", "chosen")),
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
-    """scores `[Hkv, G, n]`, and each query's largest and lse over them `[Hkv, G]`."""
+    """Scores of the candidate tokens, kept for the selection and the attention over them.
+
+    Args:
+        scores: `[Hkv, G, n]`.
+        peak: Largest score of each query, `[Hkv, G]`.
+        lse: Log of the sum of e^score of each query, `[Hkv, G]`.
+        call: The call that computed them; `mix` continues it.
+    """
 
     scores: torch.Tensor
     peak: torch.Tensor
     lse: torch.Tensor
+    call: _Call | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,96 +103,107 @@ class LowBitLibrary:
     head_dim: int
 
     def score(self, q: torch.Tensor, mean: torch.Tensor, pages: Pages, tokens: range) -> ScoredTokens:
-        """Of queries q `[Hkv, G, d]` and what was taken from the keys, mean `[Hkv, d]`."""
+        """Score `tokens` for queries q `[Hkv, G, d]`; mean `[Hkv, d]` was subtracted from the keys. Both are
+        contiguous."""
         heads, group, _ = q.shape
-        first, stop = tokens.start // BLOCK * BLOCK, -(-tokens.stop // BLOCK) * BLOCK
-        scores = SCRATCH.empty((heads, group, stop - first), torch.float32)
-        peak, lse = torch.empty(2, heads, group)
-
-        def some(own: slice) -> None:
-            self.library.score(
-                *_pages(pages, own.start), own.stop - own.start, group, _pointer(q[own]), _pointer(mean[own]),
-                *_ends(tokens), *(_pointer(found[own]) for found in (scores, peak, lse)),
-            )  # fmt: skip
-
-        _by_heads(heads, group * len(tokens), some)
-        return ScoredTokens(scores[:, :, tokens.start - first : tokens.stop - first], peak, lse)
+        start, stop = tokens.start, tokens.stop
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        per_part, parts = _parts(last - first)
+        scores = SCRATCH.empty((heads, group, (last - first) * BLOCK), torch.float32)
+        small = torch.empty(2 + 2 * parts, heads, group)
+        size, at = 4 * heads * group, small.data_ptr()
+        call = _Call(
+            pages.addresses.data_ptr(), pages.offset, heads, group, start, stop, per_part, q.data_ptr(),
+            mean.data_ptr(), scores.data_ptr(), at, at + size, at + 2 * size, at + (2 + parts) * size,
+        )  # fmt: skip
+        team.run(self.library.score, call, heads * parts, _threads(heads * group * len(tokens)))
+        self.library.finish_scores(ctypes.byref(call))
+        shift = first * BLOCK
+        return ScoredTokens(scores[:, :, start - shift : stop - shift], small[0], small[1], call)
 
     def select(self, found: ScoredTokens, alpha: float, limit: int) -> torch.Tensor:
-        """What `selection.select_tokens` selects by these scores, at most `limit` tokens, rising: int64 `[Hkv, m]`."""
+        """Select at most `limit` tokens as `selection.select_tokens` does: int64 `[Hkv, m]`, rising."""
         heads, group, n = found.scores.shape
-        values, passing = SCRATCH.empty((heads + 1, n), torch.float32), SCRATCH.empty((2, n), torch.uint8)
-        tokens, chosen = SCRATCH.empty((n,), torch.int64), torch.empty(heads, limit, dtype=torch.int64)
-        count = self.ranking.select_best(
-            _pointer(found.scores), ctypes.c_int64(found.scores.stride(1)), heads, group, ctypes.c_int64(n),
-            *map(_pointer, (found.peak, found.lse)), ctypes.c_float(alpha), ctypes.c_int64(limit),
-            *map(_pointer, (values, values[heads], passing, tokens, chosen)),
+        parts, size = -(-n // RANKED_TOKENS), heads * (n + PADDING)
+        words = -(-n // BLOCK)
+        room = SCRATCH.empty((2 * words + 3 * size,), torch.int32)
+        within, at = (ctypes.c_int64 * parts)(), room.data_ptr()
+        values = at + 8 * words
+        call = _RankCall(
+            found.scores.data_ptr(), found.scores.stride(1), heads, group, n, RANKED_TOKENS, found.peak.data_ptr(),
+            found.lse.data_ptr(), alpha, 0, values, at, ctypes.addressof(within), values + 4 * size,
+            values + 8 * size,
         )  # fmt: skip
-        return chosen[:, :count]
+        threads = _threads(heads * group * n)
+        team.run(self.ranking.rank, call, parts, threads)
+        call.most = min(limit, -(-sum(within) // (heads * group)))
+        chosen = torch.empty(heads, call.most, dtype=torch.int64)
+        if call.most > 0:
+            call.chosen = chosen.data_ptr()
+            team.run(self.ranking.choose_best, call, heads, threads)
+        return chosen
 
-    def mix(
-        self, found: ScoredTokens, pages: Pages, tokens: range, skip: torch.Tensor, softcap: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention with the scores of `tokens` that are not in skip int64 `[Hkv, m]`, capped: out `[Hkv, G, d]` and
-        lse `[Hkv, G]`."""
-        heads, group, _ = found.scores.shape
-        before, skip = tokens.start % BLOCK * found.scores.element_size(), skip.contiguous()
-        hidden = SCRATCH.empty((heads, found.scores.stride(1)), torch.uint8)
-        out, lse = torch.empty(heads, group, self.head_dim), torch.empty(heads, group)
-
-        def some(own: slice) -> None:
-            scores = ctypes.c_void_p(found.scores[own].data_ptr() - before)
-            self.library.mix(
-                *_pages(pages, own.start), own.stop - own.start, group, scores, _pointer(found.peak[own]),
-                *_ends(tokens), _pointer(skip[own]), ctypes.c_int64(skip.shape[1]), ctypes.c_float(softcap or 0.0),
-                *(_pointer(room[own]) for room in (hidden, out, lse)),
-            )  # fmt: skip
-
-        _by_heads(heads, group * len(tokens), some)
-        return out, lse
+    def mix(self, found: ScoredTokens, skip: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with the scores of `score`, capped, to its tokens that are not in skip int64 `[Hkv, m]`. The pages
+        must still exist. Return out `[Hkv, G, d]` and lse `[Hkv, G]`."""
+        call = found.call
+        assert call is not None
+        heads, group, tokens = found.scores.shape
+        blocks = found.scores.stride(1) // BLOCK
+        _, parts = _parts(blocks)
+        skip, hidden = skip.contiguous(), torch.empty(heads, blocks, dtype=torch.int64)
+        outs, lse = torch.empty(1 + parts, heads, group, self.head_dim), torch.empty(1 + parts, heads, group)
+        size = 4 * heads * group
+        call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], hidden.data_ptr()
+        call.softcap = softcap or 0.0
+        call.outs, call.mixed_lses = outs.data_ptr(), lse.data_ptr()
+        call.part_outs, call.mixed_sums = call.outs + size * self.head_dim, call.mixed_lses + size
+        threads = _threads(heads * group * tokens)
+        team.run(self.library.hide, call, heads, threads)
+        team.run(self.library.mix, call, heads * parts, threads)
+        self.library.finish_mix(ctypes.byref(call))
+        return outs[0], lse[0]
 
     def store(self, pages: Pages, rows: torch.Tensor, start: int, *, values: bool) -> None:
-        """Rows `[Hkv, m, d]` take the slots from `start` on, as keys or as values."""
+        """Store rows `[Hkv, m, d]` in the slots from `start` on, as keys or as values."""
         rows = rows.contiguous()
-        count = ctypes.c_int64(rows.shape[1])
-        self.library.store(*_pages(pages), len(rows), ctypes.c_int64(start), count, _pointer(rows), int(values))
+        heads, count, _ = rows.shape
+        call = _StoreCall(pages.addresses.data_ptr(), pages.offset, heads, start, count, rows.data_ptr(), values)
+        team.run(self.library.store_rows, call, heads, _threads(rows.numel()))
 
 
-def _by_heads(heads: int, scores: int, some: Callable[[slice], None]) -> None:
-    """Does `some` of all heads, each of which has so many scores: by as many threads as torch has, where that is worth
-    beginning them."""
-    threads = min(team.threads(), heads, heads * scores // WORTH_A_THREAD)
-    if threads <= 1:
-        some(slice(0, heads))
-        return
-    edges = [heads * thread // threads for thread in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(some, map(slice, edges, edges[1:])))
+def _parts(blocks: int) -> tuple[int, int]:
+    """Return how many blocks a part of a KV head has, and how many parts."""
+    per_part = max(LEAST_BLOCKS, -(-blocks // MOST_PARTS))
+    return per_part, -(-blocks // per_part)
 
 
-def _pages(pages: Pages, head: int = 0) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
-    """Where the rows of the heads from `head` on lie."""
-    return _pointer(pages.addresses), ctypes.c_int64(pages.offset + head * pages.tensors[0].stride(1))
-
-
-def _ends(tokens: range) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-    return ctypes.c_int64(tokens.start), ctypes.c_int64(tokens.stop)
-
-
-def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _threads(scores: int) -> int:
+    return max(1, min(team.threads(), scores // WORTH_A_THREAD))
 
 
 def low_bit(head_dim: int, value_bits: int, group: int) -> LowBitLibrary | None:
-    """The library for these shapes; None where the code does not take them, or cannot be compiled."""
-    if head_dim % 32 or group > MOST_QUERIES:
+    """Return the library for these shapes; None if the code does not take them or cannot be compiled."""
+    return None if group > MOST_QUERIES else _low_bit(head_dim, value_bits)
+
+
+@functools.cache
+def _low_bit(head_dim: int, value_bits: int) -> LowBitLibrary | None:
+    if head_dim % 32:
         return None
     library = compiled("low_bit", HEAD_DIM=head_dim, VALUE_BITS=value_bits, PAGE_BLOCKS=PAGE_BLOCKS)
     ranking = compiled("best_scores")
     if library is None or ranking is None:
         return None
-    ranking.select_best.restype = ctypes.c_int64
+    for name in ("finish_scores", "finish_mix"):
+        getattr(library, name).restype = None
     return LowBitLibrary(library, ranking, head_dim)
+
+
+def forget() -> None:
+    """Forget the loaded code, so that the next call loads it for the level that is then in force."""
+    _low_bit.cache_clear()
+    _load.cache_clear()
 
 
 def has_tiles() -> bool:

@@ -1,6 +1,7 @@
 /* Vectors of float32 and bfloat16 for one instruction set level, chosen by the compiler's flags (native_code.py):
 AVX-512, AVX2, NEON, or GCC's generic vectors of 16 bytes (SSE2 on x86). Kernels are written once with these names and
-use intrinsics of one level only where a measurement shows that it pays. */
+use intrinsics of one level only where a measurement shows that it pays. A kernel whose rows do not fill vectors of 16
+numbers defines NARROW_VECTORS before it includes this file, and gets vectors of 8 on AVX-512. */
 
 #ifndef OFFLOAD_RT_SIMD_H
 #define OFFLOAD_RT_SIMD_H
@@ -14,7 +15,11 @@ use intrinsics of one level only where a measurement shows that it pays. */
 #include <arm_neon.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(NARROW_VECTORS)
+#define WIDE_VECTORS
+#endif
+
+#if defined(WIDE_VECTORS)
 #define LANES 16 /* float32 numbers of a vector */
 #define REGISTERS 32
 #elif defined(__AVX2__)
@@ -34,8 +39,10 @@ typedef float f32 __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t i32 __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint32_t u32 __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef uint8_t bytes __attribute__((vector_size(4 * LANES), may_alias));
 typedef f32 f32_unaligned __attribute__((aligned(4)));
 typedef u16 u16_unaligned __attribute__((aligned(2)));
+typedef bytes bytes_unaligned __attribute__((aligned(1)));
 
 INLINE f32 load(const float *at) { return *(const f32_unaligned *)at; }
 INLINE void store(float *at, f32 x) { *(f32_unaligned *)at = x; }
@@ -46,7 +53,7 @@ INLINE f32 fma_of(f32 a, f32 b, f32 c) { return a * b + c; }
 INLINE f32 choose(i32 mask, f32 a, f32 b) { return (f32)(((i32)a & mask) | ((i32)b & ~mask)); }
 
 INLINE f32 max_of(f32 a, f32 b) {
-#if defined(__AVX512F__)
+#if defined(WIDE_VECTORS)
     return (f32)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
     return (f32)_mm256_max_ps((__m256)a, (__m256)b);
@@ -54,6 +61,80 @@ INLINE f32 max_of(f32 a, f32 b) {
     return choose(a > b, a, b);
 #endif
 }
+
+/* The numbers 0 to LANES - 1. */
+INLINE i32 lane_numbers(void) {
+#if LANES == 16
+    return (i32){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif LANES == 8
+    return (i32){0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    return (i32){0, 1, 2, 3};
+#endif
+}
+
+/* Bit i is set if lane i of the mask is -1. */
+INLINE uint32_t bits_of(i32 mask) {
+#if defined(WIDE_VECTORS)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+    return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif defined(__x86_64__)
+    return (uint32_t)_mm_movemask_ps((__m128)mask);
+#elif defined(__aarch64__)
+    return vaddvq_u32(vandq_u32((uint32x4_t)mask, (uint32x4_t){1, 2, 4, 8}));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= ((uint32_t)mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
+/* -1 in the lanes whose bits are set, 0 in the others: the reverse of bits_of. */
+INLINE i32 mask_of(uint32_t bits) {
+#if defined(WIDE_VECTORS)
+    return (i32)_mm512_movm_epi32((__mmask16)bits);
+#else
+    u32 lane = ((u32){0} + 1) << (u32)lane_numbers();
+    return (lane & bits) != 0;
+#endif
+}
+
+/* Conversions of bytes, for which GCC makes no vector instructions of its own. */
+INLINE u32 load_u8(const uint8_t *at) {
+#if defined(WIDE_VECTORS)
+    return (u32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__AVX2__)
+    return (u32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    int32_t four;
+    memcpy(&four, at, 4);
+#if defined(__x86_64__)
+    __m128i zero = _mm_setzero_si128();
+    return (u32)_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero), zero);
+#elif defined(__aarch64__)
+    return (u32)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8((uint32_t)four))));
+#else
+    return (u32){at[0], at[1], at[2], at[3]};
+#endif
+#endif
+}
+
+/* Stores the lowest byte of each number. */
+INLINE void store_u8(uint8_t *at, i32 x) {
+#if defined(WIDE_VECTORS)
+    _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < LANES; i++) at[i] = (uint8_t)x[i];
+#endif
+}
+
+INLINE bytes load_bytes(const uint8_t *at) { return *(const bytes_unaligned *)at; }
+INLINE f32 abs_of(f32 x) { return (f32)((i32)x & 0x7fffffff); }
+/* The magnitude of the first with the sign of the second. */
+INLINE f32 with_sign(f32 x, f32 sign) { return (f32)(((i32)x & 0x7fffffff) | ((i32)sign & (int32_t)0x80000000)); }
+/* The nearest whole number, ties to even, of |x| < 2^22. */
+INLINE f32 nearest(f32 x) { return (x + 12582912.0f) - 12582912.0f; }
 
 /* bfloat16 is the upper half of float32. */
 INLINE f32 widen(u16 half) { return (f32)(__builtin_convertvector(half, u32) << 16); }
@@ -81,7 +162,7 @@ INLINE uint16_t rounded(float x) {
 }
 
 INLINE float sum_of(f32 x) {
-#if defined(__AVX512F__)
+#if defined(WIDE_VECTORS)
     return _mm512_reduce_add_ps((__m512)x);
 #else
     float lanes[LANES], sum = 0.0f;
@@ -92,7 +173,7 @@ INLINE float sum_of(f32 x) {
 }
 
 INLINE float largest_of(f32 x) {
-#if defined(__AVX512F__)
+#if defined(WIDE_VECTORS)
     return _mm512_reduce_max_ps((__m512)x);
 #else
     float lanes[LANES];

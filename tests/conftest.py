@@ -14,6 +14,8 @@ import torch
 from support.interpreter import interpreted_quickly
 
 import offload_rt
+from offload_rt.kernels import native
+from offload_rt.utils import native_code
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -122,3 +124,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("book") / "pages.txt"
     file.write_text(text[:12_000], encoding="utf-8")
     return file
+
+
+@pytest.fixture(params=native_code.available_levels())
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run a test with the C code of each instruction set level that this processor has."""
+    monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
+    native.forget()
+    yield request.param
+    native.forget()

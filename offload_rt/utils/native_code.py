@@ -118,7 +118,7 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        subprocess.run([*command, str(source), "-o", str(built), "-lm"], check=True, capture_output=True, timeout=120)
+        subprocess.run([*command, str(source), "-lm", "-o", str(built)], check=True, capture_output=True, timeout=120)
         with built.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(built, target)

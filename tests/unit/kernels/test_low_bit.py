@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from offload_rt.kernels.low_bit import (
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 from offload_rt.kernels.reference import merge_lse
 from offload_rt.kernels.selection import quantise_query
+from offload_rt.utils import native_code
 from offload_rt.utils.allocator import RecycledMemory
 
 
@@ -145,18 +149,25 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
         assert joined(own).equal(old), "only the new rows have changed"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("value_bits", [2, 4])
-@pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3)])
-@pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])
-def test_a_processor_computes_what_is_defined(
-    monkeypatch: pytest.MonkeyPatch, tokens: range, d: int, group: int, value_bits: int, compiled: bool
-) -> None:
-    """Weights of values are rounded to bfloat16, eight bits (in C where the processor multiplies it)."""
-    if not compiled:
+@pytest.fixture(params=["torch", *native_code.available_levels()])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Compute by torch, or by the C code of each level of this processor."""
+    if request.param == "torch":
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
-    elif native.low_bit(d, value_bits, group) is None:
-        pytest.skip("no C compiler")
+    else:
+        monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
+        native.forget()
+        if native.low_bit(32, 2, 1) is None:
+            pytest.skip("no C compiler")
+    yield request.param
+    native.forget()
+
+
+@pytest.mark.parametrize("value_bits", [2, 4])
+@pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3), (96, 9), (128, 4)])
+@pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])
+def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, group: int, value_bits: int) -> None:
+    """Weights of values are rounded to bfloat16, eight bits (in C only at the level that multiplies it)."""
     layout = Layout(d, value_bits)
     pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
@@ -173,10 +184,7 @@ def test_a_processor_computes_what_is_defined(
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-8 * float(largest.abs().max()))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    if not compiled:
-        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
+def test_without_a_token_a_processor_finds_nothing(path: str) -> None:
     layout = Layout(32, 2)
     pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
@@ -184,7 +192,7 @@ def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPat
     assert out.eq(0).all() and lse.isneginf().all()
 
 
-def test_a_guess_of_what_is_high_can_be_wrong() -> None:
+def test_a_guess_of_what_is_high_can_be_wrong(level: str) -> None:
     """The n-th largest score is guessed from every sixteenth: here these are the largest."""
     if (library := native.low_bit(32, 2, 1)) is None:
         pytest.skip("no C compiler")
@@ -196,14 +204,11 @@ def test_a_guess_of_what_is_high_can_be_wrong() -> None:
         assert library.select(found, alpha, limit).equal(expected.sort(1).values)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("alpha", "max_fraction"), [(1.0, 0.3), (4.0, 0.5), (float("inf"), 1.0)])
 @pytest.mark.parametrize(("group", "tokens"), [(1, range(5, 177)), (7, range(5, 600)), (3, range(64, 65))])
 def test_a_processor_selects_and_stores_what_is_defined(
-    monkeypatch: pytest.MonkeyPatch, group: int, tokens: range, alpha: float, max_fraction: float, compiled: bool
+    path: str, group: int, tokens: range, alpha: float, max_fraction: float
 ) -> None:
-    if not compiled:
-        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     layout = Layout(64, 2)
     pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     both = [ask(q, mean, pages, layout, tokens) for ask in (low_bit.LowBitQuery, low_bit_cpu.ask)]
@@ -212,7 +217,8 @@ def test_a_processor_selects_and_stores_what_is_defined(
     best = [asked.top(len(tokens) // 3).sort(1).values for asked in both]
     assert best[0].equal(best[1])
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
-    rows[:, 3] = 0
+    rows[:, 3], rows[:, 4] = 0, torch.linspace(-1, 1, 64)
+    rows[:, 5, ::2] = -1e5
     other = copied(pages)
     for values in (False, True):
         low_bit.store_rows(pages, layout, rows, 461, values=values)
@@ -233,3 +239,36 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
         del asked
         assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"
+
+
+def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code sums are exact, and every level adds up in the same order: levels that multiply and add in one rounding
+    find the same scores and select the same tokens."""
+    layout, tokens, found = Layout(64, 4), range(7, 3000), {}
+    pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
+    for level in native_code.available_levels():
+        monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
+        native.forget()
+        if native.low_bit(64, 4, 7) is None:
+            pytest.skip("no C compiler")
+        asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
+        chosen = asked.select(3.0, 0.2)
+        found[level] = (asked.scores, chosen, *asked.tail(chosen + 7))
+    native.forget()
+    scalar = found.pop("scalar", None)
+    for scores, chosen, out, lse in found.values():
+        first = next(iter(found.values()))
+        assert scores.equal(first[0]) and chosen.equal(first[1]) and lse.equal(first[3])
+        torch.testing.assert_close(out, first[2], rtol=0, atol=1e-2)
+    if found and scalar is not None:
+        torch.testing.assert_close(scalar[0], next(iter(found.values()))[0], rtol=1e-6, atol=1e-5)
+
+
+def test_code_compiles_without_warnings(level: str, tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    folder, strict = Path(native.__file__).parent, ("-Wall", "-Wextra", "-Werror", "-DPAGE_BLOCKS=8")
+    for source, *constants in (("low_bit", 32, 2), ("low_bit", 64, 4), ("best_scores",)):
+        shapes = (f"-D{name}={value}" for name, value in zip(("HEAD_DIM", "VALUE_BITS"), constants, strict=False))
+        flags = (*native.FLAGS, *strict, *shapes)
+        native_code.compile_library(folder / f"{source}.c", flags, level, tmp_path / "library.so")

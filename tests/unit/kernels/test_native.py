@@ -27,9 +27,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and a process that has loaded nothing; compiled quickly."""
     monkeypatch.setattr(native, "FLAGS", ("-O0", "-std=gnu11"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._load.cache_clear()
+    native.forget()
     yield tmp_path / "offload-rt" / "native"
-    native._load.cache_clear()
+    native.forget()
 
 
 def scores() -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +49,7 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(subprocess, "run", run)
-    native._load.cache_clear()
+    native.forget()
     assert native.low_bit(32, 2, 1) is not None
 
 
@@ -59,7 +59,7 @@ def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyP
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
-        native._load.cache_clear()
+        native.forget()
         assert native.low_bit(32, 2, 1) is not None and len(list(cache.glob(f"*-{level}-*"))) == 2
 
 
