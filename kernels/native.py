@@ -7,15 +7,14 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from .. import native_libraries
 from ..allocator import RecycledMemory
-from ..native_code import load_library, processor_level
+from ..native_code import processor_level
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
-FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=gnu11", "-pthread")
 MOST_QUERIES = 32
 """The largest group that it takes."""
 
@@ -143,12 +142,7 @@ def has_bfloat16_vectors() -> bool:
     return processor_level() == "avx512_bf16" and not tiles
 
 
-def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
-    """`name`.c of this folder with these constants; None where it cannot be compiled."""
-    return _load(name, tuple(f"-D{constant}={value}" for constant, value in constants.items()))
-
-
 @functools.cache
-def _load(name: str, constants: tuple[str, ...]) -> ctypes.CDLL | None:
-    source = Path(__file__).with_name(f"{name}.c")
-    return load_library(source, (*FLAGS, *constants), f"{name}.c is done without, torch computes instead")
+def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
+    """Load `name`.c of this folder with these constants; None if it is not available at this processor's level."""
+    return native_libraries.load(name, **constants)

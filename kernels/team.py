@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from ..native_code import load_library
-
-FLAGS = ("-O2", "-std=gnu11", "-pthread")
+from .. import native_libraries
 
 
 def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None:
@@ -26,7 +23,7 @@ def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(Path(__file__).with_name("team.c"), FLAGS, "kernels run on one thread")
+    library = native_libraries.load("team")
     if library is not None:
         library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         library.team_run.restype = None
