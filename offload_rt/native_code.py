@@ -165,7 +165,7 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler: `$CC`, which may have arguments, else `cc`. Return None if there is none."""
+    """Return the command of the C compiler, None if there is none: `$CC`, which may have arguments, else `cc`."""
     name, *options = _compiler_command()
     compiler = shutil.which(name)
     return None if compiler is None else [compiler, *options]

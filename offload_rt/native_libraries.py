@@ -5,6 +5,7 @@ This module imports nothing outside the standard library, because the build runs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -126,6 +127,11 @@ class NativeStatus:
 def native_status() -> NativeStatus:
     """Return the level of the C code and where it comes from."""
     level = processor_level()
+    return NativeStatus(level, _origin(level))
+
+
+@functools.cache
+def _origin(level: str) -> str:
     wanted = [
         library_path(library.path, flags, level)
         for library in LIBRARIES.values()
@@ -133,6 +139,6 @@ def native_status() -> NativeStatus:
         for flags in library.prebuilt_flags()
     ]
     if all(path.is_prebuilt for path in wanted):
-        return NativeStatus(level, "prebuilt")
+        return "prebuilt"
     can_compile = find_compiler() is not None or any(path.is_cached for path in wanted)
-    return NativeStatus(level, "compiled" if can_compile else "missing")
+    return "compiled" if can_compile else "missing"

@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "offload_rt"
 ORDER = (
-    "errors core progress quiet small_files control_groups allocator private_files", "native_code units config_fields", "native_libraries",
-    "config outputs sampling_params texts", "arguments", "kernels disk", "models pool", "skewing", "select", "transfer",
+    "errors core progress quiet small_files control_groups allocator private_files", "native_code units config_fields",
+    "native_libraries config outputs sampling_params texts",
+    "arguments", "kernels disk", "models pool", "skewing", "select", "transfer",
     "forward storage planning", "engine", "sessions", "llm", "async_llm drop_in", "__init__", "eval server", "commands",
     "cli", "__main__",
 )  # fmt: skip

@@ -22,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.location import hub_of, locate
     from ..models.packed import UNPACKED
     from ..models.registry import load_shape
+    from ..native_libraries import native_status
     from ..planning.device_plan import costs_for, plan_for
     from ..planning.disk_plan import disk_plan
     from ..planning.memory_model import Machine, obstacles, requirements
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             found.append(f"{made_for}; it cannot take more.")
         else:
             notes.append(f"{made_for}; quality beyond is not known.")
-    print("\n".join(["It does not fit here." if found else "It fits here.", *found, *notes]))
+    verdict = "It does not fit here." if found else "It fits here."
+    print("\n".join([verdict, *found, *notes, f"CPU kernels: {native_status()}."]))
     return 0
 
 

@@ -10,6 +10,7 @@ from ..config import EngineConfig
 from ..forward.sequence import Sequence
 from ..forward.trace import Trace
 from ..models.registry import LoadedModel
+from ..native_libraries import native_status
 from ..outputs import Stats
 from ..pool.disk_use import DiskUse
 from ..pool.pool import HostPool
@@ -112,6 +113,7 @@ class Accounting:
             policy=self._policy.name,
             device=str(adapter.device),
             dtype=str(adapter.dtype).removeprefix("torch."),
+            native_code=str(native_status()),
             prompt_tokens=trace.prompt_tokens,
             reused_tokens=trace.reused_tokens,
             diverged_at=trace.diverged_at,
