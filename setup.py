@@ -1,4 +1,4 @@
-"""Build step of the wheel: compile the C libraries of `offload_rt/native_libraries.py` for all levels of this machine.
+"""Build step of the wheel: compile the C libraries of `utils/native_libraries.py` for all levels of this machine.
 
 Without a working C compiler the wheel is pure Python, and the C code is compiled on first use. An editable install
 compiles nothing.
@@ -25,7 +25,8 @@ def native_modules(package: Path) -> tuple[Any, Any]:
     parent = types.ModuleType(name)
     parent.__path__ = [str(package)]
     sys.modules[name] = parent
-    return importlib.import_module(f"{name}.native_code"), importlib.import_module(f"{name}.native_libraries")
+    code, libraries = (importlib.import_module(f"{name}.utils.native_{part}") for part in ("code", "libraries"))
+    return code, libraries
 
 
 def compile_libraries(package: Path) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import native_libraries
-from ..allocator import RecycledMemory
-from ..native_code import processor_level
+from ..utils import native_libraries
+from ..utils.allocator import RecycledMemory
+from ..utils.native_code import processor_level
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 MOST_QUERIES = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import native_libraries
+from ..utils import native_libraries
 from .pointer_table import ALIGNED
 
 BLOCK = 64

@@ -10,7 +10,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from .. import native_libraries
+from ..utils import native_libraries
 
 
 def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None:

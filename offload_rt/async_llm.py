@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .arguments import salt, sampling, shown, whole_or_none
 from .config import StoreOptions
+from .engine.arguments import salt, sampling, shown, whole_or_none
 from .engine.callers import Caller, EngineLoad, Mailbox
 from .engine.constraints import check_answerable
 from .engine.failures import failure
@@ -353,7 +353,7 @@ class AsyncLLM:
         self._prompt_tokens += len(request.prompt.token_ids)
         self._cached_tokens += request.cached_tokens
         ended = (completion.stats for completion in request.completions())
-        self._link_bytes += sum(stats.link_bytes_to_device for stats in ended if stats is not None)
+        self._link_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from .config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
-from .units import parse_duration, parse_size
+from .utils.config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
+from .utils.units import parse_duration, parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]
@@ -122,7 +122,7 @@ class EngineConfig:
             device, or with `device_memory` as many as fit.
         embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
             output head shares the embedding's weights.
-        max_context: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
+        max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
             RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
         disk: Folder on a local disk for contexts larger than host memory. KV of running requests lies in an unnamed
@@ -131,10 +131,10 @@ class EngineConfig:
         eviction: Token eviction for sequences that outgrow the KV cache. None raises an error instead.
         skew: Skew artifact, or a folder written by `offload-rt skew` or `tune` (which also sets the policy's default
             options). None calibrates once on a text in the package and caches the result by model fingerprint.
-        kv_format: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise it in host memory: less
-            memory and fewer transferred bytes. Prefill uses unquantised KV. Quantised prefixes are not shared.
-        prefix_sharing: Compute and store a common prefix of prompts once, also across calls. Shared KV is exact, so
-            results do not depend on earlier requests.
+        kv_cache_dtype: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise it in host memory:
+            less memory and fewer transferred bytes. Prefill uses unquantised KV. Quantised prefixes are not shared.
+        enable_prefix_caching: Compute and store a common prefix of prompts once, also across calls. Shared KV is exact,
+            so results do not depend on earlier requests.
         swap: Folder on a fast disk for KV of preempted requests, used if that is estimated to be faster than
             recomputation. The files end with the process.
         missed_mass_every: Decode steps between measurements of the missed attention mass; 0 disables them. None is 16
@@ -147,10 +147,10 @@ class EngineConfig:
             ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions` is also accepted.
         cuda_graphs: Capture decode steps as CUDA graphs and replay them if their launches can be repeated. None enables
             it on CUDA unless `device_memory` is set. With `device_memory`, True reserves memory for one graph.
-        prefill_slice: Tokens whose attention and MLP are computed together in prefill; bounds device memory. None is
-            512 on a CPU and 2,048 on a GPU, or less if `device_memory` requires it.
-        prefill_tokens: Prompt tokens prefilled per engine step while other requests decode (at least one layer).
-        max_batch: Maximum number of sequences decoded together by `generate`, `score` and `turns`.
+        prefill_chunk_size: Tokens whose attention and MLP are computed together in prefill; bounds device memory. None
+            is 512 on a CPU and 2,048 on a GPU, or less if `device_memory` requires it.
+        max_num_batched_tokens: Prompt tokens prefilled per engine step while others decode (at least one layer).
+        max_num_seqs: Maximum number of sequences decoded together by `generate`, `score` and `turns`.
         verify: Load-time verification: compare the model with transformers' own forward pass, layer by layer, on random
             tokens. "auto" does so the first time a model is loaded (about a second, cached), "always" every time. A
             model that differs is refused. "off" skips it and refuses architectures that are not declared.
@@ -178,7 +178,7 @@ class EngineConfig:
         group="device",
         plans=True,
     )
-    max_context: int | None = option(
+    max_model_len: int | None = option(
         None, help="maximum number of tokens of a sequence (default: the model's)", metavar="N", group="device"
     )
     host_memory: Size | None = option(None, help="limit on KV in host memory, such as 200GiB", group="pool", plans=True)
@@ -192,8 +192,8 @@ class EngineConfig:
     skew: Path | None = option(
         None, help="skew artifact (default: calibrated once and cached)", metavar="FILE|DIR", group="policy"
     )
-    kv_format: KVFormatName = option("auto", help="format of KV in host memory", group="pool")
-    prefix_sharing: bool = option(True, help="compute and store common prefixes once", group="pool")
+    kv_cache_dtype: KVFormatName = option("auto", help="format of KV in host memory", group="pool")
+    enable_prefix_caching: bool = option(True, help="compute and store common prefixes once", group="pool")
     swap: Path | None = option(None, help="folder for KV of preempted requests", metavar="DIR")
     missed_mass_every: int | None = option(
         None, help="steps between measurements of the missed attention mass; 0: never (default: 16; 0 on a GPU)",
@@ -213,12 +213,14 @@ class EngineConfig:
         None, help="replay decode steps as CUDA graphs (default: on a GPU without --device-memory)", group="device",
         plans=True,
     )  # fmt: skip
-    prefill_slice: int | None = option(
+    prefill_chunk_size: int | None = option(
         None, help="prompt tokens computed together (default: 512; 2048 on a GPU)", metavar="N",
         group="device", plans=True,
     )  # fmt: skip
-    prefill_tokens: int = option(512, help="prompt tokens prefilled per step while other requests decode", metavar="N")
-    max_batch: int = option(32, help="maximum number of sequences decoded together", metavar="N")
+    max_num_batched_tokens: int = option(
+        512, help="prompt tokens prefilled per step while other requests decode", metavar="N"
+    )
+    max_num_seqs: int = option(32, help="maximum number of sequences decoded together", metavar="N")
     verify: Verify = option("auto", help="load-time verification against transformers", group="device")
     revision: str | None = option(None, help="branch, tag or commit on the hub", group="hub", plans=True)
     hf_token: str | None = option(
@@ -257,9 +259,11 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         check_types(self)
         check_choice("verify", self.verify, get_args(Verify))
-        check_choice("kv_format", self.kv_format, get_args(KVFormatName))
-        check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
-        for name in ("experts_on_device", "prefill_slice", "prefill_tokens", "max_batch"):
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVFormatName))
+        check(
+            self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
+        )
+        for name in ("experts_on_device", "prefill_chunk_size", "max_num_batched_tokens", "max_num_seqs"):
             value = getattr(self, name)
             check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")

@@ -22,10 +22,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .config import EngineConfig
 from .engine.runner import Runner
-from .engine.verification import accept, rewind, verify
+from .engine.speculative.verification import accept, rewind, verify
 from .errors import InputError
-from .forward.sequence import Sequence
 from .llm import LLM
+from .model_runner.sequence import Sequence
 
 _AHEAD = 1024  # expected growth of a sequence in tokens, for which the pool prepares memory at once
 

@@ -11,10 +11,9 @@ from weakref import WeakValueDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .config import EngineConfig, StoreOptions
-from .config_fields import configured
 from .core import ModelGeometry
+from .engine.arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .engine.build import build, build_beside
 from .engine.checks import check_token_ids, most_tokens
 from .engine.engine import Engine
@@ -25,15 +24,16 @@ from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.swap import Swap
 from .errors import InputError, OffloadError
-from .forward.trace import Recorder
+from .model_runner.trace import Recorder
 from .outputs import RequestOutput, Stats, TokenOutput
-from .progress import Progress
 from .sampling_params import SamplingParams
 from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
-from .units import format_size
+from .utils.config_fields import configured
+from .utils.progress import Progress
+from .utils.units import format_size
 
 
 class LLM:
@@ -230,7 +230,7 @@ class LLM:
         self, prompt: list[int], params: SamplingParams, cache_salt: str, recorder: Recorder | None = None
     ) -> Iterator[TokenOutput]:
         with self._progress.prefill(self.geometry.layers) as on_prefill:
-            engine = Engine(self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers))
+            engine = Engine(self._runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))
             self._last = request = engine.add(prompt, params, recorder, cache_salt)
             try:
                 while not engine.idle:
@@ -343,7 +343,7 @@ class LLM:
         self._check_open()
         return Engine(
             self._runner,
-            max_batch=self.config.max_batch,
+            max_num_seqs=self.config.max_num_seqs,
             on_prefill=on_prefill,
             swap=self._swap,
             on_failure=on_failure,
@@ -365,7 +365,7 @@ class LLM:
             continuations: Texts or token ids. Texts are tokenized on their own, without special tokens.
             decode_from: Number of prompt tokens that are prefilled with full attention. The rest is decoded under the
                 policy. None prefills all but the last token.
-            batch: Maximum number of sequences per batch; None uses `max_batch`.
+            batch: Maximum number of sequences per batch; None uses `max_num_seqs`.
 
         Raises:
             InputError: A prompt or continuation is empty, or the lists differ in length.
@@ -380,7 +380,7 @@ class LLM:
         encoded = [self.encode(prompt) for prompt in first]
         targets = [self.encode(text, special_tokens=False) for text in then]
         with self._progress.items("score", len(encoded)) as on_done, self._runner.pool.lock:
-            most = batch or self.config.max_batch
+            most = batch or self.config.max_num_seqs
             return score(self._runner, encoded, targets, decode_from=decode_from, batch=most, on_done=on_done)
 
     def session(
@@ -428,16 +428,16 @@ class LLM:
         store: str | Path,
         options: StoreOptions | None = None,
         *,
-        max_batch: int | None = None,
+        max_num_seqs: int | None = None,
         **fields: Any,
     ) -> TurnQueue:
         """Return a queue for turns of many sessions in one folder.
 
-        KV of queued turns is loaded from disk before they start, and is not evicted. At most `max_batch` turns are
+        KV of queued turns is loaded from disk before they start, and is not evicted. At most `max_num_seqs` turns are
         decoded together (None: as configured). Other arguments and errors as `session`.
         """
         with self._runner.pool.lock:
-            most = whole_or_none("max_batch", max_batch, 1) or self.config.max_batch
+            most = whole_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
             return TurnQueue(self.session_store(store, options, **fields), most)
 
     def session_store(self, store: str | Path, options: StoreOptions | None = None, **fields: Any) -> SessionStore:

@@ -171,25 +171,25 @@ class Stats:
         reused_tokens: Prompt tokens whose KV was taken from another sequence or from a session store, in blocks of 64.
         diverged_at: First prompt token that differs from all cached prefixes. It may lie in a block behind
             `reused_tokens`. None if the whole prompt was cached, or no prefix was looked up.
-        link_bytes_to_device: KV copied from host memory to the device.
-        link_bytes_to_host: KV copied from the device to host memory.
-        link_bytes_weights: Weights copied to the device, not included in `link_bytes_to_device`.
-        link_bytes_weights_steps: The part of these that was copied for decode steps.
+        h2d_bytes: KV copied from host memory to the device.
+        d2h_bytes: KV copied from the device to host memory.
+        h2d_weight_bytes: Weights copied to the device, not included in `h2d_bytes`.
+        h2d_weight_bytes_steps: The part of these that was copied for decode steps.
         kv_bytes_host: KV of this sequence in host memory. With `disk`, all KV that the pool holds in host memory.
         kv_bytes_device: Resident KV entries and staging buffers on the device.
         kv_bytes_disk: KV of this sequence on disk.
         scoring_bytes_device: Scoring keys and approximate KV on the device.
         scoring_bytes_host: The same in host memory.
-        tail_bytes_device: Approximate KV in `scoring_bytes_device`.
+        approximate_bytes_device: Approximate KV in `scoring_bytes_device`.
         weight_bytes: All weights.
         weight_bytes_device: Weights on the device, including buffers for streamed weights.
         peak_device_bytes: On CUDA the allocator's peak. On a CPU the sum of weights, KV and scoring keys.
-        link_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, over all
-            passes that a token took.
-        attended_fraction: Exactly attended fraction of the visible tokens, mean over layers and new tokens.
-        sparse_link_fraction: `link_fraction` over the layers that select tokens.
-        sparse_attended_fraction: `attended_fraction` over the layers that select tokens.
-        estimated_fraction: Fraction of the visible tokens attended through approximate KV, over the layers that select.
+        fetched_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, over
+            all passes that a token took.
+        exact_fraction: Exactly attended fraction of the visible tokens, mean over layers and new tokens.
+        sparse_fetched_fraction: `fetched_fraction` over the layers that select tokens.
+        sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
+        approximate_fraction: Fraction of the visible tokens attended through approximate KV, over layers that select.
         missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
             select. Approximate KV estimates this mass if it is enabled. None if it was not measured.
         missed_mass_worst_layer: Largest mean of a layer.
@@ -220,22 +220,22 @@ class Stats:
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    link_bytes_to_device: int
-    link_bytes_to_host: int
-    link_bytes_weights: int
+    h2d_bytes: int
+    d2h_bytes: int
+    h2d_weight_bytes: int
     kv_bytes_host: int
     kv_bytes_device: int
     scoring_bytes_device: int
     scoring_bytes_host: int
-    tail_bytes_device: int
+    approximate_bytes_device: int
     weight_bytes: int
     weight_bytes_device: int
     peak_device_bytes: int
-    link_fraction: float
-    attended_fraction: float
-    sparse_link_fraction: float
-    sparse_attended_fraction: float
-    estimated_fraction: float
+    fetched_fraction: float
+    exact_fraction: float
+    sparse_fetched_fraction: float
+    sparse_exact_fraction: float
+    approximate_fraction: float
     dense_layers: tuple[int, ...]
     layers: int
     missed_mass: float | None
@@ -254,7 +254,7 @@ class Stats:
     disk_bytes_written: int = 0
     disk_hit_rate: float | None = None
     expert_hit_rate: float | None = None
-    link_bytes_weights_steps: int = 0
+    h2d_weight_bytes_steps: int = 0
     native_code: str = ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .config_fields import check, check_types
+from .utils.config_fields import check, check_types
 
 EarlyStopping = bool | Literal["never"]
 

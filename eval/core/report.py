@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...native_libraries import native_status
-from ...small_files import read_json
+from ...utils.native_libraries import native_status
+from ...utils.small_files import read_json
 
 Row = dict[str, Any]
 """Flat: column -> number, text, list or None."""

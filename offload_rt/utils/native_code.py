@@ -1,0 +1,200 @@
+"""Load the C code of this package: prebuilt in the wheel, else compiled on first use into the user's cache.
+
+Code is compiled for instruction set levels instead of one processor, so that a wheel and a shared home folder can hold
+it for all of them. If there is no compiler and no library, callers use torch or numpy instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+LEVEL_VARIABLE = "OFFLOAD_RT_CPU_LEVEL"
+
+_X86_FEATURES = {
+    "scalar": frozenset[str](),
+    "avx2": frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "avx512_bf16": frozenset({"avx512_bf16", "avx512_vnni"}),
+}
+"""Processor flags, as in /proc/cpuinfo, that each level needs in addition to those of the level before."""
+
+LEVEL_FLAGS = {
+    "scalar": (),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "avx512_bf16": ("-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni", "-mavx512bf16"),
+    "neon": (),
+}
+"""Compiler flags of each level. A level's code runs on every processor of this or a higher level."""
+
+PREBUILT = Path(__file__).parents[1] / "native"
+"""Libraries that the wheel's build compiled, named as in the user's cache."""
+
+
+@functools.cache
+def available_levels() -> tuple[str, ...]:
+    """Return the levels that this processor runs, lowest first."""
+    if (levels := machine_levels())[-1] not in _X86_FEATURES or len(levels) == 1:
+        return levels
+    flags, found = _processor_flags(), []
+    for level, needed in _X86_FEATURES.items():
+        if not needed <= flags:
+            break
+        found.append(level)
+    return tuple(found)
+
+
+def processor_level() -> str:
+    """Return the level whose code is used: `OFFLOAD_RT_CPU_LEVEL`, else the highest that the processor runs.
+
+    Raises:
+        ConfigError: The variable names an unknown level, or one that this processor does not run.
+    """
+    levels, forced = available_levels(), os.environ.get(LEVEL_VARIABLE, "").strip()
+    if not forced:
+        return levels[-1]
+    if forced not in levels:
+        raise ConfigError(
+            f"{LEVEL_VARIABLE}={forced!r}: this processor runs the levels {', '.join(levels)}; choose one of them, or "
+            "unset the variable"
+        )
+    return forced
+
+
+def machine_levels() -> tuple[str, ...]:
+    """Return all levels of this machine's architecture, lowest first, whatever its processor runs."""
+    architecture = platform.machine().lower()
+    if architecture in ("aarch64", "arm64"):
+        return ("neon",)
+    return tuple(_X86_FEATURES) if architecture in ("x86_64", "amd64") else ("scalar",)
+
+
+@dataclass(frozen=True)
+class LibraryPath:
+    """Where a compiled library is looked for, in this order."""
+
+    prebuilt: Path
+    cached: Path
+
+    @property
+    def is_prebuilt(self) -> bool:
+        """Whether the wheel contains the library."""
+        return self.prebuilt.exists()
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether an earlier process compiled the library."""
+        return self.cached.exists()
+
+
+def library_path(source: Path, flags: Sequence[str], level: str) -> LibraryPath:
+    """Return where the library that `source` compiles to with `flags` at `level` is looked for."""
+    name = library_name(source, flags, level)
+    return LibraryPath(PREBUILT / name, user_cache() / "native" / name)
+
+
+def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
+    """Return the library that `source` compiles to with `flags` at the processor's level. Return None if it is neither
+    prebuilt nor can be compiled; a warning then reports so once, and the log names each library and its `fallback`."""
+    level = processor_level()
+    path = library_path(source, flags, level)
+    try:
+        if path.is_prebuilt:
+            return ctypes.CDLL(str(path.prebuilt))
+        if not path.is_cached:
+            compile_library(source, flags, level, path.cached)
+        return ctypes.CDLL(str(path.cached))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.info("%s is not available, %s: %s", source.name, fallback, error)
+        _warn_once(level)
+        return None
+
+
+@functools.cache
+def _warn_once(level: str) -> None:
+    """Warn that C code is missing. Without a logging configuration, Python prints the line to stderr."""
+    why = "could not be compiled" if find_compiler() is not None else "is not in this package, and there is no compiler"
+    _log.warning(
+        "offload-rt: C code for the processor level %s %s; torch computes instead, slower. Install a wheel for this "
+        "machine, or gcc.",
+        level,
+        why,
+    )
+
+
+def library_name(source: Path, flags: Sequence[str], level: str) -> str:
+    """Return the file name of a compiled library. It changes with the source, its folder's headers, and the flags."""
+    digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
+    for header in sorted(source.parent.glob("*.h")):
+        digest.update(header.read_bytes())
+    return f"{source.stem}-{platform.machine().lower()}-{level}-{digest.hexdigest()[:16]}.so"
+
+
+def compile_library(source: Path, flags: Sequence[str], level: str, target: Path) -> None:
+    """Compile `source` to `target`, which appears whole or not at all.
+
+    Raises:
+        OSError: There is no compiler, or the folder of `target` cannot be written.
+        subprocess.SubprocessError: The compiler failed.
+    """
+    if (compiler := find_compiler()) is None:
+        raise FileNotFoundError(f"there is no compiler {_compiler_command()[0]}")
+    command = [*compiler, *LEVEL_FLAGS[level], *flags, "-shared", "-fPIC"]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        subprocess.run([*command, str(source), "-o", str(built), "-lm"], check=True, capture_output=True, timeout=120)
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(built, target)
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of the C compiler, None if there is none: `$CC`, which may have arguments, else `cc`."""
+    name, *options = _compiler_command()
+    compiler = shutil.which(name)
+    return None if compiler is None else [compiler, *options]
+
+
+def _compiler_command() -> list[str]:
+    given = os.environ.get("CC", "").strip() or "cc"
+    return [given] if shutil.which(given) else given.split()
+
+
+def user_cache() -> Path:
+    """`$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`; for a user who has no home folder, one that goes with
+    the process."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
+    except RuntimeError:
+        return Path(_passing().name)
+
+
+@functools.cache
+def _passing() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="offload-rt-")
+
+
+def _processor_flags() -> frozenset[str]:
+    """Return the flags of the first processor in /proc/cpuinfo; none if the file does not exist."""
+    described = Path("/proc/cpuinfo")
+    for line in described.read_text().splitlines() if described.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()

@@ -1,0 +1,199 @@
+"""C code compiled on first use: kept for the next process, and done without where it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_rt.policies.low_bit_rows import VALUE_BITS
+from support.compilers import unoptimised
+from support.low_bit import stored_rows
+
+from offload_rt.errors import ConfigError
+from offload_rt.kernels import low_bit, low_bit_cpu, native
+from offload_rt.kernels.low_bit import Layout
+from offload_rt.kernels.pages import PAGE_BLOCKS
+from offload_rt.models.cache_folder import cache_folder
+from offload_rt.utils import native_code, native_libraries
+from offload_rt.utils.native_libraries import PACKAGE
+
+LAYOUT = Layout(32, 2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and a process that has loaded nothing; compiled quickly."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if (compiler := native_code.find_compiler()) is not None:
+        monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
+    forget()
+    yield tmp_path / "offload-rt" / "native"
+    forget()
+
+
+def forget() -> None:
+    """Forget what this process loaded and reported."""
+    native.compiled.cache_clear()
+    native_code._warn_once.cache_clear()
+    native_libraries._origin.cache_clear()
+
+
+def scores() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the same rows, as a processor computes them and as they are defined."""
+    storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
+    given = (q, mean, storage, LAYOUT, range(3, 90))
+    return low_bit_cpu.ask(*given).scores, low_bit.low_bit_scores(*given)
+
+
+def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+    assert [path.suffix for path in cache.iterdir()] == [".so", ".so"], "and no temporary file stays behind"
+
+    def run(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    native.compiled.cache_clear()
+    assert native.low_bit(32, 2, 1) is not None
+
+
+def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder is shared by machines: the name of the code says which processors run it."""
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    for level in native_code.available_levels():
+        monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
+        native.compiled.cache_clear()
+        assert native.low_bit(32, 2, 1) is not None and len(list(cache.glob(f"*-{level}-*"))) == 2
+
+
+def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native_code.LEVEL_VARIABLE, "avx1024")
+    with pytest.raises(ConfigError, match="OFFLOAD_RT_CPU_LEVEL='avx1024': this processor runs the levels "):
+        native_code.processor_level()
+
+
+def test_shapes_that_the_code_does_not_take() -> None:
+    assert native.low_bit(48, 2, 1) is None and native.low_bit(64, 2, native.MOST_QUERIES + 1) is None
+
+
+def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert native.low_bit(32, 2, 1) is None and not cache.exists()
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["it fails", "it writes no library", "no place to write"])
+def test_a_compiler_that_fails_is_said_and_done_without(
+    fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "no place to write":
+        cache.parent.write_text("a file")
+    else:
+        compiler = cache.parents[1] / "cc"
+        does = "exit 1" if fault == "it fails" else 'for last; do :; done; echo no > "$last"'
+        compiler.write_text(f"#!/bin/sh\n{does}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+    with caplog.at_level(logging.INFO, native_code.__name__):
+        assert native.low_bit(32, 2, 1) is None
+    assert "low_bit.c is not available, torch computes instead" in caplog.text
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+
+
+def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and nothing changes."""
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
+    monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
+    found = []
+    for threads in (1, 2, 5, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        asked = low_bit_cpu.ask(q, mean, storage, LAYOUT, range(70, 190))
+        chosen = asked.top(9) + 70
+        found.append((asked.scores, chosen, *asked.tail(chosen)))
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+
+
+@pytest.mark.parametrize("named", ["env cc", "a folder/cc", " "])
+def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `ccache cc`; or a path with spaces in it; or nothing."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    folder = cache.parents[1] / "a folder"
+    folder.mkdir()
+    (folder / "cc").symlink_to(str(shutil.which("cc")))
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("CC", named)
+    assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 2
+
+
+def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with caplog.at_level(logging.INFO, native_code.__name__):
+        assert native.low_bit(32, 2, 1) is None and native.low_bit(64, 2, 1) is None
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "is not in this package, and there is no compiler" in warning.message
+    assert "low_bit.c is not available, torch computes instead: there is no compiler no-such-compiler" in caplog.text
+    assert native_libraries.native_status().origin == "missing"
+
+
+def test_prebuilt_code_is_used_without_a_compiler(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    assert native_libraries.native_status().origin == "compiled"
+    monkeypatch.setattr(native_code, "PREBUILT", cache.rename(tmp_path / "shipped"))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    forget()
+    assert native.low_bit(32, 2, 1) is not None and not cache.exists() and not caplog.text
+    assert native.low_bit(64, 2, 1) is None, "this one was not shipped"
+
+
+def test_options_are_prebuilt() -> None:
+    """All numbers of bits that the options name, and the page size of the kernels."""
+    prebuilt = native_libraries.LIBRARIES["low_bit"].constants
+    assert set(prebuilt["VALUE_BITS"]) == set(VALUE_BITS.values()) and prebuilt["PAGE_BLOCKS"] == (PAGE_BLOCKS,)
+    sources = {path for folder in ("kernels", "kv_cache/disk") for path in (PACKAGE / folder).glob("*.c")}
+    assert {library.path for library in native_libraries.LIBRARIES.values()} == sources
+
+
+def test_who_has_no_home_has_a_folder_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id of a container that no file knows."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache_folder().is_dir() and cache_folder() == native_code.user_cache()
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "levels"),
+    [
+        ("x86_64", "flags : sse2 avx\n", ("scalar",)),
+        ("x86_64", "flags : avx2 fma bmi1 bmi2 f16c avx512_bf16\n", ("scalar", "avx2")),
+        ("AMD64", "", ("scalar",)),
+        ("aarch64", "Features : fp sve\n", ("neon",)),
+        ("riscv64", "", ("scalar",)),
+    ],
+)
+def test_levels_of_a_processor(
+    machine: str, cpuinfo: str, levels: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpuinfo:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{cpuinfo}")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(native_code, "Path", lambda _: tmp_path / "cpuinfo")
+    native_code.available_levels.cache_clear()
+    assert native_code.available_levels() == levels
+    native_code.available_levels.cache_clear()
