@@ -66,6 +66,8 @@ class PlatformWheel(bdist_wheel):
         """Build the wheel."""
         self.run_command("build")
         self.root_is_pure = not (Path(self.get_finalized_command("build_py").build_lib) / "offload_rt/native").exists()
+        # Install to the folder for platform-specific packages, as setuptools does for its own extension modules.
+        self.distribution.has_ext_modules = lambda: not self.root_is_pure
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
