@@ -2,15 +2,20 @@
 # Torch comes from the index that BASE's machines reach; nothing of this was built where the project is developed.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev curl && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends curl && rm -rf /var/lib/apt/lists/*
 WORKDIR /app
-COPY constraints.txt pyproject.toml LICENSE README.md ./
+COPY constraints.txt pyproject.toml setup.py LICENSE README.md ./
 COPY offload_rt offload_rt
 COPY kernels kernels
 COPY skewing skewing
 COPY eval eval
 ARG EXTRAS=serve,structured
-RUN python3 -m pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
+# The compiler builds the CPU kernels into the package. CUDA needs it at run time too: Triton compiles its launchers.
+ARG KEEP_COMPILER=
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && python3 -m pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]" \
+    && if [ -z "${KEEP_COMPILER}" ]; then apt-get purge -y --auto-remove gcc libc6-dev; fi \
+    && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 server && mkdir /models /sessions && chown server /models /sessions
 USER server
 ENV OMP_WAIT_POLICY=passive HF_HOME=/models

@@ -67,7 +67,7 @@ test: lint docs
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
-STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray neon
+STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray neon wheel
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/eval/test_eval_disk.py
 STRESS_sessions := tests/unit/sessions/test_reliability.py
 STRESS_composition := tests/unit/eval/test_eval_perplexity.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
@@ -79,6 +79,7 @@ STRESS_attack := tests/unit/server/test_server_attack.py
 STRESS_page := tests/unit/server/test_page.py
 STRESS_adversary := tests/unit/stress/test_adversary.py
 STRESS_ray := tests/unit/server/test_ray.py tests/unit/server/test_batch_ray.py
+STRESS_wheel := tests/unit/project/test_packaging.py
 STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
 STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
 	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py

@@ -5,17 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+from ..utils import native_libraries
 from ..utils.allocator import RecycledMemory
-from ..utils.native_code import load_library, processor_level
+from ..utils.native_code import processor_level
 from . import team
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
-FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=gnu11", "-pthread")
 MOST_QUERIES = 32
 """Largest number of queries on one KV head that `low_bit.c` takes."""
 
@@ -200,23 +199,12 @@ def _low_bit(head_dim: int, value_bits: int) -> LowBitLibrary | None:
     return LowBitLibrary(library, ranking, head_dim)
 
 
-def forget() -> None:
-    """Forget the loaded code, so that the next call loads it for the level that is then in force."""
-    _low_bit.cache_clear()
-    _load.cache_clear()
-
-
 def has_tiles() -> bool:
     """Return whether torch multiplies bfloat16 with AMX here, which is faster than our code."""
     return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
-def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
-    """`name`.c of this folder with these constants; None where it cannot be compiled."""
-    return _load(name, tuple(f"-D{constant}={value}" for constant, value in constants.items()))
-
-
 @functools.cache
-def _load(name: str, constants: tuple[str, ...]) -> ctypes.CDLL | None:
-    source = Path(__file__).with_name(f"{name}.c")
-    return load_library(source, (*FLAGS, *constants), f"{name}.c is done without, torch computes instead")
+def compiled(name: str, **constants: int) -> ctypes.CDLL | None:
+    """Load `name`.c of this folder with these constants; None if it is not available at this processor's level."""
+    return native_libraries.load(name, **constants)

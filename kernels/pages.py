@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ..utils import native_libraries
 from .pointer_table import ALIGNED
 
 BLOCK = 64
 """Tokens of a block."""
 
-PAGE_BLOCKS = 8
-"""Blocks of a page: as many as one program of a kernel reads, so that it looks up one address. On a processor 8, 16 and
-32 are equally fast (and as fast as one tensor); a fork that writes copies half a page on average."""
+PAGE_BLOCKS = native_libraries.PAGE_BLOCKS
+"""Blocks of a page."""
 
 PAGE_TOKENS = PAGE_BLOCKS * BLOCK
 """Tokens of a page."""

@@ -12,15 +12,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..utils import native_libraries
 from ..utils.control_groups import processor_limit
-from ..utils.native_code import load_library
-
-FLAGS = ("-O2", "-std=gnu11", "-pthread")
 
 _outer = threading.local()
 
@@ -74,7 +71,7 @@ def decode_threads(device: torch.device) -> AbstractContextManager[None]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(Path(__file__).with_name("team.c"), FLAGS, "kernels run on one thread")
+    library = native_libraries.load("team")
     if library is not None:
         library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         library.team_run.restype = None

@@ -207,6 +207,7 @@ class Stats:
         disk_bytes_written: Bytes written since the sequence began, for all sequences.
         disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.
         expert_hit_rate: Fraction of chosen experts that were on the device.
+        native_code: Processor level of the C code and its origin: prebuilt, compiled or missing.
     """
 
     model: str
@@ -254,6 +255,7 @@ class Stats:
     disk_hit_rate: float | None = None
     expert_hit_rate: float | None = None
     h2d_weight_bytes_steps: int = 0
+    native_code: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of plain types, ready for JSON."""

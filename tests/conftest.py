@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.interpreter import interpreted_quickly
+from support.levels import forget
 
 import offload_rt
-from offload_rt.kernels import native
 from offload_rt.utils import native_code
 
 if not torch.cuda.is_available():
@@ -130,6 +130,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run a test with the C code of each instruction set level that this processor has."""
     monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
-    native.forget()
+    forget()
     yield request.param
-    native.forget()
+    forget()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...utils.native_libraries import native_status
 from ...utils.small_files import read_json
 
 Row = dict[str, Any]
@@ -171,6 +172,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "machine": platform.machine(),
+        "native_code": str(native_status()),
         "cpu_threads": torch.get_num_threads(),
     }
 

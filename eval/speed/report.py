@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from ...utils.native_libraries import native_status
 from ..core.report import write_atomic
 from .baselines import Baseline, Shape
 from .step_profiler import BREAKDOWN, breakdown
@@ -88,6 +89,7 @@ def describe(config: Any, shapes: dict[str, Shape], device: torch.device, skippe
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "commit": _commit(),
         "processor": _processor(),
+        "native_code": str(native_status()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -189,7 +191,10 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def markdown(report: dict[str, Any], timings: Sequence[Timing]) -> str:
     """The report as a page."""
-    keys = ("date", "commit", "processor", "device", "python", "torch", "transformers", "clock", "keys", "shapes")
+    keys = (
+        "date", "commit", "processor", "native_code", "device", "python", "torch", "transformers", "clock", "keys",
+        "shapes",
+    )  # fmt: skip
     config = report["config"]
     lines = ["# Decode step", "", *(f"- {key}: {report[key]}" for key in keys)]
     lines += [f"- {config['threads']} thread(s), {config['repeats']} repeats of 2 tokens each"]

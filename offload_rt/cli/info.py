@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from ..planning.disk_plan import disk_plan
     from ..planning.memory_model import Machine, obstacles, requirements
     from ..planning.weight_placement import asked_placement
+    from ..utils.native_libraries import native_status
     from .tables import requirements_table
 
     shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=args.context)
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             found.append(f"{made_for}; it cannot take more.")
         else:
             notes.append(f"{made_for}; quality beyond is not known.")
-    print("\n".join(["It does not fit here." if found else "It fits here.", *found, *notes]))
+    verdict = "It does not fit here." if found else "It fits here."
+    print("\n".join([verdict, *found, *notes, f"CPU kernels: {native_status()}."]))
     return 0
 
 

@@ -143,6 +143,7 @@ def _sections(stats: Stats) -> list[Rows]:
             ("model", stats.model),
             ("policy", stats.policy),
             ("device, dtype", f"{stats.device}, {stats.dtype}"),
+            ("CPU kernels", stats.native_code),
             ("dense layers", dense_layers(stats)),
         ],
         [

@@ -16,6 +16,7 @@ from ..outputs import Stats
 from ..policies.base import Policy
 from ..transfer.link import Link
 from ..transfer.weights.host_weights import HostWeights
+from ..utils.native_libraries import native_status
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:
@@ -112,6 +113,7 @@ class Accounting:
             policy=self._policy.name,
             device=str(adapter.device),
             dtype=str(adapter.dtype).removeprefix("torch."),
+            native_code=str(native_status()),
             prompt_tokens=trace.prompt_tokens,
             reused_tokens=trace.reused_tokens,
             diverged_at=trace.diverged_at,

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -48,11 +49,8 @@ PREBUILT = Path(__file__).parents[1] / "native"
 @functools.cache
 def available_levels() -> tuple[str, ...]:
     """Return the levels that this processor runs, lowest first."""
-    machine = platform.machine().lower()
-    if machine in ("aarch64", "arm64"):
-        return ("neon",)
-    if machine not in ("x86_64", "amd64"):
-        return ("scalar",)
+    if (levels := machine_levels())[-1] not in _X86_FEATURES or len(levels) == 1:
+        return levels
     flags, found = _processor_flags(), []
     for level, needed in _X86_FEATURES.items():
         if not needed <= flags:
@@ -78,21 +76,65 @@ def processor_level() -> str:
     return forced
 
 
-def load_library(source: Path, flags: Sequence[str], without: str) -> ctypes.CDLL | None:
-    """Return the library that `source` compiles to with `flags` at the processor's level. Return None if it is neither
-    prebuilt nor can be compiled; the log then reports what happens `without` it."""
-    level = processor_level()
+def machine_levels() -> tuple[str, ...]:
+    """Return all levels of this machine's architecture, lowest first, whatever its processor runs."""
+    architecture = platform.machine().lower()
+    if architecture in ("aarch64", "arm64"):
+        return ("neon",)
+    return tuple(_X86_FEATURES) if architecture in ("x86_64", "amd64") else ("scalar",)
+
+
+@dataclass(frozen=True)
+class LibraryPath:
+    """Where a compiled library is looked for, in this order."""
+
+    prebuilt: Path
+    cached: Path
+
+    @property
+    def is_prebuilt(self) -> bool:
+        """Whether the wheel contains the library."""
+        return self.prebuilt.exists()
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether an earlier process compiled the library."""
+        return self.cached.exists()
+
+
+def library_path(source: Path, flags: Sequence[str], level: str) -> LibraryPath:
+    """Return where the library that `source` compiles to with `flags` at `level` is looked for."""
     name = library_name(source, flags, level)
+    return LibraryPath(PREBUILT / name, user_cache() / "native" / name)
+
+
+def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
+    """Return the library that `source` compiles to with `flags` at the processor's level. Return None if it is neither
+    prebuilt nor can be compiled; a warning then reports so once, and the log names each library and its `fallback`."""
+    level = processor_level()
+    path = library_path(source, flags, level)
     try:
-        if (shipped := PREBUILT / name).exists():
-            return ctypes.CDLL(str(shipped))
-        cached = user_cache() / "native" / name
-        if not cached.exists():
-            compile_library(source, flags, level, cached)
-        return ctypes.CDLL(str(cached))
+        if path.is_prebuilt:
+            return ctypes.CDLL(str(path.prebuilt))
+        if not path.is_cached:
+            compile_library(source, flags, level, path.cached)
+        return ctypes.CDLL(str(path.cached))
     except (OSError, subprocess.SubprocessError) as error:
-        _log.info("%s: %s", without, error)
+        _log.info("%s is not available, %s: %s", source.name, fallback, error)
+        _warn_once(level)
         return None
+
+
+@functools.cache
+def _warn_once(level: str) -> None:
+    """Warn that C code is missing. Without a logging configuration, Python prints the line to stderr."""
+    why = "could not be compiled" if find_compiler() is not None else "is not in this package, and there is no compiler"
+    _log.warning(
+        "offload-rt: C code for the processor level %s %s; torch computes instead, slower. Install a wheel for this "
+        "machine, or gcc.",
+        level,
+        why,
+    )
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
@@ -110,11 +152,9 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
         OSError: There is no compiler, or the folder of `target` cannot be written.
         subprocess.SubprocessError: The compiler failed.
     """
-    given = os.environ.get("CC", "").strip() or "cc"
-    named, *options = [given] if shutil.which(given) else given.split()
-    if (compiler := shutil.which(named)) is None:
-        raise FileNotFoundError(f"there is no compiler {named}")
-    command = [compiler, *options, *LEVEL_FLAGS[level], *flags, "-shared", "-fPIC"]
+    if (compiler := find_compiler()) is None:
+        raise FileNotFoundError(f"there is no compiler {_compiler_command()[0]}")
+    command = [*compiler, *LEVEL_FLAGS[level], *flags, "-shared", "-fPIC"]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
@@ -122,6 +162,18 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
         with built.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(built, target)
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of the C compiler, None if there is none: `$CC`, which may have arguments, else `cc`."""
+    name, *options = _compiler_command()
+    compiler = shutil.which(name)
+    return None if compiler is None else [compiler, *options]
+
+
+def _compiler_command() -> list[str]:
+    given = os.environ.get("CC", "").strip() or "cc"
+    return [given] if shutil.which(given) else given.split()
 
 
 def user_cache() -> Path:

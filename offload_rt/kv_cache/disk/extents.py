@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ...utils.native_code import load_library
+from ...utils import native_libraries
 from .direct_file import BLOCK
 from .requests import Offsets, Requests
 from .row_copy import address
-
-SOURCE = Path(__file__).with_name("extents.c")
 
 
 class Reads(NamedTuple):
@@ -77,7 +74,7 @@ def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(SOURCE, ("-O2", "-std=gnu11"), "requests are merged by numpy")
+    library = native_libraries.load("extents")
     if library is not None:
         library.merge.restype = ctypes.c_int64
         library.merge.argtypes = [ctypes.c_int64] * 5 + [ctypes.c_void_p] * 2

@@ -9,18 +9,16 @@ import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...utils.native_code import load_library
+from ...utils import native_libraries
 from .file_table import FILE_BITS
 from .row_copy import RowCopies, address, copy_rows
 
-SOURCE = Path(__file__).with_name("requests.c")
 DEPTH = 64
 """Requests that are with the disk at once."""
 
@@ -125,7 +123,7 @@ def _error(code: int) -> OSError:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(SOURCE, ("-O2", "-std=gnu11"), "disk reads are made by threads")
+    library = native_libraries.load("requests")
     if library is not None:
         library.ring_open.restype = ctypes.c_void_p
         library.ring_close.argtypes = [ctypes.c_void_p]

@@ -13,17 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...utils.native_code import load_library
+from ...utils import native_libraries
 from .row_copy import address, copy_rows
-
-SOURCE = Path(__file__).with_name("row_cache.c")
 
 DECAY = 0.9
 """Of a row's score with each step (`transfer.working_set`, where it was measured)."""
@@ -186,7 +183,7 @@ class RowCache:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(SOURCE, ("-O3", "-std=gnu11"), "rows that stay are looked up by numpy")
+    library = native_libraries.load("row_cache")
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         own: list[Any] = [ctypes.POINTER(_Arrays), ctypes.c_float, ctypes.c_uint32]

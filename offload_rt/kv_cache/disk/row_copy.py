@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...utils.native_code import load_library
-
-SOURCE = Path(__file__).with_name("rows.c")
+from ...utils import native_libraries
 
 
 class RowCopies(NamedTuple):
@@ -53,7 +50,7 @@ def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, in
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(SOURCE, ("-O2", "-std=gnu11"), "rows are copied by torch")
+    library = native_libraries.load("rows")
     if library is not None:
         library.copy_rows.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_void_p] * 4
     return library

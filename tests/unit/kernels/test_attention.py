@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.cuda_simulator import Lazy, simulated
 
 from offload_rt.core import KVPart, ScatteredRows
-from offload_rt.kernels import causal_cpu
+from offload_rt.kernels import causal_cpu, team
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.model_runner.attention import attend, group_weights, scores_lse
@@ -64,7 +64,8 @@ def test_a_device_reads_keys_once_for_a_group_in_half_precision(dtype: torch.dty
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("d", "m", "n"), [(64, 70, 333), (64, 4, 200), (96, 40, 129)])
 @pytest.mark.parametrize(("window", "cap", "sunk"), [(None, None, False), (70, 2.0, True), (3, None, True)])
-def test_bfloat16_on_a_processor_with_its_products(
+def test_bfloat16_by_c_code(
+    level: str,
     d: int,
     m: int,
     n: int,
@@ -78,7 +79,7 @@ def test_bfloat16_on_a_processor_with_its_products(
     none. Outputs are rounded to 8 bits, weights too: half of ERRORS."""
     q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, torch.bfloat16))
     monkeypatch.setattr(causal_cpu, "WORTH_THREADS", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(team, "threads", lambda: threads)
     sinks = torch.linspace(-1, 3, 6) if sunk else None
     ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
     scores = q.double() @ k.repeat_interleave(3, 0).double().mT * 0.3

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from support.levels import forget
 from support.low_bit import copied, joined, ragged_lists, stored_rows
 
 from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, selection
@@ -156,11 +155,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(native, "low_bit", lambda *shape: None)
     else:
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
-        native.forget()
+        forget()
         if native.low_bit(32, 2, 1) is None:
             pytest.skip("no C compiler")
     yield request.param
-    native.forget()
+    forget()
 
 
 @pytest.mark.parametrize("value_bits", [2, 4])
@@ -248,13 +247,13 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
-        native.forget()
+        forget()
         if native.low_bit(64, 4, 7) is None:
             pytest.skip("no C compiler")
         asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
         chosen = asked.select(3.0, 0.2)
         found[level] = (asked.scores, chosen, *asked.tail(chosen + 7))
-    native.forget()
+    forget()
     scalar = found.pop("scalar", None)
     for scores, chosen, out, lse in found.values():
         first = next(iter(found.values()))
@@ -262,13 +261,3 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(out, first[2], rtol=0, atol=1e-2)
     if found and scalar is not None:
         torch.testing.assert_close(scalar[0], next(iter(found.values()))[0], rtol=1e-6, atol=1e-5)
-
-
-def test_code_compiles_without_warnings(level: str, tmp_path: Path) -> None:
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    folder, strict = Path(native.__file__).parent, ("-Wall", "-Wextra", "-Werror", "-DPAGE_BLOCKS=8")
-    for source, *constants in (("low_bit", 32, 2), ("low_bit", 64, 4), ("best_scores",)):
-        shapes = (f"-D{name}={value}" for name, value in zip(("HEAD_DIM", "VALUE_BITS"), constants, strict=False))
-        flags = (*native.FLAGS, *strict, *shapes)
-        native_code.compile_library(folder / f"{source}.c", flags, level, tmp_path / "library.so")

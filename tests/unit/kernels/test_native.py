@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.compilers import unoptimised
+from support.levels import forget
 from support.low_bit import stored_rows
 
 from offload_rt.errors import ConfigError
 from offload_rt.kernels import low_bit, low_bit_cpu, native
 from offload_rt.kernels.low_bit import Layout
+from offload_rt.kernels.pages import PAGE_BLOCKS
 from offload_rt.models.cache_folder import cache_folder
-from offload_rt.utils import native_code
+from offload_rt.policies.infinigen.low_bit_rows import VALUE_BITS
+from offload_rt.utils import native_code, native_libraries
+from offload_rt.utils.native_libraries import LIBRARIES, PACKAGE
 
 LAYOUT = Layout(32, 2)
 
@@ -25,11 +30,12 @@ LAYOUT = Layout(32, 2)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and a process that has loaded nothing; compiled quickly."""
-    monkeypatch.setattr(native, "FLAGS", ("-O0", "-std=gnu11"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.forget()
+    if (compiler := native_code.find_compiler()) is not None:
+        monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
+    forget()
     yield tmp_path / "offload-rt" / "native"
-    native.forget()
+    forget()
 
 
 def scores() -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,13 +49,15 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
     if native.low_bit(32, 2, 1) is None:
         pytest.skip("no C compiler")
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
-    assert [path.suffix for path in cache.iterdir()] == [".so", ".so"], "and no temporary file stays behind"
+    assert [path.suffix for path in cache.iterdir()] == [".so"] * 3, (
+        "low_bit, best_scores and team, and no temporary file"
+    )
 
     def run(*arguments: Any, **keywords: Any) -> None:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(subprocess, "run", run)
-    native.forget()
+    forget()
     assert native.low_bit(32, 2, 1) is not None
 
 
@@ -59,7 +67,7 @@ def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyP
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
-        native.forget()
+        forget()
         assert native.low_bit(32, 2, 1) is not None and len(list(cache.glob(f"*-{level}-*"))) == 2
 
 
@@ -93,7 +101,7 @@ def test_a_compiler_that_fails_is_said_and_done_without(
         monkeypatch.setenv("CC", str(compiler))
     with caplog.at_level(logging.INFO, native_code.__name__):
         assert native.low_bit(32, 2, 1) is None
-    assert "low_bit.c is done without, torch computes instead" in caplog.text
+    assert "low_bit.c is not available, torch computes instead" in caplog.text
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
@@ -125,11 +133,35 @@ def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, mon
     assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 2
 
 
-def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.INFO, native_code.__name__):
-        assert native.low_bit(32, 2, 1) is None
-    assert "low_bit.c is done without, torch computes instead: there is no compiler no-such-compiler" in caplog.text
+        assert native.low_bit(32, 2, 1) is None and native.low_bit(64, 2, 1) is None
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "is not in this package, and there is no compiler" in warning.message
+    assert "low_bit.c is not available, torch computes instead: there is no compiler no-such-compiler" in caplog.text
+    assert native_libraries.native_status().origin == "missing"
+
+
+def test_prebuilt_code_is_used_without_a_compiler(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    assert native_libraries.native_status().origin == "compiled"
+    monkeypatch.setattr(native_code, "PREBUILT", cache.rename(tmp_path / "shipped"))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    forget()
+    assert native.low_bit(32, 2, 1) is not None and not cache.exists() and not caplog.text
+    assert native.low_bit(64, 2, 1) is None, "this one was not shipped"
+
+
+def test_options_are_prebuilt() -> None:
+    """All numbers of bits that the options name, and the page size of the kernels."""
+    prebuilt = native_libraries.LIBRARIES["low_bit"].constants
+    assert set(prebuilt["VALUE_BITS"]) == set(VALUE_BITS.values()) and prebuilt["PAGE_BLOCKS"] == (PAGE_BLOCKS,)
+    sources = {path for folder in ("kernels", "kv_cache/disk") for path in (PACKAGE / folder).glob("*.c")}
+    assert {library.path for library in native_libraries.LIBRARIES.values()} == sources
 
 
 def test_who_has_no_home_has_a_folder_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +193,17 @@ def test_levels_of_a_processor(
     native_code.available_levels.cache_clear()
     assert native_code.available_levels() == levels
     native_code.available_levels.cache_clear()
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -> None:
+    """For the smallest and a larger value of each constant."""
+    if native_code.find_compiler() is None:
+        pytest.skip("no C compiler")
+    library = LIBRARIES[name]
+    for values in (
+        {key: own[0] for key, own in library.constants.items()},
+        {k: v[-1] for k, v in library.constants.items()},
+    ):
+        flags = (*library.flags_for(values), "-Wall", "-Wextra", "-Werror")
+        native_code.compile_library(library.path, flags, level, tmp_path / "library.so")

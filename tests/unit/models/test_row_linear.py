@@ -1,4 +1,4 @@
-"""Linear layers of a few bfloat16 rows in C: what float64 says, however many rows come together."""
+"""Linear layers of a few rows in C equal float64, however many rows come together, at every instruction set level."""
 
 from __future__ import annotations
 
@@ -9,70 +9,87 @@ import torch
 from support.tiny_models import tiny_checkpoint, tiny_model
 from torch import nn
 
-from offload_rt.kernels import row_products
+from offload_rt.kernels import row_products, team
+from offload_rt.models import row_linear
 from offload_rt.models.registry import load_model
-from offload_rt.models.row_linear import RowLinear, read_by_rows
+from offload_rt.models.row_linear import RowLinear, use_row_linear
 
 pytestmark = pytest.mark.skipif(
-    row_products.takes(torch.zeros(1, 32, dtype=torch.bfloat16)) is None,
-    reason="this processor multiplies no bfloat16 in vectors, or torch has better (AMX), or there is no C compiler",
+    row_products.takes(torch.zeros(1, 32, dtype=torch.bfloat16)) is None, reason="there is no compiled code"
 )
 
+ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
+"""bfloat16 outputs are rounded to 8 bits once."""
 
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outs", "ins"), [(3, 32), (70, 128), (5, 416), (200, 1536)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_float64(outs: int, ins: int, bias: bool) -> None:
-    """Rounded to 8 bits once; and a row is the same among fewer."""
-    layer = nn.Linear(ins, outs, bias=bias).bfloat16()
-    x = torch.randn(2, row_products.MOST_ROWS, ins * 2, dtype=torch.bfloat16)[..., ::2]
+def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: torch.dtype, level: str) -> None:
+    """And a row has the same result among fewer rows."""
+    layer = nn.Linear(ins, outs, bias=bias).to(dtype)
+    x = torch.randn(row_products.MOST_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
-    read_by_rows(layer)
+    use_row_linear(layer)
     assert type(layer) is RowLinear
     with torch.inference_mode():
-        few, many = layer(x[:1]), layer(x)
-        fewer = [layer(x[0, :rows]) for rows in range(1, row_products.MOST_ROWS)]
-    assert few.dtype == torch.bfloat16 and few.shape == expected[:1].shape
-    torch.testing.assert_close(few.double(), expected[:1], rtol=2**-8, atol=1e-4)
-    assert many.equal(nn.functional.linear(x, layer.weight, layer.bias)), "more rows are torch's"
-    assert all(few[0, : len(rows)].equal(rows) for rows in fewer), "no sum depends on how many rows there are"
+        few = layer(x)
+        fewer = [layer(x[:rows]) for rows in range(1, row_products.MOST_ROWS)]
+    assert few.dtype == dtype and few.shape == expected.shape
+    torch.testing.assert_close(few.double(), expected, **ERRORS[dtype])
+    assert all(few[: len(rows)].equal(rows) for rows in fewer)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tile by tile of the weight, where torch has no instructions for bfloat16."""
+    monkeypatch.setattr(row_linear, "TILE_BYTES", 4 * 96 * 3)
+    monkeypatch.setattr(row_products, "torch_multiplies_bfloat16", lambda: False)
+    layer = nn.Linear(96, 7, bias=bias).bfloat16()
+    x = torch.randn(2, row_products.MOST_ROWS, 96, dtype=torch.bfloat16)
+    expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
+    use_row_linear(layer)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x).double(), expected, **ERRORS[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("outs", [2, 70])
-def test_threads_share_the_weight(outs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as torch has, and no sum is another."""
-    monkeypatch.setattr(row_products, "WORTH_A_THREAD", 64)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    weight, x, found = torch.randn(outs, 96).bfloat16(), torch.randn(9, 96).bfloat16(), []
-    library = row_products.takes(weight)
-    assert library is not None
+def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of threads changes no sum."""
+    monkeypatch.setattr(row_products, "WORTH_THREADS", 0)
+    monkeypatch.setattr(row_products, "PART_BYTES", 1000)
+    monkeypatch.setattr(team, "threads", lambda: threads)
+    weight, x, found = torch.randn(outs, 96).to(dtype), torch.randn(9, 96).to(dtype), []
+    code = row_products.takes(weight)
+    assert code is not None
     for threads in (1, 3, 300):  # noqa: B007
-        found.append(row_products.linear(library, x, weight, None))
-        torch.testing.assert_close(found[-1], x @ weight.T, rtol=2**-7, atol=1e-2)
+        found.append(code.linear(x, weight, None))
+        torch.testing.assert_close(found[-1].double(), x.double() @ weight.double().T, rtol=2**-7, atol=1e-2)
     assert all(found[0].equal(other) for other in found)
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_and_infinity(level: str) -> None:
     layer = nn.Linear(32, 2, bias=False).bfloat16()
     layer.weight.data.copy_(torch.tensor([[torch.inf], [1.0]]).expand(2, 32))
-    read_by_rows(layer)
+    use_row_linear(layer)
     with torch.inference_mode():
         out = layer(torch.tensor([1.0, -1.0] * 16).bfloat16())
     assert out[0].isnan() and out[1] == 0
 
 
-def test_who_trains_gets_gradients() -> None:
+def test_training_gives_gradients() -> None:
     layer = nn.Linear(32, 2).bfloat16()
-    read_by_rows(layer)
+    use_row_linear(layer)
     layer(torch.randn(1, 32).bfloat16()).sum().backward()
     assert layer.weight.grad is not None
 
 
-def test_a_checkpoint_reads_so_and_a_loaded_model_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_uses_it_and_a_loaded_model_is_not_changed(dtype: str, tmp_path: Path) -> None:
     mine = tiny_model("qwen2", dtype=torch.bfloat16)
     folder = tiny_checkpoint(tmp_path / "tiny", "qwen2")
-    loaded = load_model(str(folder), device="cpu", dtype="bfloat16")
+    loaded = load_model(str(folder), device="cpu", dtype=dtype)
     assert any(isinstance(module, RowLinear) for layer in loaded.layers for module in layer.modules())
     load_model(mine)
     assert not any(isinstance(module, RowLinear) for module in mine.modules())
-    exact = load_model(str(folder), device="cpu", dtype="float32")
-    assert not any(isinstance(module, RowLinear) for layer in exact.layers for module in layer.modules())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +14,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.compilers import unoptimised
 from transformers.utils import is_kernels_available
 
+from offload_rt.utils import native_code, native_libraries
+
 ROOT = Path(__file__).parents[3]
+STRESS = "OFFLOAD_RT_STRESS" in os.environ
 LINKED = ("kernels", "skewing", "eval")
 
 
@@ -24,9 +30,11 @@ def tracked_or_new() -> list[str]:
     return subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def run(*command: str, cwd: Path) -> None:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +57,34 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Names inside the wheel built from the tree, inside the sdist, and inside the wheel built from the sdist."""
+def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, the wheel built from the tree, and in `again` the wheel built from the sdist without a
+    compiler. `make stress` compiles the tree's wheel with optimisation, as for a release."""
     out = tmp_path_factory.mktemp("out")
+    compiler = native_code.find_compiler()
+    if compiler is not None and not STRESS:
+        compiler = [str(unoptimised(compiler, out / "quick"))]
     build = (
         "import setuptools.build_meta as b, sys\n"
         "_, out, *kinds = sys.argv\n"
         "for kind in kinds:\n"
         "    getattr(b, 'build_' + kind)(out)\n"
     )
-    run(sys.executable, "-c", build, str(out), "sdist", "wheel", cwd=tree)
+    run(sys.executable, "-c", build, str(out), "sdist", "wheel", cwd=tree, CC=shlex.join(compiler or ["no-compiler"]))
     sdist = next(out.glob("*.tar.gz"))
     with tarfile.open(sdist) as archive:
-        in_sdist = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
         archive.extractall(out, filter="data")
-    run(sys.executable, "-c", build, str(out / "again"), "wheel", cwd=out / sdist.name.removesuffix(".tar.gz"))
+    unpacked = out / sdist.name.removesuffix(".tar.gz")
+    done = run(sys.executable, "-c", build, str(out / "again"), "wheel", cwd=unpacked, CC="no-compiler")
+    assert done.stderr.count("no C code is prebuilt, it is compiled on first use: there is no compiler no-comp") == 1
+    return out
+
+
+@pytest.fixture(scope="module")
+def built(out: Path) -> dict[str, set[str]]:
+    """Names inside the sdist and both wheels."""
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        in_sdist = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
     return {
         "sdist": in_sdist,
         "wheel": set(zipfile.ZipFile(next(out.glob("*.whl"))).namelist()),
@@ -104,6 +125,50 @@ def test_what_code_reads_beside_itself_is_there(built: dict[str, set[str]], kind
 def test_wheel_holds_one_top_level_package(built: dict[str, set[str]], kind: str) -> None:
     tops = {name.split("/", 1)[0] for name in built[kind]}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"offload_rt"}
+
+
+def test_the_wheel_contains_all_libraries_of_this_architecture(out: Path, built: dict[str, set[str]]) -> None:
+    """And is tagged for it. Without a compiler the wheel contains none and suits every machine."""
+    assert next((out / "again").glob("*.whl")).stem.endswith("-py3-none-any")
+    assert not any("/native/" in name for name in built["wheel from sdist"])
+    if native_code.find_compiler() is None:
+        pytest.skip("no C compiler")
+    names = {native_code.library_name(*library) for library in native_libraries.prebuilt_libraries()}
+    assert {name.rsplit("/", 1)[1] for name in built["wheel"] if "/native/" in name} == names
+    wheel = next(out.glob("*.whl"))
+    assert wheel.stem.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}")
+    with zipfile.ZipFile(wheel) as archive:
+        size = sum(one.compress_size for one in archive.infolist() if "/native/" in one.filename)
+    assert size < 3 * 2**20
+
+
+def test_the_wheel_needs_no_compiler(out: Path, tmp_path: Path) -> None:
+    """In an environment whose PATH holds nothing but itself, with an empty cache folder."""
+    if native_code.find_compiler() is None:
+        pytest.skip("no C compiler")
+    environment, cache = tmp_path / "environment", tmp_path / "cache"
+    run(sys.executable, "-m", "venv", "--without-pip", str(environment), cwd=tmp_path)
+    python = environment / "bin/python"
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, str(next(out.glob("*.whl"))), cwd=tmp_path)
+    [site] = environment.glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for weights in (ROOT / "offload_rt/reference").rglob("*.safetensors"):
+        copied = site / weights.relative_to(ROOT)
+        copied.unlink()
+        copied.symlink_to(weights)
+    variables = {"PATH": str(environment / "bin"), "XDG_CACHE_HOME": str(cache), "HOME": str(tmp_path)}
+    variables |= {"OMP_NUM_THREADS": "1"}
+    stats, prompt = tmp_path / "stats.json", tmp_path / "prompt.txt"
+    prompt.write_text("The night was dark. " * 20)
+    flags = ("--prompt-file", str(prompt), "--max-new-tokens", "8", "--stats-json", str(stats))
+    generate = (str(environment / "bin/offload-rt"), "generate", "reference", *flags)
+    for level in native_code.available_levels() if STRESS else native_code.available_levels()[-1:]:
+        forced = variables | {native_code.LEVEL_VARIABLE: level}
+        done = subprocess.run(generate, env=forced, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(stats.read_text())["native_code"] == f"{level}, prebuilt"
+        assert not list(cache.rglob("*.so")) and "C code" not in done.stderr
 
 
 def test_editable_install_reaches_the_links_and_nothing_else(tree: Path, tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Declare the C libraries of this package: once, for the code that loads them and for the wheel's build (`setup.py`).
+
+This module imports nothing outside the standard library, because the build runs without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .native_code import find_compiler, library_path, load_library, machine_levels, processor_level
+
+if TYPE_CHECKING:
+    import ctypes
+
+PACKAGE = Path(__file__).parents[1]
+
+KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=gnu11", "-pthread")
+SYSTEM_FLAGS = ("-O2", "-std=gnu11", "-pthread")
+
+PAGE_BLOCKS = 8
+"""Blocks of a page of low-bit KV: as many as one program of a kernel reads, so that it looks up one address. 8, 16 and
+32 are equally fast on a CPU. A fork that writes copies half a page on average."""
+
+HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
+"""Head dimensions whose kernels are prebuilt. Other multiples of 32 are compiled on first use."""
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """A C file and how it is compiled.
+
+    Attributes:
+        source: Path below the package.
+        flags: Compiler flags, in addition to those of the level.
+        fallback: What happens if the library is missing, for the log.
+        constants: Macros of the source and the values that are prebuilt.
+    """
+
+    source: str
+    flags: tuple[str, ...]
+    fallback: str
+    constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """The C file."""
+        return PACKAGE / self.source
+
+    def flags_for(self, constants: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the compiler flags for these values of the constants."""
+        assert constants.keys() == self.constants.keys()
+        return (*self.flags, *(f"-D{name}={constants[name]}" for name in self.constants))
+
+    def prebuilt_flags(self) -> Iterator[tuple[str, ...]]:
+        """Yield the compiler flags of each combination of constants that is prebuilt."""
+        for values in product(*self.constants.values()):
+            yield self.flags_for(dict(zip(self.constants, values, strict=True)))
+
+
+_TORCH = "torch computes instead"
+
+LIBRARIES = {
+    "low_bit": NativeLibrary(
+        "kernels/low_bit.c",
+        KERNEL_FLAGS,
+        _TORCH,
+        {"HEAD_DIM": HEAD_DIMS, "VALUE_BITS": (2, 4), "PAGE_BLOCKS": (PAGE_BLOCKS,)},
+    ),
+    "best_scores": NativeLibrary("kernels/best_scores.c", KERNEL_FLAGS, _TORCH),
+    "causal": NativeLibrary("kernels/causal.c", KERNEL_FLAGS, _TORCH, {"HEAD_DIM": HEAD_DIMS}),
+    "row_products": NativeLibrary("kernels/row_products.c", KERNEL_FLAGS, _TORCH, {"BFLOAT16": (0, 1)}),
+    "team": NativeLibrary("kernels/team.c", SYSTEM_FLAGS, "kernels run on one thread"),
+    "extents": NativeLibrary("kv_cache/disk/extents.c", SYSTEM_FLAGS, "requests are merged by numpy"),
+    "requests": NativeLibrary("kv_cache/disk/requests.c", SYSTEM_FLAGS, "disk reads are made by threads"),
+    "rows": NativeLibrary("kv_cache/disk/rows.c", SYSTEM_FLAGS, "rows are copied by torch"),
+    "row_cache": NativeLibrary("kv_cache/disk/row_cache.c", ("-O3", "-std=gnu11"), "cached rows are found by numpy"),
+}
+"""All C libraries of this package, by the names that `load` takes."""
+
+
+def load(name: str, **constants: int) -> ctypes.CDLL | None:
+    """Return the library `name` for these constants at the processor's level. Return None if it is neither prebuilt nor
+    can be compiled."""
+    library = LIBRARIES[name]
+    return load_library(library.path, library.flags_for(constants), library.fallback)
+
+
+def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """Yield source, flags and level of all libraries that a wheel for this machine contains."""
+    for level in machine_levels():
+        for library in LIBRARIES.values():
+            for flags in library.prebuilt_flags():
+                yield library.path, flags, level
+
+
+@dataclass(frozen=True)
+class NativeStatus:
+    """Which C code this process uses.
+
+    Attributes:
+        level: Instruction set level, as in `OFFLOAD_RT_CPU_LEVEL`.
+        origin: "prebuilt" (in the wheel), "compiled" (on first use, by the compiler of this machine) or "missing".
+    """
+
+    level: str
+    origin: str
+
+    def __str__(self) -> str:
+        hint = " (no C compiler; torch computes instead, slower)" if self.origin == "missing" else ""
+        return f"{self.level}, {self.origin}{hint}"
+
+
+def native_status() -> NativeStatus:
+    """Return the level of the C code and where it comes from."""
+    level = processor_level()
+    return NativeStatus(level, _origin(level))
+
+
+@functools.cache
+def _origin(level: str) -> str:
+    wanted = [
+        library_path(library.path, flags, level) for library in LIBRARIES.values() for flags in library.prebuilt_flags()
+    ]
+    if all(path.is_prebuilt for path in wanted):
+        return "prebuilt"
+    can_compile = find_compiler() is not None or any(path.is_cached for path in wanted)
+    return "compiled" if can_compile else "missing"

@@ -1,0 +1,79 @@
+"""Build step of the wheel: compile the C libraries of `utils/native_libraries.py` for all levels of this machine.
+
+Without a working C compiler the wheel is pure Python, and the C code is compiled on first use. An editable install
+compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+
+def native_modules(package: Path) -> tuple[Any, Any]:
+    """Import `native_code` and `native_libraries` of the folder `package` without the rest, which needs torch."""
+    name = "_offload_rt_build"
+    parent = types.ModuleType(name)
+    parent.__path__ = [str(package)]
+    sys.modules[name] = parent
+    code, libraries = (importlib.import_module(f"{name}.utils.native_{part}") for part in ("code", "libraries"))
+    return code, libraries
+
+
+def compile_libraries(package: Path) -> int:
+    """Compile all prebuilt libraries of the folder `package` into its folder `native`, or none of them. Return how
+    many."""
+    code, libraries = native_modules(package)
+    target = package / "native"
+    shutil.rmtree(target, ignore_errors=True)
+    count = 0
+    try:
+        for source, flags, level in libraries.prebuilt_libraries():
+            code.compile_library(source, flags, level, target / code.library_name(source, flags, level))
+            count += 1
+    except (OSError, subprocess.SubprocessError) as error:
+        shutil.rmtree(target, ignore_errors=True)
+        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error
+        print(f"offload-rt: no C code is prebuilt, it is compiled on first use: {reason}", file=sys.stderr)
+        return 0
+    return count
+
+
+class BuildWithLibraries(build_py):
+    """Compile the C libraries after the Python files are copied, except for an editable install."""
+
+    def run(self) -> None:
+        """Build the package."""
+        super().run()
+        if not self.editable_mode:
+            compile_libraries(Path(self.build_lib) / "offload_rt")
+
+
+class PlatformWheel(bdist_wheel):
+    """Tag the wheel for this machine if it contains compiled code. It suits every Python 3, as nothing in it links
+    with libpython."""
+
+    def run(self) -> None:
+        """Build the wheel."""
+        self.run_command("build")
+        self.root_is_pure = not (Path(self.get_finalized_command("build_py").build_lib) / "offload_rt/native").exists()
+        # Install to the folder for platform-specific packages, as setuptools does for its own extension modules.
+        self.distribution.has_ext_modules = lambda: not self.root_is_pure
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag's Python, ABI and platform."""
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,22 @@
+"""Load the C code of another instruction set level."""
+
+from __future__ import annotations
+
+from offload_rt.kernels import native, row_products, team
+from offload_rt.utils import native_code, native_libraries
+
+_CACHED = (
+    native._low_bit,
+    native.compiled,
+    row_products._code,
+    row_products.torch_multiplies_bfloat16,
+    team._library,
+    native_libraries._origin,
+    native_code._warn_once,
+)
+
+
+def forget() -> None:
+    """Forget all loaded code, so that the next call loads it for the level that is then in force."""
+    for function in _CACHED:
+        function.cache_clear()
