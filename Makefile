@@ -2,7 +2,6 @@
 #   make demo    continue a real book with the model that ships in the package
 #   make test    lint, types and tests (needs no GPU, no network once installed)
 #   make test-training  the tests of scripts/reference that train
-#   make mutants one-line faults all over the package, each of which a test must catch; MUTANT=name runs one
 #   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while chunks are written, 100 over
 #                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
 #                while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
@@ -29,6 +28,7 @@
 #   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
 #   make lint    ruff and mypy alone
 
+CONSTRAINTS ?= constraints.txt
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 READY := .venv/.installed
@@ -38,13 +38,13 @@ OUT := out
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demo-real docs test test-training mutants stress gpu bench bench-real paper real lint venv clean
+.PHONY: demo demo-real docs test test-training stress gpu bench bench-real paper real lint venv clean
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev,eval]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) --editable '.[dev,eval]'
 	touch $@
 
 demo: $(READY)
@@ -66,32 +66,29 @@ test: lint docs
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
-mutants: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(PROCESSES) $(MUTANT)
-
 STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server attack adversary page ray
-STRESS_disk := tests/test_disk.py tests/test_disk_faults.py tests/test_eval_disk.py
-STRESS_sessions := tests/test_reliability.py
-STRESS_composition := tests/test_eval_perplexity.py tests/test_composition.py tests/test_exactness.py tests/test_beam.py \
-	tests/test_cuda_graphs.py tests/test_eval_paper.py tests/test_eval_session_ttft.py tests/test_eval_real_speed.py
-STRESS_requests := tests/test_sharing.py tests/test_async_llm.py
-STRESS_server := tests/test_server_fuzz.py tests/test_server_parsers.py tests/test_server_load.py \
-	tests/test_server_clients.py tests/test_server_suites.py
-STRESS_attack := tests/test_server_attack.py
-STRESS_page := tests/test_page.py
-STRESS_adversary := tests/test_adversary.py
-STRESS_ray := tests/test_ray.py tests/test_batch_ray.py
-STRESS_architectures := tests/test_architectures.py tests/test_architecture_sessions.py tests/test_gguf.py tests/test_drop_in.py
-STRESS_cuda := tests/test_cuda_path.py tests/test_device_memory.py tests/test_gpu_room.py tests/test_device_limit.py \
-	tests/test_gpu_streams.py tests/test_weight_placement.py
-STRESS_gpu := $(filter-out tests/test_triton_compile.py,$(wildcard tests/test_triton_*.py tests/test_select_*.py)) \
-	tests/test_attention.py tests/test_counted.py tests/test_links.py
-STRESS_kernels := tests/test_triton_compile.py
-STRESS_api := tests/test_fuzz_api.py
-STRESS_files := tests/test_fuzz_files.py
-STRESS_faults := tests/test_failing_files.py tests/test_memory_limit.py
-STRESS_growth := tests/test_growth.py
-STRESS_day := tests/test_day.py
+STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/eval/test_eval_disk.py
+STRESS_sessions := tests/unit/sessions/test_reliability.py
+STRESS_composition := tests/unit/eval/test_eval_perplexity.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
+	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_session_ttft.py tests/unit/eval/test_eval_real_speed.py
+STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/test_async_llm.py
+STRESS_server := tests/unit/server/test_server_fuzz.py tests/unit/server/test_server_parsers.py tests/unit/server/test_server_load.py \
+	tests/unit/server/test_server_clients.py tests/unit/server/test_server_suites.py
+STRESS_attack := tests/unit/server/test_server_attack.py
+STRESS_page := tests/unit/server/test_page.py
+STRESS_adversary := tests/unit/stress/test_adversary.py
+STRESS_ray := tests/unit/server/test_ray.py tests/unit/server/test_batch_ray.py
+STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
+STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
+	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py
+STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \
+	tests/unit/kernels/test_attention.py tests/unit/kernels/test_counted.py tests/unit/transfer/test_links.py
+STRESS_kernels := tests/unit/kernels/test_triton_compile.py
+STRESS_api := tests/unit/stress/test_fuzz_api.py
+STRESS_files := tests/unit/stress/test_fuzz_files.py
+STRESS_faults := tests/unit/stress/test_failing_files.py tests/unit/stress/test_memory_limit.py
+STRESS_growth := tests/unit/stress/test_growth.py
+STRESS_day := tests/unit/stress/test_day.py
 STRESS := $(or $(PART),$(STRESS_PARTS))
 
 stress: $(READY)

@@ -2,8 +2,8 @@
 
     python docs/house.py docs/pages/house.svg
 
-The order is that of `tests/test_layering.py`; imports and lines are read from the code at each call. Prints a table of
-rooms, their lines and their share, for the architecture page.
+The order is that of `tests/unit/project/test_layering.py`. Imports and lines are read from the code at each call. Print
+a table of folders, their lines and their share, for the architecture page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "unit" / "project"))
 
 from test_layering import EVAL_ORDER, ORDER, files, imported  # noqa: E402
 

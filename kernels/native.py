@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..allocator import RecycledMemory
-from ..native_code import load_library, processor_level
+from ..utils.allocator import RecycledMemory
+from ..utils.native_code import load_library, processor_level
 from .pages import BLOCK, PAGE_BLOCKS, Pages
 
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=gnu11", "-pthread")

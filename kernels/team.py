@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..native_code import load_library
+from ..utils.native_code import load_library
 
 FLAGS = ("-O2", "-std=gnu11", "-pthread")
 

@@ -17,7 +17,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StoreOptions
-from .control_groups import processor_limit
 from .errors import (
     ArtifactError,
     ConfigError,
@@ -34,6 +33,7 @@ from .errors import (
 )
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .sampling_params import SamplingParams, StructuredOutputs
+from .utils.control_groups import processor_limit
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM

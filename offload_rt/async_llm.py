@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many callers, one engine loop in a thread of its own, over one `LLM`."""
+"""`AsyncLLM`: serve many asyncio clients with one engine loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .arguments import salt, sampling, shown, whole_or_none
 from .config import StoreOptions
+from .engine.arguments import salt, sampling, shown, whole_or_none
 from .engine.callers import Caller, EngineLoad, Mailbox
 from .engine.constraints import check_answerable
 from .engine.failures import failure
@@ -32,14 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """Many callers, one engine loop in a thread of its own, over one `LLM`, which it takes over: `close` closes it.
+    """Serve many asyncio clients with one engine loop in a thread of its own.
 
-    Callers may be on several event loops. What they ask is answered in one batch that requests join and leave, and what
-    prompts have in common is computed once; nobody's tokens depend on who else is there. An error of one request is
-    that request's alone.
+    Clients may run on several event loops. Requests are decoded with continuous batching, and common prefixes are
+    computed once. The tokens of a request do not depend on other requests, and an error ends only its own request.
 
-    max_waiting: so many prompts may wait for room; one more raises QueueFullError. None lets any number wait.
-    store, store_options: a folder for sessions (`generate(session=...)`), and how it is kept; raises as `LLM.session`.
+    Args:
+        llm: The runtime. `close` closes it as well.
+        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None is no limit.
+        store: Folder for sessions (`generate(session=...)`).
+        store_options: Options of the store.
+
+    Raises:
+        ConfigError, StoreError: As `LLM.session`.
     """
 
     def __init__(
@@ -88,20 +93,28 @@ class AsyncLLM:
         trace: bool = False,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]:
-        """What becomes of one prompt, as it comes: each item is all of it so far, the last has `finished`. Leaving the
-        iterator (break, a cancelled task, `aclose`) aborts the request. Of a beam search only the last item comes.
+        """Yield the output of one prompt as it grows; the last item has `finished` set.
 
-        session: a name in the store. What it has computed of the beginning of `prompt` (the whole conversation, each
-            time) comes back from host memory or disk, also after a restart; the rest and the answer are kept there.
-        cache_salt: as `LLM.generate` takes it. A session keeps the salt of its first turn.
-        trace: items have a `RequestTrace`; they come from the prefill too, layer by layer.
+        Each item holds all text so far. Leaving the iterator (break, a cancelled task, `aclose`) aborts the request. A
+        beam search yields its final item only.
 
-        Raises InputError, ModelError and PoolFullError as `LLM.generate`, QueueFullError where too many wait,
-        SessionBusyError where the session is answering.
+        Args:
+            prompt: Text or token ids.
+            sampling_params: None uses the model's defaults.
+            request_id: Name for `abort`; None generates one.
+            session: Name of a session in the store. `prompt` is the whole conversation each time. KV of the part that
+                the session has computed is restored from host memory or disk, also after a restart.
+            trace: Add a `RequestTrace` to each item, and yield items during prefill as well, layer by layer.
+            cache_salt: See `LLM.generate`. A session keeps the salt of its first turn.
+
+        Raises:
+            InputError, ModelError, PoolFullError: As `LLM.generate`.
+            QueueFullError: Too many requests are queued.
+            SessionBusyError: The session is answering another request.
         """
         params = sampling(sampling_params, self._llm.runner.model.sampling)
         if session is not None and self._sessions is None:
-            raise InputError(f"session={shown(session)}, and there is no store: make AsyncLLM(llm, store=folder)")
+            raise InputError(f"session={shown(session)} needs a store: create AsyncLLM(llm, store=folder)")
         caller = await self._arrive(prompt, params, request_id, session, trace, salt(cache_salt))
         finished = False
         try:
@@ -114,8 +127,7 @@ class AsyncLLM:
                 self._calls.put(lambda: self._leave(caller))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request where it stands: its iterator ends with what there is, for the reason "abort". Nothing happens
-        where there is no such request any more."""
+        """Abort a request. Its iterator ends with finish reason "abort". Unknown ids are ignored."""
         self._calls.put(lambda: self._abort(request_id))
 
     async def delete_session(self, name: str) -> bool:
@@ -123,11 +135,11 @@ class AsyncLLM:
         store."""
         sessions, loop = self._sessions, asyncio.get_running_loop()
         if sessions is None:
-            raise InputError("there is no store of sessions: make AsyncLLM(llm, store=folder)")
+            raise InputError("there is no session store: create AsyncLLM(llm, store=folder)")
         done: asyncio.Future[bool] = loop.create_future()
 
-        def tell(error: Exception | None, known: bool) -> None:
-            if not done.done():  # else who asked has left
+        def resolve(error: Exception | None, known: bool) -> None:
+            if not done.done():  # the client may have been cancelled
                 done.set_exception(error) if error else done.set_result(known)
 
         def delete() -> None:
@@ -137,8 +149,8 @@ class AsyncLLM:
                     known = sessions.delete(name)
             except Exception as found:
                 error = found
-            with suppress(RuntimeError):  # its event loop has ended
-                loop.call_soon_threadsafe(tell, error, known)
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(resolve, error, known)
 
         with self._lock:
             self._check_open()
@@ -146,11 +158,11 @@ class AsyncLLM:
         return await done
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the KV of prompts that no request and no open session uses. Return whether all of it is gone."""
+        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
         return await asyncio.to_thread(self._llm.reset_prefix_cache)
 
     def load(self) -> EngineLoad:
-        """How much there is to do, and has been done."""
+        """Return the current load and the totals since the start."""
         load, sessions = self._load(), self._sessions
         if sessions is None:
             return load
@@ -180,14 +192,13 @@ class AsyncLLM:
         )
 
     async def close(self) -> None:
-        """Aborts what runs, ends the thread and closes the runtime. A second call does nothing."""
+        """Abort running requests, stop the engine thread and close the runtime. Closing twice has no effect."""
         atexit.unregister(self._end)
         await asyncio.to_thread(self._end)
         self._llm.close()
 
     def _end(self) -> None:
-        """Aborts what runs and ends the thread, at the latest before the interpreter ends, which would end it within a
-        step."""
+        # Also registered with atexit: at interpreter exit a daemon thread would be stopped in the middle of a step.
         with self._lock:
             self._closed = True
             self._calls.put(self._abort_all)
@@ -202,27 +213,29 @@ class AsyncLLM:
         trace: bool,
         cache_salt: str,
     ) -> Caller:
-        """Hands a prompt to the engine's thread; a text is tokenized beside the event loop."""
+        """Queue a prompt for the engine thread. Text is tokenized in a worker thread."""
         if request_id is not None and not isinstance(request_id, str):
-            raise InputError(f"request_id={shown(request_id)}; it must be a text")
+            raise InputError(f"request_id={shown(request_id)} must be a string")
         with self._lock:
             self._check_open()
             waiting = self._arriving + len(self._engine.scheduler.waiting)
             if self._max_waiting is not None and waiting >= self._max_waiting:
-                raise QueueFullError(f"{waiting:,} prompts wait, and max_waiting={self._max_waiting:,}: try later")
+                raise QueueFullError(
+                    f"the queue is full ({waiting:,} requests, max_waiting={self._max_waiting:,}): try again later"
+                )
             self._arriving += 1
         handed = False
         try:
             given = one_prompt(prompt)
             text = given if isinstance(given, str) else None
             ids = await asyncio.to_thread(self._llm.encode, given) if text is not None else self._llm.encode(given)
-            if params.structured_outputs is not None:  # the first of a tokenizer takes a second
+            if params.structured_outputs is not None:  # compiling the first grammar of a tokenizer takes a second
                 await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
             name = request_id or f"request-{next(self._ids)}"
             watch = Watch(len(ids), self._llm.geometry.layers) if trace else None
             caller = Caller(name, text, ids, params, Mailbox(), session, watch, cache_salt=cache_salt)
             with self._lock:
-                self._check_open()  # behind the last call of all nobody answers
+                self._check_open()  # the engine thread ignores calls after the last one
                 self._calls.put(lambda: self._join(caller))
             handed = True
             return caller
@@ -236,12 +249,12 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InputError(f"the engine of {self._llm!r} is closed: make another one")
+            raise InputError(f"the engine of {self._llm!r} is closed: create another one")
 
     # -------------------------------------------------------------------------------------------------- engine's thread
 
     def _run(self) -> None:
-        """The loop: what callers want, then a step for everything that runs; waits where there is nothing to do."""
+        """Run queued calls, then an engine step, until closed. Block while there is nothing to do."""
         while not (self._closed and self._engine.idle and self._calls.empty()):
             try:
                 call = self._calls.get(block=self._engine.idle)
@@ -249,14 +262,14 @@ class AsyncLLM:
                 call = self._step
             try:
                 call()
-            except Exception as error:  # of no single request: no answer can be trusted
+            except Exception as error:  # not caused by a single request: no output can be trusted
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
             self._device_bytes = self._llm.runner.link.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:
-            with self._llm.runner.pool.lock, _not_saved():  # it concerns idle sessions, not the requests of this step
+            with self._llm.runner.pool.lock, _log_errors():  # idle sessions only, not the requests of this step
                 self._sessions.look_ahead()
         numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):
@@ -268,7 +281,7 @@ class AsyncLLM:
                 self._fail(caller.request, failure(caller.request, error))
 
     def _prefilled(self, request: Request, layers: int) -> None:
-        """Says how far a prompt is, where somebody watches."""
+        """Report prefill progress to clients that requested a trace."""
         caller = self._by_number.get(request.prompt.id)
         if caller is not None and caller.watch is not None:
             caller.watch.layers_prefilled = layers
@@ -276,9 +289,11 @@ class AsyncLLM:
 
     def _join(self, caller: Caller) -> None:
         if caller.request_id in self._callers:
-            self._tell(caller, InputError(f"request {caller.request_id!r} is being answered: give another request_id"))
+            self._tell(
+                caller, InputError(f"request {caller.request_id!r} is already running: choose another request_id")
+            )
         elif self._closed:
-            self._tell(caller, InputError(f"the engine of {self._llm!r} is closed: make another one"))
+            self._tell(caller, InputError(f"the engine of {self._llm!r} is closed: create another one"))
         else:
             self._add(caller)
         self._arrived()
@@ -292,7 +307,6 @@ class AsyncLLM:
             self._callers[caller.request_id] = self._by_number[caller.request.prompt.id] = caller
 
     def _request(self, caller: Caller) -> Request:
-        """Queues what a caller asks for."""
         if caller.session is None or self._sessions is None:
             return self._engine.add(caller.ids, caller.params, caller.watch, caller.cache_salt)
         with self._llm.runner.pool.lock:
@@ -309,7 +323,7 @@ class AsyncLLM:
         return output if caller.watch is None else replace(output, trace=caller.watch.trace(caller.request))
 
     def _report(self, caller: Caller) -> None:
-        """Says what has become of a request so far; where all of it has ended, it is counted and leaves."""
+        """Send the output so far to the client. Remove the request if it has finished."""
         output = self._output(caller)
         written = sum(len(completion.token_ids) for completion in output.outputs)
         self._generated_tokens += written - caller.counted
@@ -320,31 +334,32 @@ class AsyncLLM:
         finally:
             self._tell(caller, output)
 
-    def _tell(self, caller: Caller, said: RequestOutput | Exception) -> None:
+    def _tell(self, caller: Caller, output: RequestOutput | Exception) -> None:
         try:
-            caller.mailbox.post(said)
-        except RuntimeError:  # its event loop has ended, and nobody asks any more; a step may be under way
+            caller.mailbox.post(output)
+        except RuntimeError:  # the client's event loop is closed; leave after the current step
             self._calls.put(lambda: self._leave(caller))
 
     def _leave(self, caller: Caller) -> None:
-        """Ends a request, if it has not ended by itself, and forgets it. Nothing happens to one that has left. What
-        cannot be saved (its session, or another one that gives way) has ended all the same."""
+        """Cancel a request if it is still running, and remove it. Does nothing if it was removed before."""
         request = caller.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
         del self._callers[caller.request_id]
         self._cancel(request)
         if caller.session is not None and self._sessions is not None:
-            with _not_saved():
+            with _log_errors():
                 self._sessions.ended(caller.session)
         self._prompt_tokens += len(request.prompt.token_ids)
         self._cached_tokens += request.cached_tokens
         ended = (completion.stats for completion in request.completions())
-        self._link_bytes += sum(stats.link_bytes_to_device for stats in ended if stats is not None)
+        self._link_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Tell the caller of a failed request; its other completions end too. A turn whose history could not be written
-        has been answered already."""
+        """Send an error to the client of a request and end all its completions.
+
+        If the history of a finished turn cannot be written, its client has its answer already: log the error.
+        """
         if (caller := self._by_number.get(request.prompt.id)) is not None:
             self._leave(caller)
             self._tell(caller, error)
@@ -365,8 +380,7 @@ class AsyncLLM:
             self._report(caller)
 
     def _cancel(self, request: Request) -> None:
-        """Ends a request where it stands. A turn whose history cannot be written has ended all the same."""
-        with _not_saved():
+        with _log_errors():  # also if a session's history cannot be written
             self._engine.cancel(request)
 
     def _abort_all(self) -> None:
@@ -375,8 +389,8 @@ class AsyncLLM:
 
 
 @contextmanager
-def _not_saved() -> Iterator[None]:
-    """Log an error that does not concern the request that has just ended."""
+def _log_errors() -> Iterator[None]:
+    """Log errors that must not fail another request."""
     try:
         yield
     except StoreError as error:

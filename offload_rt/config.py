@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses, validated when they are made; unknown keys raise `ConfigError`."""
+"""Configuration of the engine and of session stores: frozen dataclasses that validate their fields."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from .config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
-from .units import parse_duration, parse_size
+from .utils.config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
+from .utils.units import parse_duration, parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]
@@ -30,14 +30,16 @@ Duration = Annotated[float, "seconds"]
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """What leaves when a sequence outgrows the pool (InfiniGen §4.4).
+    """Which tokens are evicted when a sequence outgrows the KV cache (InfiniGen §4.4).
 
-    policy: "fifo", "lru", or "counter" (saturating counts of selections, per step that a token could be selected).
-    protect: "window" spares sinks and recent tokens; "none" spares only the recent ones, as the paper's FIFO.
+    Attributes:
+        policy: "fifo", "lru", or "counter" (saturating selection counts, divided by the steps in which the token could
+            be selected).
+        protect: "window" never evicts sinks and recent tokens. "none" protects recent tokens only, as the paper's FIFO.
     """
 
-    policy: EvictionName = option("counter", help="what leaves when the pool is full", flag="--eviction")
-    protect: Protected = option("window", help="what eviction spares (window: sinks and recent)")
+    policy: EvictionName = option("counter", help="token eviction policy for a full KV cache", flag="--eviction")
+    protect: Protected = option("window", help="tokens that are never evicted (window: sinks and recent)")
 
     def __post_init__(self) -> None:
         check_choice("eviction", self.policy, get_args(EvictionName))
@@ -46,183 +48,197 @@ class EvictionOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How tokens are drafted that full attention then verifies.
+    """How draft tokens are proposed in lossless mode (`exact`).
 
-    method: "sparse" decodes them under the policy; "lookup" takes what followed the last words where the text has them
-        before, which costs nothing; "both" takes what is found or decodes, whichever gives more tokens a second, and
-        where `adaptive` is False what is found first; "model" decodes them with a small model, "lookup+model" is to
-        that what "both" is to "sparse".
-    tokens: the most of one draft.
-    adaptive: as many are drafted as pays, by what was accepted so far and what drafts and verifications took; False
-        drafts `tokens` always.
-    ngram: tokens at the end of the text that are looked up, at most; at least two of them must be found.
-    model: that small model, as `LLM` takes one: of the same family, since tokens must be the same ones. It computes in
-        the same place and dtype with all its rows, which have their share of `host_memory`. Without a method it is
-        "model".
+    Attributes:
+        method: Source of the drafts. "sparse": decode with the policy. "lookup": copy the continuation of the last
+            n-gram from the text (prompt lookup). "both": lookup or sparse, whichever has given more tokens per second.
+            "model": decode with a draft model. "lookup+model": lookup or the draft model. With `adaptive=False`, the
+            combined methods prefer a lookup if there is a match.
+        tokens: Maximum number of draft tokens.
+        adaptive: Choose the number of draft tokens from the acceptance rate and the measured times. If False, always
+            draft `tokens`.
+        ngram: Maximum length of the n-gram that is looked up. At least two of its tokens must match.
+        model: The draft model, as accepted by `LLM`. It must use the same tokenizer. It runs on the same device, in the
+            same dtype and with full attention, and its KV cache counts towards `host_memory`. Setting it changes the
+            default method to "model".
     """
 
-    method: DraftName = option("both", help="how tokens are drafted", flag="--draft")
-    tokens: int = option(8, help="tokens of a draft at most", metavar="N", flag="--draft-tokens")
-    adaptive: bool = option(True, help="draft as many as pays, by what they took so far", flag="--draft-adaptive")
-    ngram: int = option(4, help="tokens that are looked up at most", metavar="N", flag="--draft-ngram")
-    model: str | None = option(None, help="a small model that drafts", metavar="MODEL", flag="--draft-model")
+    method: DraftName = option("both", help="source of draft tokens", flag="--draft")
+    tokens: int = option(8, help="maximum number of draft tokens", metavar="N", flag="--draft-tokens")
+    adaptive: bool = option(
+        True, help="adapt the number of draft tokens to the acceptance rate", flag="--draft-adaptive"
+    )
+    ngram: int = option(4, help="maximum length of the n-gram for lookup", metavar="N", flag="--draft-ngram")
+    model: str | None = option(None, help="draft model", metavar="MODEL", flag="--draft-model")
 
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("draft method", self.method, get_args(DraftName))
         named = self.method in ("model", "lookup+model")
-        check(not named or self.model is not None, f"draft method={self.method!r} needs a small model: give `model`")
+        check(not named or self.model is not None, f"draft method={self.method!r} needs a draft model: set `model`")
         check(
             named or self.model is None,
-            f"draft method={self.method!r} has no use for the model {self.model!r}: choose 'model' or 'lookup+model'",
+            f"draft method={self.method!r} does not use the model {self.model!r}: choose 'model' or 'lookup+model'",
         )
         check(self.tokens >= 1, f"draft tokens={self.tokens} must be at least 1")
         check(self.ngram >= 2, f"draft ngram={self.ngram} must be at least 2")
 
     @property
     def looks_up(self) -> bool:
-        """Whether drafts are looked up in the text first."""
+        """Whether prompt lookup is one of the sources."""
         return self.method in ("lookup", "both", "lookup+model")
 
     @property
     def by_policy(self) -> bool:
-        """Whether the policy decodes drafts."""
+        """Whether decoding with the policy is one of the sources."""
         return self.method in ("sparse", "both")
 
     @property
     def decodes(self) -> bool:
-        """Whether drafts are decoded at all, by the policy or a model."""
+        """Whether drafts are decoded, by the policy or a draft model."""
         return self.method != "lookup"
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that a runtime is made of besides the model: `LLM(model, config)`, or any of these fields by keyword.
+    """Options of the engine: `LLM(model, config)`, or the fields as keywords: `LLM(model, host_memory="64GiB")`.
 
-    Text is parsed when a configuration is made: sizes may be written "200GiB", `eviction` as a policy's name or as a
-    mapping of `EvictionOptions`, `dtype` and `device` as torch's objects, folders as strings that begin with "~".
+    Sizes may be strings such as "200GiB", `eviction` a policy name or a mapping of `EvictionOptions`, `dtype` and
+    `device` torch objects, and paths may begin with "~".
 
-    policy, policy_options: "full", "infinigen", ... and its options; for infinigen `preset="paper"` is one of them.
-    device, dtype: "auto" takes CUDA where there is one, and the checkpoint's dtype there. On a CPU it takes bfloat16
-        where the checkpoint is in half precision and the processor multiplies bfloat16 itself, else float32.
-    device_memory: hard limit on bytes of the device: weights, scoring keys, resident and fetched rows, activations.
-        Decoder layers that do not fit stay in host memory and cross the link for every step; scoring keys that still do
-        not fit are scored on the host. The tokens are the same. None takes what there is and keeps everything there.
-    experts_on_device: of a mixture of experts, how many of each layer stay on the device, those used last; all are in
-        host memory, and the others cross the link when a token's router chooses them. None keeps all on the device, or
-        with `device_memory` as many as fit, before whole layers leave it. The tokens are the same.
-    embedding_on_host: look token ids up in host memory, so that only rows of the embedding cross the link. Refused
-        where the head is the same matrix, which every token reads whole.
-    max_context: tokens of the longest sequence: `device_memory` is planned for it, and rotary frequencies that follow
-        the length of the text (longrope, dynamic) are those of this length. None takes all positions of the model, for
-        the plan as far as the host pool holds them.
-    host_memory: hard limit on bytes of KV in host memory; None takes half of what is free.
-    disk: folder on a fast local disk where the rows of running contexts lie, as a file without a name that goes with
-        the process: `host_memory` then limits what is in memory of them (rows that were used, what is being read and
-        written), and a context may be as long as the disk holds. None keeps all rows in memory. The tokens are the
-        same.
-    disk_limit: most bytes of rows on that disk; None takes 16 times `host_memory`, or half of what is free there where
-        that is less.
-    eviction: what leaves when a sequence outgrows the pool; None makes that an error.
-    skew: path of a skew artifact, or of a folder that `offload-rt skew` or `tune` wrote: what `tune` chose are then the
-        policy's default options. None calibrates once on the packaged text and caches by model fingerprint.
-    kv_format: "auto" keeps rows of K and V in host memory as they are, "int8", "int4" and "int2" round them there:
-        fewer bytes in the pool and on the link. Prefill is exact in any case; rounded prefixes are not shared.
-    prefix_sharing: prompts that begin alike are computed and stored once, also those of earlier calls. Shared rows are
-        exact: a result does not depend on what ran before.
-    swap: folder on a fast disk where `LLM.generate` keeps the rows of requests that are preempted in a full pool, if
-        that is estimated cheaper than computing them again; nothing of it outlives the object.
-    missed_mass_every: decode steps between two measurements of the missed attention mass; 0 never measures. None is 16
-        on a CPU, and 0 on a device: a measurement reads all keys where they are, in host memory.
-    working_set: rows of each KV head, in each layer that selects and for each sequence, that stay on the device after
-        they were fetched, those used most and latest: only other rows cross the link; 0 is none. The tokens are the
-        same. On a CPU, where rows are otherwise attended to where they lie, this copies them as a device would: it
-        shows what a device saves and makes the run slower.
-    exact: the text of full attention, from fewer passes over all rows: tokens are drafted, several are verified by one
-        pass, and those that full attention would not have chosen are taken back. True drafts under the policy ("full":
-        by lookup); a method's name or a mapping of `DraftOptions` says how. None attends to what the policy selects.
-    cuda_graphs: capture decode steps as CUDA graphs and replay them where all that they launch can be repeated
-        (`forward/cuda_graphs.py`). None does so on a CUDA device whose memory is not limited; under `device_memory`
-        True plans for one graph, which takes the memory of its step from what sequences have.
-    prefill_slice: tokens whose queries, attention and MLP are computed together in prefill; bounds device memory. None
-        is 512 on a CPU and 2,048 on a device; there as few as 512 where `device_memory` would else keep less on it.
-    prefill_tokens: prompt tokens prefilled per step while others decode (at least one layer of one prompt).
-    max_batch: sequences decoded together by `LLM.generate`, `score` and `turns`.
-    verify: "auto" compares the model with transformers' own forward, layer by layer over a few random tokens, the first
-        time it is loaded by this version (about a second; remembered in the cache folder), "always" each time; a model
-        that differs is refused with the first layer that does. "off" trusts the architectures that are declared, and
-        refuses all others.
-    revision, hf_token, download_dir: of a model on the hub.
-    trust_remote_code: run the code that a checkpoint brings, which may do anything. What its class computes is proved.
-    progress: show progress bars on stderr for long work.
+    Attributes:
+        policy: Selection policy: "infinigen", "auto", "full", "quest", "h2o", "streaming", "oracle" or your own.
+        policy_options: Options of the policy by name, for example `{"preset": "paper"}`.
+        device: "auto" uses CUDA if it is available.
+        dtype: "auto" uses the checkpoint's dtype on CUDA. On a CPU it uses bfloat16 for half-precision checkpoints and
+            float32 otherwise.
+        device_memory: Hard limit on device memory in bytes: weights, approximate KV, resident and fetched KV entries,
+            activations. Decoder layers that do not fit stay in host memory and are copied to the device in every step.
+            If approximate KV still does not fit, scoring runs on the host. The tokens do not change. None uses all
+            device memory and keeps everything there.
+        experts_on_device: Number of experts per mixture-of-experts layer on the device (the most recently used ones).
+            All experts are in host memory, and the router's choice is copied on demand. None keeps all experts on the
+            device, or with `device_memory` as many as fit.
+        embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
+            output head shares the embedding's weights.
+        max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
+            RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
+        host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
+        disk: Folder on a local disk for contexts larger than host memory. KV of running requests lies in an unnamed
+            file there, which ends with the process, and `host_memory` limits its cache. The tokens do not change.
+        disk_limit: Hard limit on that file in bytes. None uses 16 times `host_memory`, at most half of the free space.
+        eviction: Token eviction for sequences that outgrow the KV cache. None raises an error instead.
+        skew: Skew artifact, or a folder written by `offload-rt skew` or `tune` (which also sets the policy's default
+            options). None calibrates once on a text in the package and caches the result by model fingerprint.
+        kv_cache_dtype: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise it in host memory:
+            less memory and fewer transferred bytes. Prefill uses unquantised KV. Quantised prefixes are not shared.
+        enable_prefix_caching: Compute and store a common prefix of prompts once, also across calls. Shared KV is exact,
+            so results do not depend on earlier requests.
+        swap: Folder on a fast disk for KV of preempted requests, used if that is estimated to be faster than
+            recomputation. The files end with the process.
+        missed_mass_every: Decode steps between measurements of the missed attention mass; 0 disables them. None is 16
+            on a CPU and 0 on a GPU. A measurement reads all keys in host memory.
+        working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device. Frequently
+            and recently used ones are kept, and only the others are transferred; 0 disables it. The tokens do not
+            change. On a CPU this only simulates a device and is slower.
+        exact: Lossless mode: the text of full attention in fewer passes over all KV. Draft tokens are proposed, one
+            pass with full attention verifies several of them, and rejected ones are discarded. True chooses the method
+            ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions` is also accepted.
+        cuda_graphs: Capture decode steps as CUDA graphs and replay them if their launches can be repeated. None enables
+            it on CUDA unless `device_memory` is set. With `device_memory`, True reserves memory for one graph.
+        prefill_chunk_size: Tokens whose attention and MLP are computed together in prefill; bounds device memory. None
+            is 512 on a CPU and 2,048 on a GPU, or less if `device_memory` requires it.
+        max_num_batched_tokens: Prompt tokens prefilled per engine step while others decode (at least one layer).
+        max_num_seqs: Maximum number of sequences decoded together by `generate`, `score` and `turns`.
+        verify: Load-time verification: compare the model with transformers' own forward pass, layer by layer, on random
+            tokens. "auto" does so the first time a model is loaded (about a second, cached), "always" every time. A
+            model that differs is refused. "off" skips it and refuses architectures that are not declared.
+        revision: Branch, tag or commit of a model on the hub.
+        hf_token: Access token for the hub.
+        download_dir: Cache folder for models from the hub.
+        trust_remote_code: Run code that comes with the checkpoint. It can do anything that your user can do.
+        progress: Show progress bars on stderr.
     """
 
-    policy: str = option("infinigen", help="what selects the tokens that are attended", group="policy", plans=True)
-    policy_options: Mapping[str, Any] = option(None, help="options of the policy, by name", plans=True)
-    device: str = option("auto", help="what computes", metavar="auto|cpu|cuda", group="device", plans=True)
-    dtype: str = option("auto", help="what is computed in", plans=True)
+    policy: str = option("infinigen", help="selection policy", group="policy", plans=True)
+    policy_options: Mapping[str, Any] = option(None, help="options of the policy by name", plans=True)
+    device: str = option("auto", help="compute device", metavar="auto|cpu|cuda", group="device", plans=True)
+    dtype: str = option("auto", help="compute dtype", plans=True)
     device_memory: Size | None = option(
-        None, help="limit of all that is on the device: weights beyond it stream", group="device", plans=True
+        None, help="limit on device memory; weights beyond it are streamed", group="device", plans=True
     )
     experts_on_device: int | None = option(
-        None, help="experts of each layer that stay on the device; others cross the link when chosen", metavar="N",
+        None, help="experts per layer on the device; others are copied on demand", metavar="N",
         group="device", plans=True,
     )  # fmt: skip
     embedding_on_host: bool = option(
         False,
-        help="look tokens up in host memory: the embedding takes no room on the device",
+        help="keep the embedding in host memory",
         group="device",
         plans=True,
     )
-    max_context: int | None = option(
-        None, help="tokens of the longest sequence that is planned for (default: all)", metavar="N", group="device"
+    max_model_len: int | None = option(
+        None, help="maximum number of tokens of a sequence (default: the model's)", metavar="N", group="device"
     )
-    host_memory: Size | None = option(None, help="limit of KV in host memory, such as 200GiB", group="pool", plans=True)
+    host_memory: Size | None = option(None, help="limit on KV in host memory, such as 200GiB", group="pool", plans=True)
     disk: Path | None = option(
-        None, help="folder on a fast disk for contexts beyond host memory", metavar="DIR", group="pool", plans=True
+        None, help="folder on a fast disk for contexts larger than host memory", metavar="DIR", group="pool", plans=True
     )
-    disk_limit: Size | None = option(None, help="limit of KV on that disk, such as 200GiB", group="pool", plans=True)
-    eviction: EvictionOptions | None = option(None, help="what leaves a full pool", group="pool")
+    disk_limit: Size | None = option(None, help="limit on KV on that disk, such as 200GiB", group="pool", plans=True)
+    eviction: EvictionOptions | None = option(
+        None, help="token eviction for sequences that outgrow the KV cache", group="pool"
+    )
     skew: Path | None = option(
         None, help="skew artifact (default: calibrated once and cached)", metavar="FILE|DIR", group="policy"
     )
-    kv_format: KVFormatName = option("auto", help="rows in host memory", group="pool")
-    prefix_sharing: bool = option(True, help="compute and keep once what prompts have in common", group="pool")
-    swap: Path | None = option(None, help="folder for the rows of preempted requests", metavar="DIR")
+    kv_cache_dtype: KVFormatName = option("auto", help="format of KV in host memory", group="pool")
+    enable_prefix_caching: bool = option(True, help="compute and store common prefixes once", group="pool")
+    swap: Path | None = option(None, help="folder for KV of preempted requests", metavar="DIR")
     missed_mass_every: int | None = option(
-        None, help="steps between two measurements of the missed attention mass; 0: none (default: 16, on a GPU 0)",
+        None, help="steps between measurements of the missed attention mass; 0: never (default: 16; 0 on a GPU)",
         metavar="N", group="device",
     )  # fmt: skip
     working_set: int = option(
-        0, help="fetched rows per layer and KV head that stay on the device", metavar="ROWS", group="device", plans=True
+        0,
+        help="fetched KV entries per layer and KV head kept on the device",
+        metavar="ROWS",
+        group="device",
+        plans=True,
     )
     exact: DraftOptions | None = option(
-        None, help="the text of full attention: drafts are verified by all rows", group="policy"
+        None, help="lossless mode: verify draft tokens with full attention", group="policy"
     )
     cuda_graphs: bool | None = option(
         None, help="replay decode steps as CUDA graphs (default: on a GPU without --device-memory)", group="device",
         plans=True,
     )  # fmt: skip
-    prefill_slice: int | None = option(
-        None, help="prompt tokens whose attention is computed together (default: 512, on a GPU 2048)", metavar="N",
+    prefill_chunk_size: int | None = option(
+        None, help="prompt tokens computed together (default: 512; 2048 on a GPU)", metavar="N",
         group="device", plans=True,
     )  # fmt: skip
-    prefill_tokens: int = option(512, help="prompt tokens prefilled per step while others decode", metavar="N")
-    max_batch: int = option(32, help="sequences decoded together", metavar="N")
-    verify: Verify = option("auto", help="compare the model with transformers' own when it is loaded", group="device")
-    revision: str | None = option(None, help="branch, tag or commit of a model on the hub", group="hub", plans=True)
+    max_num_batched_tokens: int = option(
+        512, help="prompt tokens prefilled per step while other requests decode", metavar="N"
+    )
+    max_num_seqs: int = option(32, help="maximum number of sequences decoded together", metavar="N")
+    verify: Verify = option("auto", help="load-time verification against transformers", group="device")
+    revision: str | None = option(None, help="branch, tag or commit on the hub", group="hub", plans=True)
     hf_token: str | None = option(
-        None, help="the hub's token (default: $HF_TOKEN, or that of hf auth login)", repr=False, group="hub", plans=True
+        None,
+        help="access token for the hub (default: $HF_TOKEN, or hf auth login)",
+        repr=False,
+        group="hub",
+        plans=True,
     )
     download_dir: Path | None = option(
         None,
-        help="where models of the hub are kept (default: its cache folder)",
+        help="folder for models from the hub (default: its cache)",
         metavar="DIR",
         group="hub",
         plans=True,
     )
-    trust_remote_code: bool = option(False, help="run the code that a checkpoint brings", group="hub", plans=True)
-    progress: bool = option(False, help="progress bars on stderr")
+    trust_remote_code: bool = option(False, help="run code that comes with the checkpoint", group="hub", plans=True)
+    progress: bool = option(False, help="show progress bars on stderr")
 
     def __post_init__(self) -> None:
         parsed = {
@@ -243,32 +259,33 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         check_types(self)
         check_choice("verify", self.verify, get_args(Verify))
-        check_choice("kv_format", self.kv_format, get_args(KVFormatName))
-        check(self.max_context is None or self.max_context > 0, f"max_context={self.max_context} must be positive")
-        for name in ("experts_on_device", "prefill_slice", "prefill_tokens", "max_batch"):
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVFormatName))
+        check(
+            self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
+        )
+        for name in ("experts_on_device", "prefill_chunk_size", "max_num_batched_tokens", "max_num_seqs"):
             value = getattr(self, name)
             check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
         check(
             self.device_memory is None or self.exact is None or self.exact.model is None,
-            "device_memory is planned for one model, and a draft model would be on the device besides: leave one out",
+            "device_memory is planned for one model only and cannot be combined with a draft model: remove one of them",
         )
         check(
             self.disk_limit is None or self.disk is not None,
-            f"disk_limit={self.disk_limit} is of a pool on disk: name its folder with disk=..., or leave it out",
+            f"disk_limit={self.disk_limit} needs a folder: set disk, or remove disk_limit",
         )
         check(
             self.disk is None or not self.working_set,
-            f"working_set={self.working_set} keeps rows on the device, and with disk=... those that are used stay in "
-            "host memory: leave working_set out",
+            f"working_set={self.working_set} cannot be combined with disk: remove working_set",
         )
         check(
             self.working_set >= 0,
-            f"working_set={self.working_set} must not be negative: rows per layer and KV head, 0 is none",
+            f"working_set={self.working_set} must not be negative (KV entries per layer and KV head; 0 disables it)",
         )
 
     def replays(self, device: str) -> bool:
-        """Whether decode steps are captured and replayed on a device of this type."""
+        """Return whether decode steps are captured and replayed on a device of this type."""
         return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
 
 
@@ -281,7 +298,7 @@ def _parsed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     check_mapping("policy_options", options)
     wrong = next((key for key in options if not isinstance(key, str)), None)
-    check(wrong is None, f"policy_options has the key {wrong!r:.80}; options are named by text")
+    check(wrong is None, f"policy_options has the key {wrong!r:.80}; keys must be strings")
     return dict(options)
 
 
@@ -297,15 +314,12 @@ def _parsed_path(path: str | os.PathLike[str] | None, name: str) -> Path | None:
 
 
 def _parsed_eviction(eviction: EvictionOptions | str | Mapping[str, Any] | None) -> EvictionOptions | None:
-    """`EvictionOptions` from a policy's name or from a mapping. Raises ConfigError for what does not exist."""
     if eviction is None or isinstance(eviction, EvictionOptions):
         return eviction
     return from_mapping(EvictionOptions, {"policy": eviction} if isinstance(eviction, str) else eviction)
 
 
 def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, policy: str) -> DraftOptions | None:
-    """`DraftOptions` from True, a method's name or a mapping. Raises ConfigError for what does not exist, and where the
-    policy "full" is to draft for itself."""
     if exact is None or exact is False:
         return None
     full = isinstance(policy, str) and policy == "full"
@@ -316,47 +330,50 @@ def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, p
     elif isinstance(exact, str):
         found = DraftOptions(exact)  # type: ignore[arg-type]
     else:
-        check(exact is True or isinstance(exact, Mapping), f"exact={exact!r:.80}: True, a method's name, or a mapping")
+        check(
+            exact is True or isinstance(exact, Mapping), f"exact={exact!r:.80} must be True, a method name or a mapping"
+        )
         found = from_mapping(DraftOptions, {"method": own} | ({} if exact is True else dict(exact)))
     check(
         not full or not found.by_policy,
-        f"exact={found.method!r} lets the policy draft, and 'full' is what verifies: choose 'lookup' or a draft model, "
-        "or policy 'infinigen'",
+        f"exact={found.method!r} drafts with the policy, but policy 'full' is what verifies drafts: choose 'lookup', a "
+        "draft model, or policy 'infinigen'",
     )
     return found
 
 
 LIVE_POLICIES = ("lookahead", "lru", "fifo")
-"""What orders a store that runs (`storage/policies.py`); the simulator has Belady's oracle besides."""
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """The tiers behind sessions (CachedAttention §3.3). `limit` may be written "50GiB", `ttl` as "7d".
+    """Options of a session store: memory and disk tiers for conversations (CachedAttention §3.3).
 
-    limit: most bytes of all files of the store's folder; None is no limit.
-    policy: "lookahead" spares what waiting turns will use (least recently used first otherwise, so without a queue it
-        is "lru"); "lru" and "fifo" do not look ahead and fetch nothing early.
-    ttl: seconds after the last use from which stored chunks are given up, and parked sessions leave host memory; None
-        is for ever.
-    free_host: share of the host pool that parked sessions leave free, for fetching without waiting for an eviction.
-    overflow: "truncate" forgets the oldest half of a conversation (all but its first tokens, with nothing computed
-        again) before a turn that would outgrow the model's positions; "error" refuses the turn. Models whose stored
-        keys do not allow it (absolute positions) are never truncated.
+    `limit` may be a string such as "50GiB", and `ttl` one such as "7d".
+
+    Attributes:
+        limit: Hard limit on the total size of the store's files in bytes; None is no limit.
+        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and is LRU otherwise. "lru" and "fifo"
+            ignore the queue and do not prefetch.
+        ttl: Seconds after the last use until stored KV is deleted, and KV in host memory is released; None is never.
+        free_host: Fraction of the host KV cache kept free, so that loading a session need not wait for evictions.
+        overflow: If a turn would outgrow the model's maximum length: "truncate" drops the oldest half of the
+            conversation except its first tokens, without recomputation; "error" refuses the turn. Models with absolute
+            positions are never truncated.
     """
 
     limit: Size | None = option(
-        None, help="most bytes of its files, such as 50GiB (default: none)", flag="--store-limit", group="store"
+        None, help="limit on the store's files, such as 50GiB (default: none)", flag="--store-limit", group="store"
     )
     policy: Literal["lookahead", "lru", "fifo"] = option(
-        "lookahead", help="what leaves it first (default: lookahead, here lru)", flag="--store-policy", group="store"
+        "lookahead", help="eviction policy of the store (default: lookahead)", flag="--store-policy", group="store"
     )
     ttl: Duration | None = option(
-        None, help="give up rows not used for so long, such as 7d or 12h", flag="--store-ttl", group="store"
+        None, help="delete KV that was not used for this time, such as 7d or 12h", flag="--store-ttl", group="store"
     )
-    free_host: float = option(0.1, help="share of the host pool left free for fetching, [0, 1)", metavar="F")
+    free_host: float = option(0.1, help="fraction of the host KV cache kept free for loading, [0, 1)", metavar="F")
     overflow: Overflow = option(
-        "truncate", help="before a turn that outgrows the model: forget the oldest half (default), or refuse it",
+        "truncate", help="if a turn would outgrow the model: drop the oldest half (default), or fail",
         group="store",
     )  # fmt: skip
 
@@ -366,4 +383,4 @@ class StoreOptions:
         check_types(self)
         check_choice("store policy", self.policy, LIVE_POLICIES)
         check_choice("overflow", self.overflow, get_args(Overflow))
-        check(0 <= self.free_host < 1, f"free_host={self.free_host} must be a share in [0, 1)")
+        check(0 <= self.free_host < 1, f"free_host={self.free_host} must be in [0, 1)")

@@ -1,6 +1,6 @@
-"""The words every room shares: shapes, chunks, what a token may see, and what a policy chose.
+"""Types that all parts share: model geometry, block tables, visible tokens, selections.
 
-Shape glossary (named axes in every docstring)
+Axes in docstrings
 
     B    sequences of a batch          T    tokens of one call, of one or of many sequences
     D    hidden size                   V    vocabulary
@@ -9,7 +9,7 @@ Shape glossary (named axes in every docstring)
     N    tokens in a sequence's context, the newest included
     n    tokens of one selection, the same for every KV head
 
-A *token index* counts the slots of one sequence from 0; without eviction it is also the token's position.
+A *token index* counts the slots of one sequence from 0. Without eviction it equals the token's position.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ from dataclasses import dataclass, field
 import torch
 
 CHUNK = 64
-"""Token slots of a chunk: the unit of sharing, reference counts and swap to disk."""
+"""Tokens per block. Blocks are the unit of sharing, reference counting and storage on disk."""
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Everything the runtime knows about a model's shape. `scales[l]` multiplies q·k of layer l (once: queries arrive
-    unscaled from every adapter); `windows[l]` is the sliding window of layer l in tokens, the newest included, or
-    None."""
+    """Dimensions of a model.
+
+    Attributes:
+        scales: Factor of q·k per layer. Adapters return unscaled queries.
+        windows: Sliding window per layer in tokens, including the newest; None for full attention.
+        max_positions: Number of positions that the model was trained for.
+        absolute_positions: Positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
+        default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
+        softcap: Scaled scores s enter the softmax as c tanh(s / c) with this c.
+        sinks: Layers have learned attention sinks.
+        chunked: Windows do not slide. A token sees the tokens of its own window, starting at a multiple of its size.
+        experts: MLPs are mixtures of experts.
+    """
 
     layers: int
     hidden: int
@@ -38,20 +48,12 @@ class ModelGeometry:
     scales: tuple[float, ...]
     windows: tuple[int | None, ...]
     max_positions: int
-    """Positions the model was trained or built for."""
     absolute_positions: bool
-    """True where positions are a learned table (OPT, GPT-2): beyond `max_positions` there is nothing to look up."""
     default_alpha: float
-    """The threshold that InfiniGen §5.1 uses for this family: 4 for OPT, 5 for Llama."""
     softcap: float | None = None
-    """Scaled scores s enter the softmax as c tanh(s / c), with this c."""
     sinks: bool = False
-    """Whether layers have attention sinks."""
     chunked: bool = False
-    """Whether windows stand instead of sliding: a token sees those of its own chunk, which begins at a position that is
-    a multiple of the window."""
     experts: bool = False
-    """Whether MLPs are mixtures of experts: which of them run is asked of the device in every step."""
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads must be a multiple of KV heads"
@@ -64,30 +66,34 @@ class ModelGeometry:
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """The layers that have a sliding window, rising."""
+        """Layers with a sliding window, in ascending order."""
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """(sinks, recent tokens) that stay on the device in a layer, of a policy that keeps `sinks` and `recent`: of a
-        sliding layer its whole window, and no more."""
+        """Return the numbers of first and last tokens that stay on the device in a layer.
+
+        A layer with full attention keeps the policy's `sinks` and `recent`. A sliding layer keeps its window.
+        """
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
     def window_at(self, layer: int, position: int) -> int | None:
-        """How many tokens one at `position` sees in a layer at most, itself included; None: all before it."""
+        """Return how many tokens a token at `position` sees in a layer, including itself; None is all."""
         window = self.windows[layer]
         return position % window + 1 if self.chunked and window is not None else window
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of K and V of `tokens` tokens in all layers."""
+        """Return the size of K and V of `tokens` tokens in all layers, in bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What the newest token of a sequence may attend to in one layer, as three neighbouring ranges of token indices.
-    `sinks` and `recent` are resident (on the device anyway, always attended); `candidates` between them are what a
-    policy selects from. The newest token is always the last of `recent`."""
+    """Tokens that the newest token of a sequence can attend to in one layer, as three adjacent ranges of token indices.
+
+    `sinks` and `recent` are resident on the device and always attended. A policy selects from the `candidates` between
+    them. The newest token is the last one of `recent`.
+    """
 
     sinks: range
     candidates: range
@@ -95,8 +101,10 @@ class Visible:
 
     @classmethod
     def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> Visible:
-        """Ranges for a context of `length` tokens (N, the newest included). A sliding window of `window` tokens hides
-        everything before its start, sinks included, as the model itself does, and everything before `floor`."""
+        """Return the ranges for a context of `length` tokens (N, including the newest).
+
+        A sliding window of `window` tokens hides all tokens before it, including sinks, and all tokens before `floor`.
+        """
         assert length >= 1 and sinks >= 0 and recent >= 1
         first = 0 if window is None else max(floor, length - window)
         sinks_stop = max(first, min(sinks, length - 1))
@@ -105,22 +113,23 @@ class Visible:
 
     @property
     def all(self) -> range:
-        """Every visible token."""
+        """All visible tokens."""
         return range(self.sinks.start, self.recent.stop)
 
     @property
     def resident(self) -> int:
-        """How many visible tokens are resident."""
+        """Number of visible tokens that are resident."""
         return len(self.sinks) + len(self.recent)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens of one sequence that one layer attends to in one step besides the resident ones.
+    """Tokens that one layer of one sequence attends to in one step, besides the resident ones.
 
-    tokens: int64 `[Hkv, n]`, token indices within `Visible.candidates`, no duplicates in a row, in any order.
-    counts: int32 `[Hkv]`, all the same, on the device: how many of each row are meant. The others are any indices of
-        the context; n is then only the most there can be, and nobody has waited for the device. None: all are meant.
+    Attributes:
+        tokens: int64 `[Hkv, n]`, distinct token indices within `Visible.candidates`, in any order.
+        counts: int32 `[Hkv]` on the device, all equal: only the first `counts[h]` entries of each row are valid. It
+            avoids waiting for the device. None: all are valid.
     """
 
     tokens: torch.Tensor
@@ -128,17 +137,17 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """n, tokens per KV head; with `counts` the most there can be."""
+        """Number of tokens n per KV head; with `counts` an upper bound."""
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """The same without `counts`: waits for the device where there are any."""
+        """Return the selection without `counts`. Waits for the device if there are any."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
 @dataclass(frozen=True, eq=False)
 class ScatteredRows:
-    """Rows that lie anywhere among others: k and v `[R, d]`, of which ids int64 `[Hkv, n]` are meant."""
+    """KV entries by index: `k[ids]` and `v[ids]`, with k and v `[R, d]` and ids int64 `[Hkv, n]`."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -147,8 +156,10 @@ class ScatteredRows:
 
 @dataclass(frozen=True)
 class KVPart:
-    """Rows of one layer of one sequence that lie together on the compute device: k, v `[Hkv, n, d]` (views allowed).
-    With counts, int32 `[Hkv]`, only the first rows of each KV head are meant; the others hold anything."""
+    """KV entries of one layer of one sequence on the compute device: k and v `[Hkv, n, d]` (possibly views).
+
+    With `counts`, int32 `[Hkv]`, only the first `counts[h]` entries of each KV head are valid.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -156,31 +167,30 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Hkv and n."""
+        """(Hkv, n)."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 
     @property
     def scattered(self) -> ScatteredRows | None:
-        """Where the rows are before k and v gather them, if they have to."""
+        """The entries by index, if k and v would have to be gathered first."""
         return None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """The values weighted by `weights` `[Hkv, G, n]`: `[Hkv, G, d]`, in v's dtype."""
+        """Return `weights @ v` `[Hkv, G, d]` in the dtype of v, from weights `[Hkv, G, n]`."""
         return torch.bmm(weights.to(self.v.dtype), self.v)
 
 
 @dataclass
 class BlockTable:
-    """A sequence's hold on chunks of the host pool: ids and two numbers, no tensors.
+    """Blocks of the host KV cache that a sequence holds. Only `HostPool` changes a block table.
 
-    chunks: chunk ids in token order; chunk i holds the tokens [64 i, 64 (i + 1)).
-    length: tokens whose K and V are complete in every layer.
-    windows: of models with sliding layers, the ids of the chunks that hold their rows (`pool.layer_groups`), by place:
-        `windows[i]` are those of the tokens [64 i, 64 (i + 1)), one for each group of sliding layers, as long as a
-        window can show any of them.
-    floor: the first token that sliding layers may see: those before it were forgotten (`sessions.truncate`).
-    Only `HostPool` changes a block table.
+    Attributes:
+        chunks: Block ids in token order. Block i holds tokens [64 i, 64 (i + 1)).
+        length: Number of tokens whose K and V are complete in every layer.
+        windows: Blocks of sliding layers (`layer_groups`): `windows[i]` holds tokens [64 i, 64 (i + 1)), one block id
+            per group of sliding layers, as long as a window can reach them.
+        floor: First token that sliding layers can see. Earlier ones were dropped by truncation.
     """
 
     chunks: list[int] = field(default_factory=list)
@@ -190,25 +200,24 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Token slots held."""
+        """Number of token slots."""
         return len(self.chunks) * CHUNK
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request starts from: `id` numbers the requests of an engine, `token_ids` is not empty. Requests with
-    different `cache_salt`s share no KV."""
+    """Prompt of a request. `id` is unique in its engine. Requests with different `cache_salt`s share no KV."""
 
     id: int
     token_ids: tuple[int, ...]
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        assert self.token_ids, "the facade refuses empty prompts"
+        assert self.token_ids, "LLM refuses empty prompts"
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:
-    """Returns `numbers`, which rise, as the fewest ranges that hold exactly them, in order."""
+    """Return ascending `numbers` as the smallest number of ranges."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -219,11 +228,11 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
 
 
 def padded_batch(sequences: int) -> int:
-    """`sequences` rounded up, so that few batch sizes are captured: to a power of two, from 8 on to whole eights."""
+    """Round a batch size up to a power of two, above 8 to a multiple of 8, so that few CUDA graphs are captured."""
     return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
 
 
 def bucket(context: int) -> int:
-    """`context` tokens rounded up: chunks, and eight sizes between a power of two and the next."""
+    """Round a context length up to one of eight sizes between two powers of two, at least whole blocks."""
     step = max(CHUNK, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step

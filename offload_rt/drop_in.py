@@ -1,10 +1,9 @@
-"""A transformers model whose `generate` runs here: `with offload(model, policy="infinigen", host_memory="64GiB"):`.
+"""Run transformers' `generate` with the KV cache in host memory: `with offload(model, host_memory="64GiB"):`.
 
-Within the block the model's forward, where `generate` calls it with a cache, is this package's: a prompt is computed
-exactly, layer by layer, its rows go to the host pool, and every single token after it is a decode step under the
-policy. What is around it stays transformers': generation modes, logits processors, stopping, streamers, pipelines. So
-greedy tokens are those of `LLM`, and under `full` those of transformers. Other calls of the model are its own, and
-after the block all are.
+Inside the block, calls of the model's forward with a cache are computed by this package: prompts with full attention,
+and each following token as a decode step under the policy. Generation modes, logits processors, stopping criteria,
+streamers and pipelines remain transformers'. Greedy tokens equal those of `LLM`, and under policy "full" those of
+transformers. Calls without a cache run the model's own forward.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .config import EngineConfig
 from .engine.runner import Runner
-from .engine.verification import accept, rewind, verify
+from .engine.speculative.verification import accept, rewind, verify
 from .errors import InputError
-from .forward.sequence import Sequence
 from .llm import LLM
+from .model_runner.sequence import Sequence
 
-_AHEAD = 1024
-"""Tokens that a sequence is expected to grow by: the pool's memory for them is made ready together."""
+_AHEAD = 1024  # expected growth of a sequence in tokens, for which the pool prepares memory at once
 
-_OTHER = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
-"""What a forward may be asked for that is not made here."""
+_UNSUPPORTED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
 
 
 @contextmanager
@@ -43,12 +40,22 @@ def offload(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **fields: Any,
 ) -> Iterator[LLM]:
-    """Within the block `model.generate(...)`, and whatever calls it, keeps its KV cache in the host pool and decodes
-    under the policy. `config` and `fields` as `LLM` takes them; yields that `LLM`, of the same weights, whose
-    `generate`, `stream` and sessions may be used beside it.
+    """Inside the block, `model.generate` keeps its KV cache in host memory and decodes under the policy.
 
-    A cache that shall outlive a call, for a conversation: `cache = OffloadedCache(llm)`, given to `generate` as
-    `past_key_values`. Raises what `LLM` raises; InputError for a second block around the same model.
+    To keep the cache between calls, for a conversation, pass `past_key_values=OffloadedCache(llm)` to `generate`.
+
+    Args:
+        model: A loaded transformers model.
+        config: Engine options; None uses the defaults.
+        tokenizer: See `LLM`.
+        **fields: Fields of `EngineConfig` that override `config`.
+
+    Yields:
+        An `LLM` with the same weights, whose methods can be used inside the block as well.
+
+    Raises:
+        InputError: `model` is not a transformers model, or is offloaded already.
+        OffloadError: As `LLM`.
     """
     if not isinstance(model, PreTrainedModel):
         raise InputError(
@@ -56,7 +63,7 @@ def offload(
             "AutoModelForCausalLM.from_pretrained, or use LLM for a folder or a hub id"
         )
     if "forward" in vars(model):
-        raise InputError("the model's forward is replaced already: leave the other block first")
+        raise InputError("the model is offloaded already: leave the other `with offload(model)` block first")
     llm = LLM(model, config, tokenizer=tokenizer, **fields)
     caches: weakref.WeakSet[OffloadedCache] = weakref.WeakSet()
     model.forward = _replaced(model.forward, llm, caches)
@@ -70,7 +77,7 @@ def offload(
 
 
 def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
-    """The forward that runs here where it is given a cache of ours, or the empty one that `generate` makes."""
+    """Return a forward that computes calls with an `OffloadedCache`, or with the empty cache that `generate` makes."""
     signature = inspect.signature(own)
 
     @wraps(own)
@@ -80,7 +87,9 @@ def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> An
         cache = given.get("past_key_values")
         if isinstance(cache, DynamicCache) and not cache.get_seq_length():
             if getattr(cache, "_is_user_defined", False):
-                raise InputError("this DynamicCache would stay empty here: give OffloadedCache(llm) as past_key_values")
+                raise InputError(
+                    "a DynamicCache is not filled by an offloaded model: pass past_key_values=OffloadedCache(llm)"
+                )
             cache = OffloadedCache(llm)
         if not isinstance(cache, OffloadedCache):
             return own(*args, **named)
@@ -92,20 +101,21 @@ def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> An
 
 
 def _checked(given: dict[str, Any]) -> torch.Tensor:
-    """The token ids `[B, T]`, where nothing is asked for that is not made here. Raises InputError."""
-    asked = [name for name in _OTHER if given.get(name) not in (None, False)]
+    """Return the token ids `[B, T]`. Raise InputError for unsupported arguments."""
+    unsupported = [name for name in _UNSUPPORTED if given.get(name) not in (None, False)]
     ids = given.get("input_ids")
-    if asked or ids is None:
-        raise InputError(
-            f"{', '.join(asked) or 'no input_ids'}: with an offloaded cache there are logits of token ids only"
-        )
-    found: torch.Tensor = ids
-    return found
+    if unsupported or ids is None:
+        problem = f"does not support {', '.join(unsupported)}" if unsupported else "needs input_ids"
+        raise InputError(f"a model with an offloaded cache {problem}; it computes logits of token ids only")
+    checked: torch.Tensor = ids
+    return checked
 
 
 class OffloadedCache(Cache):
-    """The sequences of a batch in an `LLM`'s pool, one a row, as transformers' generation sees a cache. Rows that were
-    padded on the left have fewer tokens than columns. Freed when nobody refers to it, or with `free`."""
+    """A transformers cache whose sequences, one per row of the batch, lie in the KV cache of an `LLM`.
+
+    Left-padded rows have fewer tokens than columns. Memory is freed by `free`, or when the object is deleted.
+    """
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(layers=[])
@@ -119,52 +129,55 @@ class OffloadedCache(Cache):
         return f"OffloadedCache(rows={len(self._rows)}, tokens={self._columns})"
 
     def free(self) -> None:
-        """Gives its rows back; it is empty then. A second call does nothing."""
+        """Free all sequences. The cache is empty afterwards."""
         _free(self._runner, self._rows)
         self._columns = self._takes_back = 0
 
-    # ------------------------------------------------------------------------------------- what generation asks of it
+    # --------------------------------------------------------------------------------- transformers' cache protocol
 
     is_compileable = False
     is_croppable = True
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns so far, padding included."""
+        """Return the number of columns so far, including padding."""
         return self._columns
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
-        """-1: it grows."""
+        """Return -1: the length is not limited."""
         return -1
 
     def activate_past_recording(self) -> None:
-        """Nothing: what is taken back is in the pool."""
+        """Do nothing: `crop` needs no recording."""
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Never called where its model is offloaded. Raises InputError."""
-        raise InputError("an OffloadedCache is for the model of its LLM, within `with offload(model)`")
+        """Raise InputError: attention layers of an offloaded model never call it."""
+        raise InputError("an OffloadedCache works only with the model of its LLM, inside `with offload(model)`")
 
     def reset(self) -> None:
-        """As `free`."""
+        """Free all sequences, as `free`."""
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` is: the first that asks for a row keeps it, others fork from it."""
+        """Replace row i by row `beam_idx[i]`. Rows that are used several times are forked."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """The rows of `indices` stay."""
+        """Keep the rows `indices`."""
         self._select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last tokens of a single row: -n takes n back, as transformers' caches do, at most those that
-        were computed together in the last call. Raises InputError."""
+        """Remove the last `abs(tokens_to_remove)` tokens, at most those that the last call computed together.
+
+        Raises:
+            InputError: More tokens are to be removed.
+        """
         count = abs(int(tokens_to_remove))
         if count > self._takes_back:
-            raise InputError(f"{count} tokens cannot be taken back: only the last {self._takes_back} were one call's")
+            raise InputError(f"{count} tokens cannot be removed: only the {self._takes_back} of the last call can")
         if not count:
             return
         with self._runner.pool.lock:
@@ -172,7 +185,7 @@ class OffloadedCache(Cache):
                 del row.tokens[len(row.tokens) - count :]
                 rewind(self._runner, row, row.position - count)
                 row.exact = min(row.exact, row.position)
-                self._runner.reload(row)  # the window has what was taken back
+                self._runner.reload(row)  # the resident window still holds the removed tokens
         self._columns -= count
         self._takes_back -= count
 
@@ -189,15 +202,22 @@ class OffloadedCache(Cache):
             finally:
                 _free(runner, [one for index, one in enumerate(old) if index not in kept])
 
-    # --------------------------------------------------------------------------------------------- what is computed
+    # ------------------------------------------------------------------------------------------------- computation
 
     def compute(self, ids: torch.Tensor, mask: torch.Tensor | None, keep: int) -> torch.Tensor:
-        """Takes ids `[B, T]`; mask: of all columns `[B, n]`, 0 is padding on the left. Returns float32 logits
-        `[B, keep, V]` of what follows the last `keep` tokens (0: all T).
+        """Compute the next tokens. One token per row is a decode step; several use full attention, as a prompt does.
 
-        One token a row is a decode step under the policy; several are attended to exactly, as a prompt is. Raises
-        InputError for what does not go on from here, and changes nothing; ModelError, PoolFullError, after which the
-        cache is empty.
+        Args:
+            ids: Token ids `[B, T]`.
+            mask: Attention mask of all columns `[B, n]`; 0 is left padding.
+            keep: Number of last tokens whose logits are returned; 0 is all.
+
+        Returns:
+            float32 logits `[B, keep, V]`.
+
+        Raises:
+            InputError: `ids` or `mask` do not continue this cache. Nothing has changed.
+            ModelError, PoolFullError: The cache is empty afterwards.
         """
         keep = keep or ids.shape[1]
         if self._rows:
@@ -207,12 +227,11 @@ class OffloadedCache(Cache):
                 if not self._rows:
                     return self._begin(ids, mask, keep)
                 return self._decode(ids) if ids.shape[1] == 1 else self._extend(ids, keep)
-        except BaseException:  # what was being computed is in between: none of it can be gone on with
+        except BaseException:  # rows may be at different tokens now, so none can be continued
             self.free()
             raise
 
     def _begin(self, ids: torch.Tensor, mask: torch.Tensor | None, keep: int) -> torch.Tensor:
-        """The prompts' tokens, each row's own."""
         runner = self._runner
         for row, tokens in enumerate(ids.tolist()):
             padding = 0 if mask is None else _padding(mask[row, -len(tokens) :].tolist())
@@ -225,7 +244,6 @@ class OffloadedCache(Cache):
         return _stacked(logits, keep)
 
     def _extend(self, ids: torch.Tensor, keep: int) -> torch.Tensor:
-        """Several more tokens of each row."""
         for row, tokens in zip(self._rows, ids.tolist(), strict=True):
             row.tokens += tokens
             self._runner.check_fits(len(row.tokens))
@@ -234,8 +252,10 @@ class OffloadedCache(Cache):
         return _stacked(logits, keep)
 
     def _exactly(self, row: Sequence, keep: int) -> torch.Tensor:
-        """Computes what is left of a row's tokens. The last `keep` can be taken back, which what is before them, known
-        to others by now, cannot. float32 logits `[keep, V]`."""
+        """Compute the remaining tokens of a row with full attention. Return float32 logits `[keep, V]`.
+
+        The last `keep` tokens can be removed by `crop`. Tokens before them may be shared with other sequences already.
+        """
         runner, stop = self._runner, len(row.tokens) - keep
         runner.expect(row, len(row.tokens) + _AHEAD)
         runner.retry_after_reclaim(partial(runner.pool.reserve, row.blocks, len(row.tokens)))
@@ -252,7 +272,6 @@ class OffloadedCache(Cache):
         return logits
 
     def _decode(self, ids: torch.Tensor) -> torch.Tensor:
-        """A step of every row."""
         runner = self._runner
         for row, [token] in zip(self._rows, ids.tolist(), strict=True):
             row.tokens.append(token)
@@ -263,18 +282,18 @@ class OffloadedCache(Cache):
         logits = runner.decode(self._rows)
         self._columns += 1
         self._takes_back = 0
-        return logits[:, None].clone()  # of inference mode no more: generation may write to it
+        return logits[:, None].clone()  # a normal tensor, because generation may write to it
 
     def _check(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Raises InputError for another batch, and for padding behind the prompt."""
+        """Raise InputError for another batch size, and for padding behind the prompt."""
         if len(ids) != len(self._rows):
-            raise InputError(f"{len(ids)} rows for a cache of {len(self._rows)}: a batch goes on as it began")
+            raise InputError(f"the cache has {len(self._rows)} rows and the batch has {len(ids)}: they must be equal")
         if mask is not None and mask.ndim == 2 and not bool(mask[:, -ids.shape[1] :].all()):
             raise InputError("a row is padded behind its prompt: pad on the left (tokenizer.padding_side='left')")
 
 
 def _padding(mask: Seq[int]) -> int:
-    """How many columns are padding. Raises InputError where it is not on the left, or all of them are."""
+    """Return the number of padding columns. Raise InputError if they are not on the left, or the row is empty."""
     padding = next((i for i, real in enumerate(mask) if real), len(mask))
     if not all(mask[padding:]) or padding == len(mask):
         raise InputError("a row is empty, or padded on the right: pad on the left (tokenizer.padding_side='left')")
@@ -282,7 +301,7 @@ def _padding(mask: Seq[int]) -> int:
 
 
 def _stacked(logits: Seq[torch.Tensor], keep: int) -> torch.Tensor:
-    """`[B, keep, V]` of rows `[n, V]` with n <= keep; what is before a short row is 0."""
+    """Stack rows `[n, V]`, n <= keep, to `[B, keep, V]`, padded with zeros in front."""
     return torch.stack([torch.nn.functional.pad(row, (0, 0, keep - len(row), 0)) for row in logits])
 
 

@@ -1,4 +1,4 @@
-"""`LLM`: a model, a policy and a pool behind three calls: `generate`, `stream`, `score`."""
+"""`LLM`: generate, stream, chat and score with the KV cache in host memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from weakref import WeakValueDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .config import EngineConfig, StoreOptions
-from .config_fields import configured
 from .core import ModelGeometry
+from .engine.arguments import folder_path, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .engine.build import build, build_beside
 from .engine.checks import check_token_ids, most_tokens
 from .engine.engine import Engine
@@ -25,28 +24,37 @@ from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.swap import Swap
 from .errors import InputError, OffloadError
-from .forward.trace import Recorder
+from .model_runner.trace import Recorder
 from .outputs import RequestOutput, Stats, TokenOutput
-from .progress import Progress
 from .sampling_params import SamplingParams
 from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
-from .units import format_size
+from .utils.config_fields import configured
+from .utils.progress import Progress
+from .utils.units import format_size
 
 
 class LLM:
-    """An offloading runtime for one model on one device.
+    """An offloading inference runtime for one model on one device.
 
-    model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers model.
-    config: an `EngineConfig`; without one its defaults.
-    fields: any of `EngineConfig`'s fields by name (`policy="infinigen"`, `host_memory="200GiB"`, ...), which go on top
-        of `config`.
-    tokenizer: for a loaded model, or to replace a checkpoint's own. Without one, prompts are lists of token ids.
+    Several threads may use one `LLM`; they take turns step by step. A session or queue is used by one thread at a time.
 
-    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError, StoreError. Threads take turns, step
-    by step: any of them may call, a session or a queue one at a time.
+    Args:
+        model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers
+            model.
+        config: Engine options; None uses the defaults.
+        tokenizer: Tokenizer of a loaded model, or a replacement for the checkpoint's own. Without a tokenizer, prompts
+            are lists of token ids.
+        **fields: Fields of `EngineConfig` that override `config`, such as `host_memory="200GiB"`.
+
+    Raises:
+        ConfigError: An option is unknown or invalid.
+        ModelError: The model is unsupported, incomplete, or fails load-time verification.
+        ArtifactError: The skew artifact is damaged or belongs to another model.
+        MemoryLimitError: The model or its KV cache does not fit.
+        StoreError: The swap folder cannot be used.
     """
 
     def __init__(
@@ -61,8 +69,7 @@ class LLM:
         self._begin(build(model, chosen, tokenizer), WeakValueDictionary())
 
     def _begin(self, runner: Runner, family: WeakValueDictionary[int, LLM]) -> None:
-        """A runtime of `runner`, which nothing has been asked of. family: those of the same weights, by number: each
-        has a folder of its own to swap to."""
+        # `family`: runtimes that share the weights, by number. Each has its own swap folder.
         self._progress = Progress(enabled=runner.config.progress)
         self._runner, self._family = runner, family
         number = next(n for n in itertools.count() if n not in family)
@@ -85,9 +92,14 @@ class LLM:
         return f"LLM({self.name!r}, {made}, host_memory={format_size(pool.limit_bytes)!r})"
 
     def close(self) -> None:
-        """Ends what is being answered, and saves and closes all sessions: another process may open them then. Nothing
-        may be asked of it afterwards (InputError); its memory is given back when nobody refers to it any more. A second
-        call does nothing. Raises StoreError where a session cannot be saved; all others are."""
+        """Cancel running requests, then save and close all sessions, so that another process can open them.
+
+        Later calls raise InputError. Memory is freed when no reference to this object is left. Closing twice has no
+        effect.
+
+        Raises:
+            StoreError: A session could not be saved. All others were.
+        """
         self._closed = True
         with ExitStack() as ends:
             if self._swap is not None:
@@ -97,13 +109,22 @@ class LLM:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InputError(f"{self!r} is closed: make another one")
+            raise InputError(f"{self!r} is closed: create another one")
 
     def under(self, policy: str, policy_options: Mapping[str, Any] | None = None, *, exact: object = None) -> LLM:
-        """The same weights and the same host pool under another policy, everything else as here: a prompt that was
-        prefilled under one of them is not prefilled again under the other. For comparing policies, one after another.
-        exact: in place of this one's, as `LLM` takes it (False: no drafts). Raises ConfigError, also with
-        `device_memory`, and InputError if this runtime is closed."""
+        """Return an `LLM` with another policy on the same weights and the same KV cache.
+
+        Prompts prefilled under one policy are not prefilled again under the other. All other options are the same.
+
+        Args:
+            policy: Name of the policy.
+            policy_options: Options of the policy.
+            exact: Replaces the option `exact`; None keeps it, False disables it.
+
+        Raises:
+            ConfigError: An option is invalid, or `device_memory` is set.
+            InputError: This `LLM` is closed.
+        """
         self._check_open()
         other = LLM.__new__(LLM)
         given = {} if policy_options is None else policy_options
@@ -112,22 +133,22 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
-        """What this runtime was made of, with the policy's options that are in force."""
+        """The configuration, with all options of the policy filled in."""
         return self._runner.config
 
     @property
     def runner(self) -> Runner:
-        """The loaded model with its policy, pool and link. Free every sequence that it makes."""
+        """The loaded model with its policy and KV cache. Sequences made with it must be freed by the caller."""
         return self._runner
 
     @property
     def name(self) -> str:
-        """What the model was loaded as."""
+        """The model's name, folder or hub id."""
         return self._runner.model.name
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Shapes of the model."""
+        """The model's dimensions."""
         return self._runner.adapter.geometry
 
     @property
@@ -136,25 +157,29 @@ class LLM:
         return self._runner.model.tokenizer
 
     def get_default_sampling_params(self, **fields: Any) -> SamplingParams:
-        """What is taken where no sampling parameters are given: those of the model's `generation_config.json`
-        (temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens), with `fields` of `SamplingParams` on
-        top. A `SamplingParams` that is given is taken as it is. Raises ConfigError."""
+        """Return the sampling parameters that are used if none are given.
+
+        They come from the model's `generation_config.json` (temperature, top_k, top_p, min_p, repetition_penalty,
+        max_new_tokens). `fields` of `SamplingParams` override them. Raises ConfigError.
+        """
         return configured(SamplingParams, self._runner.model.sampling, fields)
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of prompt and answer together that positions, host memory and device memory allow."""
+        """Maximum length of prompt and answer together, by the model's positions, host memory and device memory."""
         return most_tokens(self.geometry.max_positions, self._runner.check_fits)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's weights."""
+        """Size of the model's weights in bytes."""
         return self._runner.model.weight_bytes
 
     @property
     def last_stats(self) -> Stats | None:
-        """What the latest `stream` has cost so far, also after it was interrupted; None before its prompt started, and
-        after a `generate` or `score`: what these cost stands in their results."""
+        """Statistics of the latest `stream`, also while it runs or after it was interrupted.
+
+        None before the first `stream`, and after `generate` or `score`, whose results hold their own statistics.
+        """
         return self._last.stats(self._runner) if self._last is not None else None
 
     def stream(
@@ -165,18 +190,26 @@ class LLM:
         *,
         cache_salt: str = "",
     ) -> Iterator[TokenOutput]:
-        """Events of one prompt's new tokens as they come. Closing the iterator cancels the rest. What every step
-        selects is written to the new folder `record` (see `engine/recording.py`). cache_salt: as `generate` takes it.
+        """Yield new tokens of one prompt as they are decoded. Closing the iterator cancels the request.
 
-        Raises InputError for an empty prompt or wrong ids, for several completions and for a folder that is not empty,
-        ModelError for too many positions, PoolFullError.
+        Args:
+            prompt: Text or token ids.
+            sampling_params: None uses the model's defaults.
+            record: New folder to which the selected tokens of every step are written.
+            cache_salt: See `generate`.
+
+        Raises:
+            InputError: The prompt is empty or has invalid ids, more than one completion is requested, or `record` is
+                not empty.
+            ModelError: The model has too few positions.
+            PoolFullError: The KV cache is too small.
         """
         self._check_open()
         params = sampling(sampling_params, self._runner.model.sampling)
         if params.n > 1 or params.num_beams > 1:
-            raise InputError("a stream is of one completion as it comes: use generate for n or num_beams above 1")
+            raise InputError("stream returns one completion: use generate for n or num_beams above 1")
         if record is not None and self.config.exact is not None:
-            raise InputError("a recording is of what steps select, and with exact=... all is attended: leave one out")
+            raise InputError("record cannot be combined with exact, which attends to all tokens: remove one of them")
         ids, cache_salt = self.encode(prompt), salt(cache_salt)
         if record is None:
             return self._stream(ids, params, cache_salt)
@@ -197,7 +230,7 @@ class LLM:
         self, prompt: list[int], params: SamplingParams, cache_salt: str, recorder: Recorder | None = None
     ) -> Iterator[TokenOutput]:
         with self._progress.prefill(self.geometry.layers) as on_prefill:
-            engine = Engine(self._runner, max_batch=1, on_prefill=lambda _, layers: on_prefill(layers))
+            engine = Engine(self._runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))
             self._last = request = engine.add(prompt, params, recorder, cache_salt)
             try:
                 while not engine.idle:
@@ -213,13 +246,18 @@ class LLM:
         *,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Return the outputs of `prompts`, in order, with `n` completions each. All are decoded in one batch that
-        requests join and leave. KV of common prefixes is computed and stored once.
+        """Return the outputs of `prompts`, in order, with `n` completions each.
 
-        `sampling_params`: one for all or one per prompt. `cache_salt`: KV is shared only among requests with the same
-        salt, so that no client learns from latency or `num_cached_tokens` what another one has asked.
+        Requests are decoded with continuous batching. KV of common prefixes is computed and stored once.
 
-        Raises as `stream`; nothing is returned if one prompt fails.
+        Args:
+            prompts: One prompt or several, each a text or token ids.
+            sampling_params: One for all prompts or one per prompt; None uses the model's defaults.
+            cache_salt: KV is shared only among requests with the same salt, so that no client learns from latency or
+                `num_cached_tokens` what another one has requested.
+
+        Raises:
+            InputError, ModelError, PoolFullError: As `stream`. Nothing is returned if one prompt fails.
         """
         given = each_prompt(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
@@ -236,12 +274,19 @@ class LLM:
         continue_final_message: bool = False,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Answers to a conversation, or to each of several, as `generate` gives them. Each goes through the tokenizer's
-        chat template, with `tools` and the variables in `chat_template_kwargs` (`enable_thinking=False`, ...).
+        """Return answers to one conversation or several, rendered with the tokenizer's chat template.
 
-        messages: `{"role": "user", "content": "..."}` and so on; a list of them, or a list of lists.
+        Args:
+            messages: A list of messages such as `{"role": "user", "content": "..."}`, or a list of such lists.
+            sampling_params: See `generate`.
+            tools: Tool definitions for the template.
+            chat_template_kwargs: Variables for the template, such as `{"enable_thinking": False}`.
+            add_generation_prompt: Append the beginning of an assistant message.
+            continue_final_message: Continue the last message instead of starting a new one.
+            cache_salt: See `generate`.
 
-        Raises InputError also where there is no template, or it refuses the conversation.
+        Raises:
+            InputError: There is no chat template, or it refuses the conversation; else as `generate`.
         """
         listed = messages if isinstance(messages, Sequence) else ()
         several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
@@ -259,9 +304,9 @@ class LLM:
         return self._generate([ids for _, ids in prompts], texts, sampling_params, salt(cache_salt))
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """The text that `chat` makes of one conversation, and its token ids; the options are `chat`'s. Raises as it."""
+        """Return the rendered text of one conversation and its token ids. Options and errors as `chat`."""
         if self.tokenizer is None:
-            raise InputError(f"{self.name} has no tokenizer: give token ids to generate, or pass tokenizer=")
+            raise InputError(f"{self.name} has no tokenizer: pass token ids to generate, or set tokenizer=")
         text = render_chat(self.tokenizer, messages, **options)
         return text, encode_rendered(self.tokenizer, text)
 
@@ -291,12 +336,14 @@ class LLM:
         on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
         waited_for: Callable[[], bool] = lambda: False,
     ) -> Engine:
-        """An engine over this runtime, for front ends that add requests and take steps themselves. The functions are as
-        `Engine` says."""
+        """Return an engine on this runtime, for front ends that add requests and run steps themselves.
+
+        The arguments are those of `Engine`.
+        """
         self._check_open()
         return Engine(
             self._runner,
-            max_batch=self.config.max_batch,
+            max_num_seqs=self.config.max_num_seqs,
             on_prefill=on_prefill,
             swap=self._swap,
             on_failure=on_failure,
@@ -311,23 +358,29 @@ class LLM:
         *,
         batch: int | None = None,
     ) -> list[Score]:
-        """Teacher-forced log-probabilities of `continuations[i]` after `prompts[i]`.
+        """Return teacher-forced log-probabilities of `continuations[i]` after `prompts[i]`.
 
-        All but each prompt's last token (or only its first `decode_from` tokens) are prefilled exactly; the rest is
-        decoded under the policy. A continuation given as a string is tokenized on its own, without special tokens.
+        Args:
+            prompts: Texts or token ids.
+            continuations: Texts or token ids. Texts are tokenized on their own, without special tokens.
+            decode_from: Number of prompt tokens that are prefilled with full attention. The rest is decoded under the
+                policy. None prefills all but the last token.
+            batch: Maximum number of sequences per batch; None uses `max_num_seqs`.
 
-        Raises InputError for empty prompts or continuations and lists of different lengths, PoolFullError.
+        Raises:
+            InputError: A prompt or continuation is empty, or the lists differ in length.
+            PoolFullError: The KV cache is too small.
         """
         self._check_open()
         first, then = texts_or_ids("prompts", prompts), texts_or_ids("continuations", continuations)
         if len(first) != len(then):
-            raise InputError(f"{len(first)} prompts but {len(then)} continuations: give one for each")
+            raise InputError(f"{len(first)} prompts but {len(then)} continuations: pass one for each prompt")
         decode_from, batch = whole_or_none("decode_from", decode_from, 0), whole_or_none("batch", batch, 1)
         self._last = None
         encoded = [self.encode(prompt) for prompt in first]
         targets = [self.encode(text, special_tokens=False) for text in then]
         with self._progress.items("score", len(encoded)) as on_done, self._runner.pool.lock:
-            most = batch or self.config.max_batch
+            most = batch or self.config.max_num_seqs
             return score(self._runner, encoded, targets, decode_from=decode_from, batch=most, on_done=on_done)
 
     def session(
@@ -339,14 +392,21 @@ class LLM:
         system: str | None = None,
         **fields: Any,
     ) -> Session:
-        """The conversation `name`: new, or with all its history where the folder `store` has it. Its KV cache comes
-        back from host memory or disk. One process at a time may have sessions of a folder open. `options`, or fields of
-        `StoreOptions` by name (`limit="50GiB"`, `ttl="7d"`, ...), are in force until the last session closes. Between
-        turns a session's rows stay in host memory until something else, a turn or a prompt, needs the room.
+        """Open the conversation `name`, or create it. Its KV cache is restored from host memory or disk.
 
-        `system`: what a new session tells the model before all turns (`Session.instruct`).
+        Between turns, the KV of a session stays in host memory until other requests need the space.
 
-        Raises InputError, ConfigError (a policy that cannot be restored, eviction, a wrong option), StoreError.
+        Args:
+            name: Any text.
+            store: Folder of the sessions. Only one process at a time can open it.
+            options: Options of the store. They are in effect until the store's last session is closed.
+            system: System message of a new session.
+            **fields: Fields of `StoreOptions` that override `options`, such as `limit="50GiB"`.
+
+        Raises:
+            InputError: `name` or `system` is invalid.
+            ConfigError: An option is invalid, the policy's KV cannot be restored, or `eviction` is set.
+            StoreError: The store cannot be opened or is in use by another process.
         """
         with self._runner.pool.lock:
             known = self.session_store(store, options, **fields)
@@ -368,19 +428,20 @@ class LLM:
         store: str | Path,
         options: StoreOptions | None = None,
         *,
-        max_batch: int | None = None,
+        max_num_seqs: int | None = None,
         **fields: Any,
     ) -> TurnQueue:
-        """A queue of turns of many sessions in one folder, at most `max_batch` computed together (None: as many as the
-        configuration says); what waiting turns need comes from disk to host memory before they begin, and is not
-        evicted. Options and errors as `session`."""
+        """Return a queue for turns of many sessions in one folder.
+
+        KV of queued turns is loaded from disk before they start, and is not evicted. At most `max_num_seqs` turns are
+        decoded together (None: as configured). Other arguments and errors as `session`.
+        """
         with self._runner.pool.lock:
-            most = whole_or_none("max_batch", max_batch, 1) or self.config.max_batch
+            most = whole_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
             return TurnQueue(self.session_store(store, options, **fields), most)
 
     def session_store(self, store: str | Path, options: StoreOptions | None = None, **fields: Any) -> SessionStore:
-        """What the sessions of one folder have in common, for front ends: it closes with the last that holds it.
-        Options and errors as `session`."""
+        """Return the store of a folder, for front ends. It closes with its last session. Arguments as `session`."""
         self._check_open()
         folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)
@@ -390,7 +451,7 @@ class LLM:
         return known
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the KV of prompts that no request and no open session uses. Return whether all of it is gone."""
+        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
         self._check_open()
         with self._runner.pool.lock:
             return self._runner.pool.drop_prefixes()
@@ -399,14 +460,14 @@ class LLM:
         """Return the token ids of a text, or the ids themselves.
 
         Raises:
-            InputError: `prompt` is empty or no prompt, or an id is not in the vocabulary.
+            InputError: `prompt` is empty or neither text nor ids, or an id is not in the vocabulary.
         """
         ids = one_prompt(prompt)
         if isinstance(ids, str):
             if self.tokenizer is None:
-                raise InputError(f"{self.name} has no tokenizer: give token ids, or pass tokenizer=")
+                raise InputError(f"{self.name} has no tokenizer: pass token ids, or set tokenizer=")
             ids = encode_rendered(self.tokenizer, ids, special_tokens=special_tokens)
         if not ids:
-            raise InputError("the prompt is empty: give at least one token")
+            raise InputError("the prompt is empty: it needs at least one token")
         check_token_ids(ids, self._runner.model)
         return ids

@@ -1,4 +1,4 @@
-"""What comes back: tokens as they come, completions, and what each cost."""
+"""Outputs of requests: tokens, completions, log-probabilities and statistics."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a completion ended: by a stop string, a stop token or the end of the text; by `max_tokens`; or by its caller."""
+"""Why a completion ended: "stop" (stop string, stop token or end of text), "length" (`max_tokens`) or "abort"."""
 
 StopReason = str | int | None
-"""Which stop string or stop token ended a completion; None where it was the end of the text, or neither."""
+"""The stop string or stop token that ended a completion. None for an end-of-text token and other reasons."""
 
-_SHOWN = 60
-"""Characters of a text in a `repr`."""
+_SHOWN = 60  # characters of a text in a `repr`
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token at one place: its log-probability, its rank (1 is the most probable) and its text (None without a
-    tokenizer)."""
+    """Log-probability of one token at one position.
+
+    Attributes:
+        logprob: Natural logarithm of the probability, before any sampling filter.
+        rank: 1 is the most probable token.
+        decoded_token: Text of the token; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
@@ -30,15 +34,23 @@ class Logprob:
 
 
 Logprobs = dict[int, Logprob]
-"""At one place, by token id: the token that is there, and the most probable ones."""
+"""Log-probabilities at one position by token id: the actual token and the most probable ones."""
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One new token of a request. `text` is what can be shown now (it may be empty, or hold text of earlier tokens);
-    `index` counts the completion's new tokens from 0; `finish_reason` and `stop_reason` are set on the last event;
-    `sample` says which of the request's n completions it belongs to. Of a beam search only the last events come, each
-    with all its text."""
+    """One new token of a request. A beam search yields only the final event of each beam, with all its text.
+
+    Attributes:
+        request_id: Number of the request in its engine.
+        text: Text that can be shown now. It may be empty or contain text of earlier tokens.
+        token_id: The token.
+        index: Position of the token in the completion, from 0.
+        finish_reason: Set on the last event.
+        sample: Number of the completion among the request's `n`.
+        stop_reason: Set on the last event.
+        logprobs: Log-probabilities, if requested.
+    """
 
     request_id: int
     text: str
@@ -52,9 +64,18 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One of the completions of a prompt, the `index`-th. `text` ends before a stop string; `token_ids` are all new
-    tokens, the last included. `logprobs` has a mapping for each of them where `SamplingParams.logprobs` asks for it;
-    `cumulative_logprob` is the sum of theirs. What is still being written has no `finish_reason` and no `stats` yet."""
+    """One completion of a prompt.
+
+    Attributes:
+        index: Number of the completion among the prompt's `n`.
+        text: Text before the stop string.
+        token_ids: All new tokens, including the last one.
+        logprobs: One mapping per new token, if requested.
+        cumulative_logprob: Sum of the new tokens' log-probabilities, if requested.
+        finish_reason: None while the completion runs.
+        stop_reason: Stop string or token that ended it.
+        stats: None while the completion runs.
+    """
 
     index: int
     text: str
@@ -73,7 +94,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to one prompt, as `time.time()` says; None: they have not. `time_in_queue` is in seconds."""
+    """Times of one request as returned by `time.time()`; None for events that have not happened yet."""
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -83,19 +104,21 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """From arrival to the beginning of the prefill."""
+        """Seconds from arrival to the start of prefill."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """What the runtime does for the first completion of a prompt, while it does it.
+    """Progress and attention of the first completion of a request.
 
-    layers_prefilled: of the model's `layers`, those that the prompt has gone through.
-    attended_by_step: `[steps][layers]`, share of the visible rows that each decode step attended to.
-    link_bytes: rows that crossed to the device so far.
-    selected: int64 `[prompt tokens]`, how often a layer and KV head of a decode step has selected each token, besides
-        the resident ones (the first tokens and the newest), which are always attended to.
+    Attributes:
+        layers_prefilled: Number of layers that have prefilled the prompt.
+        layers: Number of layers of the model.
+        attended_by_step: Fraction of visible tokens attended exactly, `[steps][layers]`.
+        link_bytes: Bytes of KV copied to the device so far.
+        selected: int64 `[prompt tokens]`: how often each prompt token was selected by a layer and KV head of a decode
+            step. Sinks and recent tokens, which are always attended, are not counted.
     """
 
     layers_prefilled: int
@@ -107,10 +130,19 @@ class RequestTrace:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What became of one prompt: its `outputs`, as many as `n` says. `prompt` is its text, None where token ids were
-    given; `num_cached_tokens` of its tokens had been computed before; `prompt_logprobs`, where they are asked for, has
-    None for the first of them and a mapping for each other one. `finished` once every completion has ended. `trace`,
-    where it was asked for (`AsyncLLM.generate`)."""
+    """Output of one prompt.
+
+    Attributes:
+        request_id: Name of the request.
+        prompt: Text of the prompt; None if token ids were given.
+        prompt_token_ids: Token ids of the prompt.
+        prompt_logprobs: None for the first token, and a mapping for each other one, if requested.
+        outputs: The completions, `n` of them.
+        finished: Whether all completions have ended.
+        num_cached_tokens: Prompt tokens whose KV was reused instead of computed.
+        metrics: Times of the request.
+        trace: Progress and attention, if requested with `AsyncLLM.generate(trace=True)`.
+    """
 
     request_id: str
     prompt: str | None
@@ -130,43 +162,51 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Stats:
-    """What one request cost and how much of the context it used. Times are wall-clock seconds, sizes bytes.
+    """Cost of one request. Times are wall-clock seconds and sizes are bytes.
 
-    link_bytes_*: rows that crossed (or, on the CPU, would cross) between host and device. Rows that several sequences
-        share cross once a step and are counted for the first of them: the sum over the batch is what crossed.
-    reused_tokens: prompt tokens whose KV was there: another sequence had computed it, or it came, whole, from a
-        session's store. Prompts share full chunks of 64 tokens.
-    diverged_at: the first prompt token at which the prompt parts from all that was there (it may lie behind
-        `reused_tokens`, within a chunk); None where all of it was there, or nothing was looked for.
-    link_bytes_weights: weights that crossed for this sequence's prefill and steps, layers, experts and rows of the
-        embedding, not in `link_bytes_to_device`; for a batch they cross once and are counted for its first sequence.
-    link_bytes_weights_steps: of these, what crossed for steps, not for the prefill.
-    expert_hit_rate: with `experts_on_device`, share of the experts that steps chose, layer by layer, that were on the
-        device; None where all are, or for this sequence nothing was counted.
-    kv_bytes_host / kv_bytes_device: KV of this sequence in the pool / resident rows and staging of the runtime.
-    tail_bytes_device: of `scoring_bytes_device`, low-bit rows that are scoring keys and tail in one; 0 without a tail.
-    estimated_fraction: over the layers that select, mean share of the visible rows that the tail estimates: those that
-        are not attended; 0 without a tail, and with `exact`, where all are.
-    scoring_bytes_device / scoring_bytes_host: scoring keys of this sequence, on the device or where they are scored.
-    weight_bytes / weight_bytes_device: all weights / those on the device, buffers for the others included.
-    link_fraction, attended_fraction: mean over layers and new tokens, dense layers included; with `exact` of all passes
-        that a token took, drafts and verification.
-    drafted_tokens, accepted_tokens: with `exact`, tokens that were drafted, and those that full attention chose too.
-    verifications: passes over all rows, each of which gave one token besides those accepted.
-    draft_speedup: seconds that the decoded tokens would have taken one by one over those they took, by the shortest of
-        the request's passes without drafts; None where it had none (`adaptive=False`), and without `exact`.
-    sparse_link_fraction, sparse_attended_fraction: the same over the layers that select; 0 where none does.
-    missed_mass: attention mass outside the attended rows, mean over sampled steps and selecting layers;
-        `missed_mass_worst_layer` is the largest of the layers' means. None where nothing was measured. With a tail it
-        is not lost: it is the mass that the tail estimates.
-    working_set_rows: rows of each KV head and layer that stay on the device (`working_set=`); working_set_bytes: what
-        this sequence's take, tables included, in `kv_bytes_device`; working_set_hit_rate: share of the selected rows
-        that they had, None without one. Such rows are not in `link_bytes_to_device` and `link_fraction`.
-    kv_bytes_disk: KV of this sequence in a pool on disk (`disk=`); `kv_bytes_host` is then all that is in host memory
-        of the pool. disk_bytes_read, disk_bytes_written: of the disk since the sequence began, for whoever ran then;
-        disk_hit_rate: share of the selected rows that were in host memory, None where none were looked for.
-    peak_device_bytes: on CUDA the allocator's peak; on the CPU weight_bytes_device + kv_bytes_device + scoring keys, as
-        counted.
+    KV and weights that several sequences of a batch share are transferred once per step and counted for the first one,
+    so the sum over a batch is what was transferred. On a CPU, transfers are counted as if there were a device.
+
+    Attributes:
+        reused_tokens: Prompt tokens whose KV was taken from another sequence or from a session store, in blocks of 64.
+        diverged_at: First prompt token that differs from all cached prefixes. It may lie in a block behind
+            `reused_tokens`. None if the whole prompt was cached, or no prefix was looked up.
+        h2d_bytes: KV copied from host memory to the device.
+        d2h_bytes: KV copied from the device to host memory.
+        h2d_weight_bytes: Weights copied to the device, not included in `h2d_bytes`.
+        h2d_weight_bytes_steps: The part of these that was copied for decode steps.
+        kv_bytes_host: KV of this sequence in host memory. With `disk`, all KV that the pool holds in host memory.
+        kv_bytes_device: Resident KV entries and staging buffers on the device.
+        kv_bytes_disk: KV of this sequence on disk.
+        scoring_bytes_device: Scoring keys and approximate KV on the device.
+        scoring_bytes_host: The same in host memory.
+        approximate_bytes_device: Approximate KV in `scoring_bytes_device`.
+        weight_bytes: All weights.
+        weight_bytes_device: Weights on the device, including buffers for streamed weights.
+        peak_device_bytes: On CUDA the allocator's peak. On a CPU the sum of weights, KV and scoring keys.
+        fetched_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, over
+            all passes that a token took.
+        exact_fraction: Exactly attended fraction of the visible tokens, mean over layers and new tokens.
+        sparse_fetched_fraction: `fetched_fraction` over the layers that select tokens.
+        sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
+        approximate_fraction: Fraction of the visible tokens attended through approximate KV, over layers that select.
+        missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
+            select. Approximate KV estimates this mass if it is enabled. None if it was not measured.
+        missed_mass_worst_layer: Largest mean of a layer.
+        working_set_rows: Capacity of the working set in KV entries per layer and KV head.
+        working_set_bytes: Size of the working set, included in `kv_bytes_device`.
+        working_set_hit_rate: Fraction of selected KV entries found in the working set.
+        drafted_tokens: Draft tokens (with `exact`).
+        accepted_tokens: Draft tokens that full attention accepted.
+        verifications: Verification passes. Each gives one token besides the accepted ones.
+        draft_speedup: Estimated time of decoding without drafts over the measured time. None if no pass without drafts
+            was measured.
+        attended_by_step: `[steps][layers]`.
+        missed_by_step: Step and missed mass of each layer, for sampled steps.
+        disk_bytes_read: Bytes read from the disk since the sequence began, for all sequences.
+        disk_bytes_written: Bytes written since the sequence began, for all sequences.
+        disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.
+        expert_hit_rate: Fraction of chosen experts that were on the device.
     """
 
     model: str
@@ -179,22 +219,22 @@ class Stats:
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    link_bytes_to_device: int
-    link_bytes_to_host: int
-    link_bytes_weights: int
+    h2d_bytes: int
+    d2h_bytes: int
+    h2d_weight_bytes: int
     kv_bytes_host: int
     kv_bytes_device: int
     scoring_bytes_device: int
     scoring_bytes_host: int
-    tail_bytes_device: int
+    approximate_bytes_device: int
     weight_bytes: int
     weight_bytes_device: int
     peak_device_bytes: int
-    link_fraction: float
-    attended_fraction: float
-    sparse_link_fraction: float
-    sparse_attended_fraction: float
-    estimated_fraction: float
+    fetched_fraction: float
+    exact_fraction: float
+    sparse_fetched_fraction: float
+    sparse_exact_fraction: float
+    approximate_fraction: float
     dense_layers: tuple[int, ...]
     layers: int
     missed_mass: float | None
@@ -213,30 +253,30 @@ class Stats:
     disk_bytes_written: int = 0
     disk_hit_rate: float | None = None
     expert_hit_rate: float | None = None
-    link_bytes_weights_steps: int = 0
+    h2d_weight_bytes_steps: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, ready for JSON."""
+        """Return a dictionary of plain types, ready for JSON."""
         return asdict(self)
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens per second of decoding."""
+        """Decoded tokens per second of decoding time."""
         return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def decoded_tokens(self) -> int:
-        """New tokens but the first, which comes from the prefill."""
+        """Number of new tokens without the first, which prefill computes."""
         return self.accepted_tokens + (self.verifications or len(self.attended_by_step))
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the drafted tokens that full attention chose too; None where none was drafted."""
+        """Fraction of draft tokens that were accepted; None if there were none."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens that a verification gives, its own included; None without `exact`."""
+        """Mean number of tokens per verification pass, its own included; None without `exact`."""
         return 1 + self.accepted_tokens / self.verifications if self.verifications else None
 
 

@@ -98,7 +98,8 @@ def measure(
     attention. Queries of all G heads of a group count for their KV head. Raises as `calibrate`.
 
     Under RoPE the moments depend on where the text stands: a basis from the first 2,048 positions fits the slow rotary
-    planes as they point there, and is worse at position 30,000 than one from the whole range (`tests/test_skewing.py`).
+    planes as they point there, and is worse at position 30,000 than one from the whole range
+    (`tests/unit/skewing/test_skewing.py`).
     So each query and key is measured as it would be at a position drawn from its share of the whole range; attention
     itself sees the text as it is.
     """

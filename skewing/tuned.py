@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from ..config import SkewMethod
-from ..config_fields import check
 from ..errors import ArtifactError
-from ..small_files import read_json
+from ..utils.config_fields import check
+from ..utils.small_files import read_json
 from .artifact import SkewArtifact
 
 ARTIFACT: Final = "skew.safetensors"

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from ...config import DType, EngineConfig, SkewMethod
-from ...config_fields import check_choice, check_keys, from_mapping
 from ...core import ModelGeometry
 from ...engine.build import build_policy, named_method
 from ...errors import ConfigError, InputError
+from ...kv_cache.machine import available_memory
 from ...llm import LLM
 from ...models.registry import LoadedModel, load_model
-from ...pool.machine import available_memory
-from ...select.base import Policy
-from ...select.registry import parse_options
+from ...policies.base import Policy
+from ...policies.registry import parse_options
 from ...skewing.artifact import SkewArtifact
 from ...skewing.calibrate import cached_artifact
 from ...skewing.tuned import check_method, default_options, load_artifact
+from ...utils.config_fields import check_choice, check_keys, from_mapping
 from .slot_simulator import PoolSettings
 from .teacher_forced import Observer, Prefix, prefill_layers, score_layerwise
 
@@ -289,10 +289,10 @@ class ModelUnderTest:
                 done[i] = Scored(
                     nats=[-value for value in score.logprobs],
                     is_greedy=score.is_greedy,
-                    attended=stats.attended_fraction,
-                    link=stats.link_fraction,
-                    sparse_attended=stats.sparse_attended_fraction,
-                    sparse_link=stats.sparse_link_fraction,
+                    attended=stats.exact_fraction,
+                    link=stats.fetched_fraction,
+                    sparse_attended=stats.sparse_exact_fraction,
+                    sparse_link=stats.sparse_fetched_fraction,
                     missed=stats.missed_mass,
                     missed_worst=stats.missed_mass_worst_layer,
                 )

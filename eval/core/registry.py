@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ...config_fields import check_choice
 from ...errors import ConfigError, InputError
+from ...utils.config_fields import check_choice
 
 Run = Callable[[argparse.Namespace], int]
 Flags = Callable[[argparse.ArgumentParser], None]

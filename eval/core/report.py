@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...small_files import read_json
+from ...utils.small_files import read_json
 
 Row = dict[str, Any]
 """Flat: column -> number, text, list or None."""

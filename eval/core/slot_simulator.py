@@ -9,9 +9,9 @@ import torch
 
 from ...config import EvictionOptions, KVFormatName
 from ...core import ModelGeometry, Visible
-from ...forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
-from ...pool.pool import HostPool
-from ...select.base import Policy
+from ...kv_cache.pool import HostPool
+from ...model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from ...policies.base import Policy
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PoolSettings:
 
     host_memory: int | None = None
     eviction: EvictionOptions | None = None
-    kv_format: KVFormatName = "auto"
+    kv_cache_dtype: KVFormatName = "auto"
 
 
 class LayerSlots:
@@ -42,10 +42,10 @@ class LayerSlots:
         one = replace(geometry, layers=1, scales=geometry.scales[:1], windows=(None,))
         self._geometry, self._layer = geometry, layer
         if geometry.windows[layer] is not None:
-            settings = PoolSettings(kv_format=settings.kv_format)
+            settings = PoolSettings(kv_cache_dtype=settings.kv_cache_dtype)
         limit = None if settings.host_memory is None else max(1, settings.host_memory // geometry.layers)
         self._resident = geometry.resident(layer, policy.sinks, policy.recent)
-        self._pool = HostPool(one, dtype, limit, kv_format=settings.kv_format)
+        self._pool = HostPool(one, dtype, limit, kv_cache_dtype=settings.kv_cache_dtype)
         self._block_table = self._pool.new_block_table(max(1, prefilled))
         self._pool.commit(self._block_table, prefilled)
         self._slots: SlotTable = AppendOnly(self._pool)

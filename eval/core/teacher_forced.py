@@ -17,13 +17,13 @@ import torch
 
 from ...core import KVPart, Selection, Visible
 from ...engine.stats import Fractions, layer_means
-from ...forward.attention import attend, give_to_sinks, group_weights, join_tail
-from ...forward.trace import Trace
 from ...kernels.reference import capped
+from ...kv_cache.kv_format import make_kv_format
+from ...model_runner.attention import attend, give_to_sinks, group_weights, join_tail
+from ...model_runner.trace import Trace
 from ...models.adapter import ModelAdapter
 from ...models.exact_layer import guessed_input, residual_after_attention
-from ...pool.kv_format import kv_format
-from ...select.base import KeyReader, Policy, PolicyState
+from ...policies.base import KeyReader, Policy, PolicyState
 from ...transfer.plan import attended_tokens
 from .slot_simulator import LayerSlots, PoolSettings
 
@@ -144,7 +144,7 @@ class _Pass:
     ) -> None:
         self.adapter, self.policy, self.prefix, self.observe = adapter, policy, prefix, observe
         self.geometry, self.pool = adapter.geometry, pool
-        self.format = kv_format(pool.kv_format, adapter.dtype, adapter.geometry.head_dim)
+        self.format = make_kv_format(pool.kv_cache_dtype, adapter.dtype, adapter.geometry.head_dim)
         self.ids = torch.tensor(tokens, device=adapter.device)
         self.start, self.stop = decode_from, len(tokens) - 1
         self.positions = torch.arange(self.stop, device=adapter.device)

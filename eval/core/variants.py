@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...config_fields import check_choice
 from ...errors import ConfigError
-from ...select.registry import policy_names
+from ...policies.registry import policy_names
+from ...utils.config_fields import check_choice
 from .model_under_test import Variant, grid
 
-ENGINE = ("host_memory", "eviction", "kv_format")
+ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
 """Settings of a variant that go to `LLM` and not to the policy."""
 
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...texts import read_text, text_name
+from ...utils.texts import read_text, text_name
 from ..core.registry import measure
 from .flags import (
     TEXT_HELP,
@@ -233,7 +233,7 @@ def tune(args: argparse.Namespace) -> int:
     """Chooses infinigen's scorer, source, window, skew and threshold, which keep a limit on the missed attention mass
     at the fewest bytes on a text, and saves them with the skew artifact: 'generate --skew DIR' takes them as defaults.
     """
-    from ...progress import Progress
+    from ...utils.progress import Progress
     from ..core.model_under_test import ModelUnderTest
     from ..quality.tune import TuneConfig, most_trials, run_tune
 

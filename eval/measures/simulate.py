@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ...config import EvictionOptions
-from ...config_fields import check_choice
 from ...errors import ConfigError
-from ...texts import check_writable, read_text, text_name
-from ...units import parse_size
+from ...utils.config_fields import check_choice
+from ...utils.texts import check_writable, read_text, text_name
+from ...utils.units import parse_size
 from ..core.registry import measure
 from .flags import add_text_flag, given, numbers, say_on_stderr, show, words
 
@@ -35,8 +35,8 @@ def _layout_flags(parser: argparse.ArgumentParser) -> None:
 def disk_layout(args: argparse.Namespace) -> int:
     """How rows should lie on a disk: what recorded selections are in blocks and in requests, for layouts and for shares
     of the rows in memory."""
-    from ...disk.speed import DiskSpeed
     from ...engine.recording import Recording
+    from ...kv_cache.disk.speed import DiskSpeed
     from ..simulate.disk_layout import report
     from ..simulate.key_clusters import recorded_places
 

@@ -45,7 +45,7 @@ def bench(args: argparse.Namespace) -> int:
     --contexts 8k,16k, 16 --shape A,B; 18 is the breakdown that every run has."""
     from rich.console import Console
 
-    from ...config_fields import check_choice
+    from ...utils.config_fields import check_choice
     from ..speed.baselines import SHAPES
     from ..speed.bench import BenchConfig, run_bench
 
@@ -83,7 +83,7 @@ def real_speed(args: argparse.Namespace) -> int:
     """Time to the first token and of each further one, memory, and agreement with float32, of transformers' caches, of
     policies, and where their packages are installed of kvpress and llama.cpp, on the same model and text: a process for
     each, in turn, CPU time."""
-    from ...texts import read_text
+    from ...utils.texts import read_text
     from ..speed.competitors import SpeedConfig
     from ..speed.real_speed import run_real_speed
 
@@ -121,7 +121,7 @@ def _drafts_flags(parser: argparse.ArgumentParser) -> None:
 def drafts(args: argparse.Namespace) -> int:
     """What full attention accepts of each kind of draft on a trained model, the rows that cross the link for a token,
     and its CPU time, beside policy full on the same prompt."""
-    from ...texts import read_text
+    from ...utils.texts import read_text
     from ..speed.drafts import DraftsConfig, run_drafts
 
     config = DraftsConfig(**given(args, ["contexts", "tokens", "temperatures", "kinds", "dtype", "threads"]))
@@ -231,7 +231,7 @@ def _disk_prefill_flags(parser: argparse.ArgumentParser) -> None:
 def disk_prefill(args: argparse.Namespace) -> int:
     """The time of a processor that a prompt takes with its rows in memory, and with a share of them there and all on
     disk, in turn; the first tokens must be the same."""
-    from ...texts import read_text
+    from ...utils.texts import read_text
     from ..speed.disk_prefill import PrefillConfig, run_disk_prefill
 
     config = PrefillConfig(**given(args, ["context", "host", "repeats", "policy", "dtype"]))

@@ -25,7 +25,7 @@ def _paper_flags(parser: argparse.ArgumentParser) -> None:
 @measure("paper", "counterparts of the paper's tables and figures (`make paper`)", _paper_flags)
 def paper(args: argparse.Namespace) -> int:
     """Counterparts of InfiniGen's tables and figures for models given by name or folder, in eval/results/MODEL."""
-    from ...config_fields import check_choice
+    from ...utils.config_fields import check_choice
     from ..suites.paper import STEPS, run_paper
 
     for step in args.steps or ():
@@ -46,7 +46,7 @@ def _gpu_flags(parser: argparse.ArgumentParser) -> None:
 @measure("gpu", "everything that only a CUDA machine can show (`make gpu`)", _gpu_flags)
 def gpu(args: argparse.Namespace) -> int:
     """Everything that only a CUDA machine can show, in parts of under ten minutes, each a JSON file."""
-    from ...config_fields import check_choice
+    from ...utils.config_fields import check_choice
     from ..suites.gpu import run_gpu
     from ..suites.gpu_parts import PARTS
 

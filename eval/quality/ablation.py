@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...select.bases import kept_columns
-from ...select.options import InfiniGenOptions
-from ...select.registry import memory_demand
+from ...policies.infinigen.bases import kept_columns
+from ...policies.options import InfiniGenOptions
+from ...policies.registry import memory_demand
 from ..core.figures import picture
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row

@@ -27,8 +27,8 @@ COLUMNS = (
     Column("MB over the link per token", "link_mb", ".3f"),
     Column("MB per selecting layer and token", "sparse_link_mb", ".4f"),
     Column("of full", "sparse_share", ".1%"),
-    Column("link fraction", "link_fraction", ".1%"),
-    Column("attended fraction", "attended_fraction", ".1%"),
+    Column("link fraction", "fetched_fraction", ".1%"),
+    Column("attended fraction", "exact_fraction", ".1%"),
     Column("missed mass", "missed_mass", ".1%"),
     Column("worst layer", "missed_mass_worst_layer", ".1%"),
     Column("scoring keys MB", "scoring_mb", ".2f"),
@@ -71,10 +71,10 @@ def compare(model: str, passage: ScoredPassage, runs: Mapping[str, tuple[str, di
     for name, (policy, options) in runs.items():
         logprob, stats = measure(model, passage, policy, options)
         steps, selecting = len(stats.attended_by_step), stats.layers - len(stats.dense_layers)
-        link = stats.link_bytes_to_device / steps
+        link = stats.h2d_bytes / steps
         # Every row of a layer takes the same bytes, so a layer's share of them is its share of the rows.
-        per_layer = link / (stats.link_fraction * stats.layers) if stats.link_fraction else 0.0
-        sparse = per_layer * stats.sparse_link_fraction if selecting else None
+        per_layer = link / (stats.fetched_fraction * stats.layers) if stats.fetched_fraction else 0.0
+        sparse = per_layer * stats.sparse_fetched_fraction if selecting else None
         rows.append(
             {
                 "policy": name,
@@ -94,7 +94,7 @@ def compare(model: str, passage: ScoredPassage, runs: Mapping[str, tuple[str, di
     return rows
 
 
-SHARED = ("link_fraction", "attended_fraction", "missed_mass", "missed_mass_worst_layer")
+SHARED = ("fetched_fraction", "exact_fraction", "missed_mass", "missed_mass_worst_layer")
 
 
 def run_continuation(

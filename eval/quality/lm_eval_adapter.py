@@ -37,7 +37,7 @@ TASKS = Path(__file__).parent / "tasks"
 Request = tuple[Any, list[int], list[int]]
 """(what the harness caches it under, context ids, continuation ids)."""
 
-MAX_BATCH = EngineConfig.max_batch
+MAX_BATCH = EngineConfig.max_num_seqs
 """Sequences scored together."""
 
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -144,8 +144,8 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         found = []
         scores = self.llm.score(prompts, targets, self.decode_from, batch=self.batch_size)
         for (key, _, _), score in zip(requests, scores, strict=True):
-            self.link_fractions.append(score.stats.link_fraction)
-            self.attended_fractions.append(score.stats.attended_fraction)
+            self.link_fractions.append(score.stats.fetched_fraction)
+            self.attended_fractions.append(score.stats.exact_fraction)
             found.append((sum(score.logprobs), all(score.is_greedy)))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, found[-1])
@@ -223,9 +223,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     def _spent(self, stats: Stats, task: str | None) -> None:
         """Enters what a request of `task` cost."""
-        self.attended_fractions.append(stats.attended_fraction)
-        self.link_fractions.append(stats.link_fraction)
-        self.shares.setdefault(str(task), []).append((stats.attended_fraction, stats.link_fraction))
+        self.attended_fractions.append(stats.exact_fraction)
+        self.link_fractions.append(stats.fetched_fraction)
+        self.shares.setdefault(str(task), []).append((stats.exact_fraction, stats.fetched_fraction))
 
     def _say_shares(self) -> None:
         """A line on stderr for each task so far."""

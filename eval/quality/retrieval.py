@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...config_fields import check_choice
 from ...errors import ConfigError
+from ...utils.config_fields import check_choice
 from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest, Variant, text_digest
 from ..core.needles import KINDS, Haystack, Passage

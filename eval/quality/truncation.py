@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ...errors import InputError
-from ...forward.sequence import Sequence as RunningSequence
 from ...llm import LLM
+from ...model_runner.sequence import Sequence as RunningSequence
 from ...sampling_params import SamplingParams
 from ...sessions.session import Session
 from ...sessions.truncate import SINKS
@@ -229,7 +229,7 @@ def run_truncation(
 ) -> list[Report]:
     """Measures on `text` (called `name`), and writes truncation.{json,csv,md} and truncation_recall.{json,csv,md} to
     `out`. Raises InputError where the text is too short."""
-    llm = LLM(model, policy="full", host_memory="1GiB", prefix_sharing=False)
+    llm = LLM(model, policy="full", host_memory="1GiB", enable_prefix_caching=False)
     sizes: dict[str, Any] = {"context": config.context, "keep": config.keep}
     about = {"model": llm.name, "text": name, "policy": "full", "sinks": SINKS, **sizes}
     about |= {"threads": torch.get_num_threads()}

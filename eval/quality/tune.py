@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, InputError
-from ...select.budget import dense_layers
-from ...select.options import InfiniGenOptions
-from ...select.registry import memory_demand
+from ...policies.budget import dense_layers
+from ...policies.options import InfiniGenOptions
+from ...policies.registry import memory_demand
 from ...skewing.artifact import SkewArtifact
 from ...skewing.tuned import ARTIFACT, POLICY, TunedPolicy
 from ..core.model_under_test import ModelUnderTest, Text, Variant, text_digest
@@ -196,8 +196,8 @@ def verify(tested: ModelUnderTest, trial: Trial, text: Text) -> Row:
     return {
         "missed_mass": scored.missed,
         "missed_mass_worst_layer": scored.missed_worst,
-        "sparse_attended_fraction": scored.sparse_attended,
-        "sparse_link_fraction": scored.sparse_link,
+        "sparse_exact_fraction": scored.sparse_attended,
+        "sparse_fetched_fraction": scored.sparse_link,
         "nats_per_token": sum(scored.nats) / len(scored.nats),
     }
 

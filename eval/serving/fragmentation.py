@@ -16,7 +16,7 @@ import torch
 
 from ...core import CHUNK, BlockTable, ModelGeometry
 from ...errors import PoolFullError
-from ...pool.pool import HostPool
+from ...kv_cache.pool import HostPool
 from ..core.figures import COLOURS, picture
 from ..core.report import Column, Report, Row
 from .poisson_load import Scale

@@ -18,8 +18,8 @@ import torch
 from ...engine.engine import Engine
 from ...engine.request import Request
 from ...errors import InputError
-from ...forward.shared_prefix import NEVER_PAYS, SharedPrefixes
 from ...llm import LLM
+from ...model_runner.shared_prefix import NEVER_PAYS, SharedPrefixes
 from ...sampling_params import SamplingParams
 from ..core.needles import FACTS, NAMES
 from ..core.report import Column, Report, Row
@@ -60,7 +60,9 @@ def greedy(count: int) -> SamplingParams:
 def make(*, sharing: bool, policy: str = "full", host_memory: str = "2GiB", **fields: Any) -> LLM:
     """The reference model, float32, with other fields of `EngineConfig`. Without sharing every sequence reads all of
     its rows."""
-    llm = LLM("reference", policy=policy, dtype="float32", host_memory=host_memory, prefix_sharing=sharing, **fields)
+    llm = LLM(
+        "reference", policy=policy, dtype="float32", host_memory=host_memory, enable_prefix_caching=sharing, **fields
+    )
     if not sharing:
         geometry = llm.geometry
         llm.runner.prefixes = SharedPrefixes(geometry.kv_bytes(1, torch.float32) // geometry.layers, NEVER_PAYS)
@@ -114,7 +116,7 @@ class Answered:
 
 def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
     """Answers all prompts in batches."""
-    engine = Engine(llm.runner, max_batch=MAX_BATCH)
+    engine = Engine(llm.runner, max_num_seqs=MAX_BATCH)
     requests = [engine.add(prompt, greedy(ANSWER)) for prompt in prompts]
     llm.runner.pool.bytes_peak = llm.runner.pool.bytes_used
     began, decode = time.process_time(), 0.0
@@ -127,7 +129,7 @@ def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answered:
     done = [one.completions()[0] for one in requests]
     stats = [one.stats for one in done if one.stats is not None]
     prefilled = sum(s.prompt_tokens - s.reused_tokens for s in stats)
-    link = sum(s.link_bytes_to_device for s in stats)
+    link = sum(s.h2d_bytes for s in stats)
     return Answered([c.text for c in done], seconds, decode, prefilled, llm.runner.pool.bytes_peak, link)
 
 
@@ -207,7 +209,7 @@ def open_loop(llm: LLM, prompts: Sequence[list[int]], rate: float, seed: int) ->
     for prompt in prompts:
         at += rng.expovariate(rate)
         arrivals.append((at, prompt))
-    engine, now = Engine(llm.runner, max_batch=MAX_BATCH), 0.0
+    engine, now = Engine(llm.runner, max_num_seqs=MAX_BATCH), 0.0
     requests: list[Request] = []
     while arrivals or not engine.idle:
         if engine.idle:

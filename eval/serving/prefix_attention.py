@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ...config_fields import check_choice
 from ...core import BlockTable, ModelGeometry
 from ...errors import ConfigError
-from ...forward.attention import attend
-from ...forward.shared_prefix import SharedPrefixes, Sharing
 from ...kernels.dispatch import attend_runs
 from ...kernels.segments import Run
-from ...pool.pool import HostPool
+from ...kv_cache.pool import HostPool
+from ...model_runner.attention import attend
+from ...model_runner.shared_prefix import SharedPrefixes, Sharing
+from ...utils.config_fields import check_choice
 from ..core.report import Column, Report, Row
 from .fragmentation import draw_fragmentation, fragmentation_report
 from .poisson_load import SMALL, Scale, poisson_load_report, questions_report

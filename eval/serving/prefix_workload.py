@@ -10,10 +10,10 @@ import torch
 
 from ...engine.engine import Engine
 from ...engine.runner import Runner
-from ...forward.batch import DecodeBatch, LayerFetch
-from ...forward.decode import DecodeStep
-from ...forward.per_sequence import PerSequenceStrategy
 from ...llm import LLM
+from ...model_runner.batch import DecodeBatch, LayerFetch
+from ...model_runner.decode import DecodeStep
+from ...model_runner.per_sequence import PerSequenceStrategy
 from ...models.registry import load_shape
 from ..core.report import Column, Report, Row
 from .poisson_load import Scale, greedy, make, token_lists
@@ -36,7 +36,7 @@ def serve(llm: LLM, prompts: Sequence[list[int]], answer: int) -> Row:
     bytes are those of the steps in which all of them decode."""
     runner = llm.runner
     runner.pool.bytes_peak = runner.pool.bytes_used
-    engine = Engine(runner, max_batch=len(prompts))
+    engine = Engine(runner, max_num_seqs=len(prompts))
     requests = [engine.add(prompt, greedy(answer)) for prompt in prompts]
     began, crossed, steps = time.process_time(), 0, 0
     while not engine.idle:
@@ -63,7 +63,7 @@ def workload_report(scale: Scale) -> Report:
     shared = min(scale.shared, (load_shape("reference").geometry.max_positions - OWN - answer) // 64 * 64)
     for policy in ("full", "infinigen"):
         for sharing in (False, True):
-            llm = make(sharing=sharing, policy=policy, prefill_tokens=shared + OWN)  # one prompt a step
+            llm = make(sharing=sharing, policy=policy, max_num_batched_tokens=shared + OWN)  # one prompt a step
             [stem] = token_lists(llm, 1, shared, 0)
             found = serve(llm, [stem + rest for rest in token_lists(llm, scale.requests, OWN, 1)], answer)
             rows.append({"policy": policy, "sharing": "yes" if sharing else "no", **found})

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...disk.direct_file import BLOCK
-from ...disk.extents import merged
-from ...disk.speed import DiskSpeed
 from ...engine.recording import Recording
-from ...pool.row_cache import DECAY
+from ...kv_cache.disk.direct_file import BLOCK
+from ...kv_cache.disk.extents import merged
+from ...kv_cache.disk.row_cache import DECAY
+from ...kv_cache.disk.speed import DiskSpeed
 from ..core.report import Column, Report, Row
 from .key_clusters import Places
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.recording import Recording
-from ...pool.eviction import COUNTER_LIMIT
+from ...kv_cache.eviction import COUNTER_LIMIT
 from ...transfer.working_set import DECAY, Table
 
 CACHES = ("decay", "lru", "lfu", "counter")

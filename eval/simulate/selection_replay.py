@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...config import EvictionOptions
-from ...config_fields import check_choice
 from ...engine.recording import Recording, RunInfo, StepSelections
 from ...errors import ConfigError, InputError
-from ...pool.eviction import SlotState, victims
+from ...kv_cache.eviction import SlotState, victims
+from ...utils.config_fields import check_choice
 from ..core.figures import lines, picture
 from ..core.report import Column, Report, Row
 from .replacement_policies import CACHES, Cache, Shape, make_cache

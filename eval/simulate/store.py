@@ -24,17 +24,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, InputError
-from ...small_files import parse_json, read_small
-from ...storage.policies import (
-    NEVER,
-    POLICIES,
-    LookAhead,
-    Order,
-    eviction_window,
-    make_order,
-    prefetch_window,
-)
-from ...units import format_size
+from ...storage.policies import NEVER, POLICIES, LookAhead, Order, eviction_window, make_order, prefetch_window
+from ...utils.small_files import parse_json, read_small
+from ...utils.units import format_size
 
 BLOCK = 512
 """Tokens of one id of the trace."""

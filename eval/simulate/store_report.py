@@ -24,7 +24,7 @@ COLUMNS = (
 
 def write_report(rows: Sequence[Row], about: dict[str, Any], out: Path) -> list[Path]:
     """`out`/store.{json,csv,md} and two pictures; their paths."""
-    from ...units import format_size
+    from ...utils.units import format_size
 
     shown = [
         row | {"host_size": format_size(row["host"]), "disk_size": format_size(row["disk"]) if row["disk"] else "none"}

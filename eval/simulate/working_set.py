@@ -35,7 +35,7 @@ class Setup:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    kv_format: KVFormatName = "auto"
+    kv_cache_dtype: KVFormatName = "auto"
 
 
 SETUPS = (
@@ -60,9 +60,13 @@ class Sweep:
 
     def llm(self, setup: Setup, working_set: int = 0) -> LLM:
         """The model under a setup."""
-        options, kv_format = setup.options, setup.kv_format
+        options, kv_cache_dtype = setup.options, setup.kv_cache_dtype
         return LLM(
-            self.model, policy_options=options, kv_format=kv_format, working_set=working_set, missed_mass_every=0
+            self.model,
+            policy_options=options,
+            kv_cache_dtype=kv_cache_dtype,
+            working_set=working_set,
+            missed_mass_every=0,
         )
 
 
@@ -82,7 +86,7 @@ def run(llm: LLM, prompt: Sequence[int], new_tokens: int, record: Path | None = 
     tokens = [event.token_id for event in llm.stream(list(prompt), params, record)]
     stats = llm.last_stats
     assert stats is not None
-    return WorkingSetRun(tokens, stats, stats.link_bytes_to_device - _dense_bytes(llm, stats, len(prompt)))
+    return WorkingSetRun(tokens, stats, stats.h2d_bytes - _dense_bytes(llm, stats, len(prompt)))
 
 
 def _dense_bytes(llm: LLM, stats: Stats, prompt: int) -> int:
@@ -162,7 +166,7 @@ def _repeated(sweep: Sweep, setup: Setup, kept: int, plain: Sequence[WorkingSetR
     """The runs with a working set against those without."""
     again = [run(sweep.llm(setup, kept), prompt, sweep.new_tokens) for prompt in sweep.prompts]
     without, crossed = (sum(one.selected_bytes for one in runs) for runs in (plain, again))
-    everything, left = (sum(one.stats.link_bytes_to_device for one in runs) for runs in (plain, again))
+    everything, left = (sum(one.stats.h2d_bytes for one in runs) for runs in (plain, again))
     rates = [one.stats.working_set_hit_rate or 0.0 for one in again]
     return {
         "rows_kept": kept,

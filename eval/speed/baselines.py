@@ -17,14 +17,14 @@ from ...core import BlockTable, KVPart
 from ...engine.build import build_policy
 from ...engine.runner import Runner
 from ...engine.stats import Fractions
-from ...forward.sequence import Sequence as Decoded
-from ...forward.sequence import key_reader
-from ...forward.slot_table import AppendOnly
-from ...forward.trace import Trace
+from ...kv_cache.pool import HostPool
+from ...model_runner.sequence import Sequence as Decoded
+from ...model_runner.sequence import key_reader
+from ...model_runner.slot_table import AppendOnly
+from ...model_runner.trace import Trace
 from ...models.registry import LoadedModel, adapter_for
-from ...pool.pool import HostPool
-from ...select.base import Policy
-from ...select.full import Full
+from ...policies.base import Policy
+from ...policies.full import Full
 from ...transfer.link import Link
 from .offloaded_weights import offload_weights
 from .step_profiler import ADAPTER, REST, STATE, StageClock, Staged, StagedLink
@@ -133,7 +133,7 @@ class Peer:
 
     def facts(self) -> dict[str, Any]:
         """Every row is attended."""
-        return {"attended_fraction": 1.0}
+        return {"exact_fraction": 1.0}
 
 
 class OffloadedPeer(Peer):
@@ -216,9 +216,9 @@ class Ours:
         shares = Fractions.of(trace, dense)
         return {
             "dense_layers": sorted(dense),
-            "attended_fraction": shares.attended,
-            "sparse_attended_fraction": shares.sparse_attended,
-            "link_fraction": shares.link,
+            "exact_fraction": shares.attended,
+            "sparse_exact_fraction": shares.sparse_attended,
+            "fetched_fraction": shares.link,
             "link_bytes_per_token": trace.bytes_to_device / steps,
             "scoring_bytes_device": first.state.device_bytes,
         }

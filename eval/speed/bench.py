@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 
 from ...config import KVFormatName
-from ...config_fields import check_choice
 from ...core import CHUNK
 from ...engine.build import build_link
 from ...errors import ConfigError, InputError
+from ...kv_cache.pool import HostPool
 from ...models.registry import adapter_for
 from ...models.row_linear import suit_cpu
-from ...pool.pool import HostPool
+from ...utils.config_fields import check_choice
 from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Ours, Shape, Skipped
 from .ideal_link import IdealLink
 from .report import Point, Timing, describe, points, table, write_report
@@ -178,12 +178,14 @@ def make_field(model: Any, length: int, room: int, fraction: float, spread: floa
     return Field(model, _own(model), synthetic, made["auto"], other, room, batch)
 
 
-def _context(model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_format: KVFormatName, users: int) -> Context:
+def _context(
+    model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_cache_dtype: KVFormatName, users: int
+) -> Context:
     """A context in a pool of its own, with room for `users` policies."""
     adapter = adapter_for(model)
     slots = batch * (synthetic.length + users * (room - synthetic.length + CHUNK))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
-    pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_format=kv_format, pin=_is_cuda(model))
+    pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_cache_dtype=kv_cache_dtype, pin=_is_cuda(model))
     return Context(pool, build_link(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ...config_fields import check_choice
 from ...errors import ConfigError
 from ...llm import LLM
 from ...models.location import locate
 from ...sampling_params import SamplingParams
+from ...utils.config_fields import check_choice
 
 FIRST = "transformers, DynamicCache"
 """Whom all are compared with."""
@@ -50,7 +50,7 @@ class SpeedConfig:
 
 
 def _ours(policy: str, dtype: str | None, model: str, config: SpeedConfig) -> Ask:
-    llm = LLM(model, policy=policy, dtype=dtype or config.dtype, prefix_sharing=False)
+    llm = LLM(model, policy=policy, dtype=dtype or config.dtype, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=config.tokens + 1, temperature=0, ignore_eos=True)
 
     def ask(prompt: Sequence[int]) -> Turn:

@@ -22,13 +22,13 @@ from unittest.mock import patch
 
 import torch
 
-from ...config_fields import check_choice
 from ...errors import ConfigError
 from ...kernels.low_bit import Layout
 from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 from ...kernels.pointer_table import PointerTable
 from ...kernels.segments import Run
-from ...select.scoring import row_width
+from ...policies.infinigen.scoring import row_width
+from ...utils.config_fields import check_choice
 from ..core.report import Column, Report
 
 CAPABILITIES = {"sm_80": 80, "sm_89": 89, "sm_90": 90, "sm_120": 120}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...kv_cache.disk.disk_use import DiskUse
 from ...llm import LLM
-from ...pool.disk_use import DiskUse
 from ...sampling_params import SamplingParams
 from ..core.report import Column, Report, Row
 

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...allocator import give_back
 from ...core import CHUNK, ModelGeometry, Selection, Visible
-from ...disk.direct_file import BLOCK, DirectFile, aligned
-from ...disk.requests import Requests
-from ...disk.speed import SEQUENTIAL, DiskSpeed, fill, measure
 from ...engine.recording import Recording
 from ...errors import InputError
-from ...forward.attention import attend
-from ...pool.disk_tier import DiskTier
-from ...pool.pool import HostPool
+from ...kv_cache.disk.direct_file import BLOCK, DirectFile, aligned
+from ...kv_cache.disk.disk_tier import DiskTier
+from ...kv_cache.disk.requests import Requests
+from ...kv_cache.disk.speed import SEQUENTIAL, DiskSpeed, fill, measure
+from ...kv_cache.pool import HostPool
+from ...model_runner.attention import attend
 from ...transfer.disk import DiskLink
+from ...utils.allocator import give_back
 from ..core.report import Column, Report, Row
 
 CPU = torch.device("cpu")

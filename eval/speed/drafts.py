@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...config_fields import check_choice
 from ...errors import InputError
 from ...llm import LLM
 from ...sampling_params import SamplingParams
+from ...utils.config_fields import check_choice
 from ..core.report import Column, Report, Row
 
 FULL = "full"
@@ -119,14 +119,14 @@ def _measure(llm: LLM, prompt: list[int], params: SamplingParams) -> Row:
     for event in llm.stream(prompt, params):
         if not tokens:
             assert llm.last_stats is not None
-            before, began = llm.last_stats.link_bytes_to_device, read()
+            before, began = llm.last_stats.h2d_bytes, read()
         tokens.append(event.token_id)
     seconds, stats = read() - began, llm.last_stats
     assert stats is not None
     count = len(tokens) - 1
     return {
         "temperature": params.temperature, "accepted": stats.acceptance_rate, "length": stats.mean_accepted_length,
-        "mebibytes": (stats.link_bytes_to_device - before) / count / 2**20, "milliseconds": 1e3 * seconds / count,
+        "mebibytes": (stats.h2d_bytes - before) / count / 2**20, "milliseconds": 1e3 * seconds / count,
         "tokens": count, "samples": tokens,
     }  # fmt: skip
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...forward.cuda_graphs import CudaGraph
 from ...kernels import dispatch
-from ...pool.arena import page_lock, reserve
+from ...kv_cache.arena import page_lock, reserve
+from ...model_runner.cuda_graphs import CudaGraph
 from ...transfer.streams import DeviceStream, InlineStream, Stream
 from .kernels import milliseconds
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core import BlockTable, KVPart, ModelGeometry, Selection, Visible
-from ...pool.pool import HostPool
+from ...kv_cache.pool import HostPool
 from ...transfer.link import PrefilledLayer, Savings, Ticket
 
 

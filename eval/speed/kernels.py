@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ...forward.cuda_graphs import CudaGraph
 from ...kernels import dispatch, lists, segments
 from ...kernels.pointer_table import PointerTable
 from ...kernels.segments import Run
 from ...kernels.selection import pack
-from ...select.scoring import row_width
+from ...model_runner.cuda_graphs import CudaGraph
+from ...policies.infinigen.scoring import row_width
 from ..core.report import Row
 
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38

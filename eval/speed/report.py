@@ -151,7 +151,7 @@ def _rows(here: Sequence[Timing]) -> list[list[str]]:
     for t in here:
         ratios = ["" if rival is None else f"{rival / t.median:.2f}" for rival in rivals]
         dense = t.facts.get("dense_layers")
-        fraction, crossing = t.facts.get("attended_fraction"), t.facts.get("link_bytes_per_token")
+        fraction, crossing = t.facts.get("exact_fraction"), t.facts.get("link_bytes_per_token")
         rows.append(
             [
                 t.name,

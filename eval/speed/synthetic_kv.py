@@ -18,8 +18,8 @@ import torch
 from ...core import KVPart, ModelGeometry, Selection, Visible
 from ...models.adapter import ModelAdapter
 from ...models.forwarding import ForwardingAdapter
-from ...select.base import KeyReader, Policy, PolicyState, QuerySource
-from ...select.passive import PassiveState
+from ...policies.base import KeyReader, Policy, PolicyState, QuerySource
+from ...policies.passive import PassiveState
 from ...skewing.artifact import SkewArtifact
 from ...skewing.guess import Correction
 

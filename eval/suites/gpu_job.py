@@ -47,7 +47,7 @@ class GpuSize:
 
 
 SMALL = GpuSize(
-    tests=("tests/test_gpu_streams.py",),
+    tests=("tests/unit/transfer/test_gpu_streams.py",),
     hardware=hardware.SMALL,
     kernels=kernels.SMALL,
     shape="small",

@@ -102,7 +102,7 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
     model = shape.model(max(lengths) + 64, job.device)
     rows = []
     for length in lengths:
-        llm = LLM(model, policy="full", host_memory=job.size.host_memory, prefix_sharing=False)
+        llm = LLM(model, policy="full", host_memory=job.size.host_memory, enable_prefix_caching=False)
         prompt = torch.randint(1, shape.vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
         llm.generate(prompt[:64], SamplingParams(max_tokens=1, temperature=0))  # what only the first call pays
         if job.cuda:
@@ -116,7 +116,7 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
         rows.append(
             {"tokens": length, "seconds": seconds, "tokens_per_second": length / seconds}
             | {"peak_device_bytes": stats.peak_device_bytes, "weight_bytes": stats.weight_bytes}
-            | {"link_bytes_to_host": stats.link_bytes_to_host}
+            | {"d2h_bytes": stats.d2h_bytes}
         )
         del llm
         yield {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}

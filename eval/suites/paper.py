@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core import CHUNK
-from ...texts import read_file
+from ...utils.texts import read_file
 from ..core.figures import lines, picture
 from ..core.model_under_test import ModelUnderTest, Variant, grid, text_digest
 from ..core.report import Report, Row, RowStore
@@ -151,8 +151,8 @@ class Paper:
         """Every policy at every budget and choice of dense layers; full and infinigen at a tenth, rows rounded in the
         pool and on the link."""
         rounded: list[Variant] = []
-        for kv_format in FORMATS:
-            engine = {"kv_format": kv_format}
+        for kv_cache_dtype in FORMATS:
+            engine = {"kv_cache_dtype": kv_cache_dtype}
             rounded += [Variant("full", {}, engine), Variant("infinigen", ROWS | WINDOW | {"budget": 0.1}, engine)]
         found = compared(self.size.budgets, WINDOW)
         for dense in self.size.also_dense:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config_fields import check_choice
 from ...errors import ConfigError, InputError
-from ...select.base import Policy
-from ...select.infinigen import InfiniGen
-from ...texts import read_file
+from ...policies.base import Policy
+from ...policies.infinigen.policy import InfiniGen
+from ...utils.config_fields import check_choice
+from ...utils.texts import read_file
 from ..core.model_under_test import ModelUnderTest, Variant
 from ..core.report import Column, Report, Row
 from ..quality.ablation import parts as ablation_parts
@@ -157,7 +157,7 @@ class Real:
         """Low bits alone and with exact rows: what each point costs and loses, on a novel."""
         _, name, text = self.texts()[0]
         config = PerplexityConfig(self.contexts[0], self.size.windows, self.contexts[0] - self.size.decoded)
-        rounded = [Variant("full", {}, {"kv_format": bits}) for bits in ("int8", "int4", "int2")]
+        rounded = [Variant("full", {}, {"kv_cache_dtype": bits}) for bits in ("int8", "int4", "int2")]
         points = [(0.02, "int4"), (0.05, "int4"), (0.05, "int2"), (0.01, "int4"), (0.1, "off")]
         tails = [Variant("infinigen", WINDOW | {"budget": budget, "tail": tail}) for budget, tail in points]
         rows = self._rows(text, name, [Variant("full"), *rounded, *tails], config)

@@ -14,8 +14,8 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
 from ..core import Prompt
 from ..errors import InputError
-from ..forward.prefill import Prefill
-from ..forward.sequence import Sequence
+from ..model_runner.prefill import Prefill
+from ..model_runner.sequence import Sequence
 from ..outputs import CompletionOutput, FinishReason, Logprobs, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
 from .constraints import apply_constraints, check_any_allowed, check_logits, constraints

@@ -14,33 +14,33 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
 from ..errors import ConfigError
+from ..kv_cache.arena import read_in_place
+from ..kv_cache.disk.disk_tier import DiskTier
+from ..kv_cache.machine import memory_limit
+from ..kv_cache.pool import HostPool
 from ..models.checkpoint import resolve_device
 from ..models.location import hub_of
 from ..models.placement import ON_DEVICE, Placement
 from ..models.registry import LoadedModel, load_model, load_shape
 from ..planning.device_plan import DevicePlan, plan_for
 from ..planning.weight_placement import asked_placement
-from ..pool.arena import read_in_place
-from ..pool.disk_tier import DiskTier
-from ..pool.machine import memory_limit
-from ..pool.pool import HostPool
-from ..progress import Progress
-from ..select.base import Policy
-from ..select.registry import ArtifactLoader, make_policy, options_class
+from ..policies.base import Policy
+from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
 from ..skewing.tuned import default_options, load_artifact
 from ..transfer.cpu import CpuLink
 from ..transfer.cuda import CudaLink
 from ..transfer.disk import DiskLink
-from ..transfer.experts import keep_experts
-from ..transfer.host_weights import HostWeights
 from ..transfer.link import Link
 from ..transfer.streams import DeviceStream, InlineStream, on_device
-from ..transfer.weights import StreamedAdapter, WeightStream
+from ..transfer.weights.experts import keep_experts
+from ..transfer.weights.host_weights import HostWeights
+from ..transfer.weights.streamed import StreamedAdapter, WeightStream
+from ..utils.progress import Progress
 from .checks import check_launches
-from .draft_model import check_same_tokens
 from .runner import Runner
+from .speculative.draft_model import check_same_tokens
 
 Model = str | os.PathLike[str] | PreTrainedModel
 """A model's name, its folder, or the model itself."""
@@ -71,7 +71,7 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
         placement=placement,
         verify=config.verify,
         hub=hub_of(config),
-        reach=config.max_context,
+        reach=config.max_model_len,
     )
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
@@ -93,7 +93,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
         on_disk = None if on_disk is None else int(on_disk * share)
     disk = None if config.disk is None else DiskTier(config.disk, on_disk)
     pin = adapter.device.type == "cuda"
-    return HostPool(adapter.geometry, adapter.dtype, host, kv_format=config.kv_format, pin=pin, disk=disk)
+    return HostPool(adapter.geometry, adapter.dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk)
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
@@ -113,7 +113,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         dtype=own.dtype,
         verify=own.verify,
         hub=hub_of(own),
-        reach=own.max_context,
+        reach=own.max_model_len,
     )
     check_same_tokens(loaded, small)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
@@ -156,7 +156,7 @@ def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placem
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
-    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=config.max_context)
+    shape = load_shape(model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=config.max_model_len)
     if config.device_memory is None:
         return None, asked_placement(config, shape)
     plan = plan_for(replace(config, policy_options=options), shape)

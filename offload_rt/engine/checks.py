@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..kernels import dispatch
 from ..models.registry import LoadedModel
-from ..select.base import Policy
+from ..policies.base import Policy
 
 
 def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
@@ -53,18 +53,18 @@ def check_drafts(policy: Policy, config: EngineConfig) -> None:
     assert config.exact is not None
     if config.eviction is not None:
         raise ConfigError(
-            "exact=... verifies every token with all rows, and eviction gives rows up: leave eviction out, and raise "
-            "host_memory where it is full"
+            "`exact` needs the complete KV cache and cannot be combined with `eviction`: remove `eviction`, or "
+            "raise `host_memory`"
         )
-    if config.kv_format != "auto":
+    if config.kv_cache_dtype != "auto":
         raise ConfigError(
-            f"exact=... gives the text of full attention over rows as they are, and kv_format={config.kv_format!r} "
-            "rounds them: leave one of the two out"
+            f"`exact` needs unquantised KV and cannot be combined with kv_cache_dtype={config.kv_cache_dtype!r}: "
+            "remove one of them"
         )
     if config.exact.by_policy and not policy.evictable:
         raise ConfigError(
-            f"policy {policy.name!r} remembers every token that it has seen and cannot take drafts back: use "
-            "'infinigen' or 'oracle', exact='lookup', or a draft model"
+            f"policy {policy.name!r} cannot discard rejected draft tokens: use 'infinigen', 'oracle', exact='lookup' "
+            "or a draft model"
         )
 
 

@@ -12,16 +12,16 @@ import torch
 
 from ..core import Prompt
 from ..errors import PoolFullError
-from ..forward.trace import Recorder
+from ..model_runner.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
 from .beam_search import BeamSearchRequest
 from .constraints import check_answerable
-from .drafting import Drafting
 from .failures import Suspects, failure
 from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
 from .scheduler import Scheduler
+from .speculative.drafting import Drafting
 from .swap import Swap
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Serves requests on one runner.
 
-    A prefill runs layer by layer between the decode steps of the others, as many layers per step as `prefill_tokens`
+    A prefill runs layer by layer between the decode steps of the others, as many layers per step as
+    `max_num_batched_tokens`
     of the configuration allows; all at once if nothing else runs. An exception in one request ends this request alone.
 
     Args:
@@ -44,7 +45,7 @@ class Engine:
         self,
         runner: Runner,
         *,
-        max_batch: int,
+        max_num_seqs: int,
         on_prefill: Callable[[Request, int], None] = lambda request, layers: None,
         swap: Swap | None = None,
         on_failure: Callable[[Request, Exception], None] | None = None,
@@ -53,7 +54,7 @@ class Engine:
         self.runner = runner
         exact = runner.config.exact
         self._drafting = None if exact is None else Drafting(runner, exact)
-        self.scheduler = Scheduler(runner, max_batch, swap)
+        self.scheduler = Scheduler(runner, max_num_seqs, swap)
         self._on_prefill, self._on_failure, self._waited_for = on_prefill, on_failure, waited_for
         self._ids = itertools.count()
         self._suspects = Suspects()
@@ -211,7 +212,7 @@ class Engine:
                 logits = prefill.logits
                 return [event for one in scheduler.prefilled() for event in self._accept_all((one, [logits]))]
             spent += prefill.tokens / self.runner.adapter.geometry.layers
-            if self._waited_for() or (scheduler.running and spent >= self.runner.config.prefill_tokens):
+            if self._waited_for() or (scheduler.running and spent >= self.runner.config.max_num_batched_tokens):
                 break
         return []
 

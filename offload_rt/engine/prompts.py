@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, Protocol
 
-from ..config_fields import check_choice
 from ..errors import InputError
+from ..utils.config_fields import check_choice
 
 
 class Listed(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ..errors import PoolFullError
-from ..units import format_size
+from ..utils.units import format_size
 
 T = TypeVar("T")
 

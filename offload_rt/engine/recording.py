@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core import CHUNK
 from ..errors import InputError
-from ..small_files import read_json, read_small
+from ..utils.small_files import read_json, read_small
 from .detokenizer import TextStream
 from .runner import Runner
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..core import Prompt
-from ..forward.prefill import Prefill
-from ..forward.sequence import Sequence
-from ..forward.trace import Recorder, Trace
+from ..model_runner.prefill import Prefill
+from ..model_runner.sequence import Sequence
+from ..model_runner.trace import Recorder, Trace
 from ..outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput, Stats, StopReason, TokenOutput
 from ..sampling_params import SamplingParams
 from .detokenizer import TextStream

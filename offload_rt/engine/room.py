@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from ..config import EngineConfig
 from ..core import BlockTable
 from ..errors import PoolFullError
-from ..forward.sequence import Sequence
-from ..forward.slot_table import AppendOnly, InPlaceEviction, SlotTable
-from ..pool.pool import HostPool
-from ..select.base import Policy
+from ..kv_cache.pool import HostPool
+from ..model_runner.sequence import Sequence
+from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from ..policies.base import Policy
 from ..transfer.link import KVStorage
 
 EXACT = "exact"
@@ -47,7 +47,7 @@ class Room:
     @property
     def shares(self) -> bool:
         """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
-        return self._config.prefix_sharing and self._pool.format.exact
+        return self._config.enable_prefix_caching and self._pool.format.exact
 
     @property
     def evicts(self) -> bool:

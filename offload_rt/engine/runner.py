@@ -10,26 +10,26 @@ from typing import TypeVar
 
 import torch
 
-from ..allocator import give_back
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
-from ..forward.batch import DecodeBatch
-from ..forward.batched import StrategyCache
-from ..forward.cuda_graphs import steps_for
-from ..forward.prefill import Prefill
-from ..forward.rebalance import rebalance
-from ..forward.sequence import Sequence, key_reader
-from ..forward.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
-from ..forward.shared_rows import learn_from_others
-from ..forward.trace import Trace
+from ..kv_cache.disk.disk_use import DiskUse
+from ..kv_cache.pool import HostPool
+from ..model_runner.batch import DecodeBatch
+from ..model_runner.batched import StrategyCache
+from ..model_runner.cuda_graphs import steps_for
+from ..model_runner.prefill import Prefill
+from ..model_runner.rebalance import rebalance
+from ..model_runner.sequence import Sequence, key_reader
+from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
+from ..model_runner.shared_rows import learn_from_others
+from ..model_runner.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan, prefill_slices
-from ..pool.disk_use import DiskUse
-from ..pool.pool import HostPool
-from ..select.base import Policy
-from ..transfer.host_weights import NOTHING_USED, HostWeights, WeightUse
+from ..policies.base import Policy
 from ..transfer.link import Link
+from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
+from ..utils.allocator import give_back
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .own_device import on_own_device
 from .pool_order import PoolOrder

@@ -7,7 +7,7 @@ from collections import deque
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..errors import EngineError, PoolFullError
-from ..forward.prefill import Prefill
+from ..model_runner.prefill import Prefill
 from .failures import failure
 from .request import Request
 from .runner import Runner
@@ -32,8 +32,8 @@ class Scheduler:
     A request is in at most one of `waiting`, `prefilling` and `running` (in order of admission).
     """
 
-    def __init__(self, runner: Runner, max_batch: int, swap: Swap | None = None) -> None:
-        self._runner, self._max_batch, self._swap = runner, max_batch, swap
+    def __init__(self, runner: Runner, max_num_seqs: int, swap: Swap | None = None) -> None:
+        self._runner, self._max_batch, self._swap = runner, max_num_seqs, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
         self._stay: WeakSet[Request] = WeakSet()
         self._tickets: WeakKeyDictionary[Request, int] = WeakKeyDictionary()

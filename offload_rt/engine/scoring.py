@@ -12,12 +12,12 @@ import torch
 
 from ..core import CHUNK
 from ..errors import PoolFullError
-from ..forward.sequence import Sequence
+from ..kv_cache.stored_rows import chunks_for
+from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..pool.stored_rows import chunks_for
 from .constraints import check_logits
 from .runner import Runner
-from .verification import accept, verify
+from .speculative.verification import accept, verify
 
 VERIFIED_AT_ONCE = 64
 """Tokens of a pass with `exact`: their logits over the vocabulary are in memory together."""

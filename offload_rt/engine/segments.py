@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..kv_cache.pool import HostPool
 from ..models.adapter import ModelAdapter
-from ..pool.pool import HostPool
-from ..select.base import Policy
+from ..policies.base import Policy
 
 SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
 """Of hidden states, queries and outputs of a segment: more is fewer passes over what is there already, and memory."""

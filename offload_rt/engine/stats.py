@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from ..config import EngineConfig
-from ..forward.sequence import Sequence
-from ..forward.trace import Trace
+from ..kv_cache.disk.disk_use import DiskUse
+from ..kv_cache.pool import HostPool
+from ..model_runner.sequence import Sequence
+from ..model_runner.trace import Trace
 from ..models.registry import LoadedModel
 from ..outputs import Stats
-from ..pool.disk_use import DiskUse
-from ..pool.pool import HostPool
-from ..select.base import Policy
-from ..transfer.host_weights import HostWeights
+from ..policies.base import Policy
 from ..transfer.link import Link
+from ..transfer.weights.host_weights import HostWeights
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:
@@ -118,23 +118,23 @@ class Accounting:
             new_tokens=len(sequence.tokens) - trace.prompt_tokens,
             prefill_seconds=trace.prefill_seconds,
             decode_seconds=trace.decode_seconds,
-            link_bytes_to_device=trace.bytes_to_device,
-            link_bytes_to_host=trace.bytes_to_host,
-            link_bytes_weights=trace.prefill_weights.bytes + steps.bytes,
-            link_bytes_weights_steps=steps.bytes,
+            h2d_bytes=trace.bytes_to_device,
+            d2h_bytes=trace.bytes_to_host,
+            h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
+            h2d_weight_bytes_steps=steps.bytes,
             kv_bytes_host=held if file is None else file.host_bytes,
             kv_bytes_device=self._link.device_bytes,
             scoring_bytes_device=sequence.state.device_bytes,
             scoring_bytes_host=sequence.state.host_bytes,
-            tail_bytes_device=sequence.state.tail_bytes,
+            approximate_bytes_device=sequence.state.tail_bytes,
             weight_bytes=self._weight_bytes,
             weight_bytes_device=self.weights_on_device,
             peak_device_bytes=peak_device_bytes,
-            link_fraction=shares.link,
-            attended_fraction=shares.attended,
-            sparse_link_fraction=shares.sparse_link,
-            sparse_attended_fraction=shares.sparse_attended,
-            estimated_fraction=1 - shares.sparse_attended if estimates else 0.0,
+            fetched_fraction=shares.link,
+            exact_fraction=shares.attended,
+            sparse_fetched_fraction=shares.sparse_link,
+            sparse_exact_fraction=shares.sparse_attended,
+            approximate_fraction=1 - shares.sparse_attended if estimates else 0.0,
             dense_layers=tuple(sorted(dense)),
             layers=adapter.geometry.layers,
             missed_mass=missed,

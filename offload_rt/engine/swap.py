@@ -16,8 +16,8 @@ import torch
 
 from ..config import StoreOptions
 from ..core import CHUNK, BlockTable
-from ..forward.sequence import Sequence
-from ..pool.prefix_tree import chunk_key, pack_tokens
+from ..kv_cache.prefix_tree import chunk_key, pack_tokens
+from ..model_runner.sequence import Sequence
 from ..storage.chunk_store import NamedChunk, PlacedChunk
 from ..storage.folder import spaces
 from ..storage.loader import ChunkLoader, DamagedChunkError
@@ -189,7 +189,7 @@ class Swap:
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
         """What the prefix tree has of the tokens that an exact prefill computed."""
-        if not self._runner.config.prefix_sharing:
+        if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         lineage = EXACT + swapped.provenance
         return self._runner.pool.match(tokens[: swapped.exact + 1], lineage, floor=swapped.floor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..forward.trace import Trace
+from ..model_runner.trace import Trace
 from ..outputs import RequestTrace
 from .request import Request
 

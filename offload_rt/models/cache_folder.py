@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..native_code import user_cache
+from ..utils.native_code import user_cache
 
 
 def cache_folder() -> Path:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from ..config import DType
-from ..config_fields import check_choice
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
+from ..utils.config_fields import check_choice
 from .location import Location
 from .packed import cast_numbers, packing
 from .text_part import is_multimodal, is_of, other_parts, text_config, text_only

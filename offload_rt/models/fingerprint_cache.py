@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..private_files import make_private_folder, open_private
-from ..small_files import read_json, read_small
+from ..utils.private_files import make_private_folder, open_private
+from ..utils.small_files import read_json, read_small
 from .cache_folder import cache_folder
 from .fingerprint import VERSION, fingerprint
 from .location import Location

@@ -35,7 +35,7 @@ def hold_frequencies(model: Any, reach: int | None) -> None:
     elif kind == "dynamic":
         raise ModelError(
             f"RoPE type 'dynamic' changes its frequencies with every token beyond {trained}, so cached keys would go "
-            f"stale; max_context={reach} must be at most {trained}",
+            f"stale; max_model_len={reach} must be at most {trained}",
             reason="rope_length",
         )
     elif not rotary.inv_freq.is_meta:

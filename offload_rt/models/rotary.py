@@ -186,6 +186,6 @@ def refuse_length_dependent(rope_types: Sequence[str]) -> None:
             raise ModelError(
                 f"RoPE type {rope_type!r} changes its frequencies with the length of the text, so cached keys would go "
                 "stale: give the model's folder or hub id instead of a loaded model, and they are held at those of "
-                "max_context",
+                "max_model_len",
                 reason="rope_length",
             )

@@ -17,13 +17,13 @@ import torch
 from ..config import EngineConfig
 from ..core import CHUNK
 from ..errors import DeviceFullError, MemoryLimitError
+from ..kv_cache.disk.disk_tier import disk_limit
+from ..kv_cache.machine import available_memory
 from ..models.placement import Placement
 from ..models.registry import ModelShape
-from ..pool.disk_tier import disk_limit
-from ..pool.machine import available_memory
-from ..select.registry import memory_demand
-from ..transfer.weights import BUFFERS
-from ..units import format_size
+from ..policies.registry import memory_demand
+from ..transfer.weights.streamed import BUFFERS
+from ..utils.units import format_size
 from .memory_model import DeviceCosts
 from .weight_placement import placements
 
@@ -85,7 +85,7 @@ class DevicePlan:
             raise DeviceFullError(
                 f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} beside the weights, and "
                 f"{who} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, shorten "
-                f"the prompt, or give a larger max_context, for which more layers' weights would stay on the host "
+                f"the prompt, or give a larger max_model_len, for which more layers' weights would stay on the host "
                 f"(this plan is for {self.context:,} tokens)"
             )
 
@@ -109,8 +109,8 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
     """How many prompt tokens may be computed together, the best number first: a device wants many, and products of a
     CPU gain nothing from more than 512."""
-    if config.prefill_slice is not None:
-        return (config.prefill_slice,)
+    if config.prefill_chunk_size is not None:
+        return (config.prefill_chunk_size,)
     return (512,) if device.type == "cpu" else (2048, 1024, 512)
 
 
@@ -118,7 +118,7 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
     """What sequences take of the device under `config`, in slices of the best size. Raises ConfigError for the policy's
     options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
-    rounded, best = config.kv_format != "auto", prefill_slices(config, shape.device)[0]
+    rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
     graphs = config.replays(shape.device.type)
     return DeviceCosts(shape, demand, best, rounded=rounded, working_set=config.working_set, graphs=graphs)
 
@@ -132,7 +132,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
-    limit, context = config.device_memory, config.max_context or held
+    limit, context = config.device_memory, config.max_model_len or held
     *larger, least = prefill_slices(config, shape.device)
     costs = replace(costs_for(config, shape), slice=least)
     several = [replace(costs, shape=shape.placed(placement)) for placement in placements(config, shape)]
@@ -144,7 +144,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights beside {plan.context:,} tokens, and "
             f"packed ones ({shape.packing}, {format_size(shape.weight_bytes)}) are not brought over layer by layer: "
-            "raise device_memory, or give a smaller max_context"
+            "raise device_memory, or give a smaller max_model_len"
         )
     return plan
 
@@ -185,7 +185,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
     )
     fits = _longest(limit - least, costs, context)
     if fits:
-        return f"{message}. Up to {fits:,} tokens would fit: pass max_context, or raise device_memory"
+        return f"{message}. Up to {fits:,} tokens would fit: pass max_model_len, or raise device_memory"
     return f"{message}. Not even one token fits: raise device_memory"
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config import EngineConfig
+from ..kv_cache.disk.disk_tier import disk_limit, file_layout
+from ..kv_cache.disk.host_shares import HostShares
+from ..kv_cache.kv_format import make_kv_format
+from ..kv_cache.machine import available_memory
 from ..models.registry import ModelShape
-from ..pool.disk_tier import disk_limit, file_layout
-from ..pool.host_shares import HostShares
-from ..pool.kv_format import kv_format
-from ..pool.machine import available_memory
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     if config.disk is None:
         return None
     host = config.host_memory or available_memory() // 2
-    format = kv_format(config.kv_format, shape.dtype, shape.geometry.head_dim)
+    format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
     limit = disk_limit(config.disk, config.disk_limit, host)
     layout = file_layout(limit, replace(shape.geometry, head_dim=format.width), format)
     return DiskPlan(limit, HostShares.of(host, layout))

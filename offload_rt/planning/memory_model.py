@@ -11,15 +11,15 @@ import torch
 
 from ..core import CHUNK, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
+from ..kv_cache.layer_groups import LayerGroups
+from ..kv_cache.machine import available_memory
 from ..models.registry import ModelShape
-from ..pool.layer_groups import LayerGroups
-from ..pool.machine import available_memory
-from ..select.demand import MemoryDemand
-from ..select.growing import most_slots
-from ..select.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
+from ..policies.demand import MemoryDemand
+from ..policies.growing import most_slots
+from ..policies.infinigen.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
-from ..units import format_size
+from ..utils.units import format_size
 
 CUDA_WORKSPACE = 64 * 2**20
 """What torch allocates for cuBLAS on two streams of the largest devices."""

@@ -16,20 +16,20 @@ from starlette.responses import Response
 
 from ..async_llm import AsyncLLM
 from ..errors import OffloadError
-from .anthropic_requests import CountRequest, MessagesRequest
-from .chat import chat
-from .completions import complete
+from .anthropic.messages import count_tokens, messages
+from .anthropic.requests import CountRequest, MessagesRequest
 from .connection import ClientGoneError, json_answer, until_gone
 from .conversation import Conversation, template_message, tool_options
 from .errors import RefusedError, error_response, refusal, refused
 from .gate import GONE, REQUEST_ID, Gate
 from .log import logger
-from .messages import count_tokens, messages
-from .openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .openai.chat import chat
+from .openai.completions import complete
+from .openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .openai.responses import respond
+from .openai.responses_requests import ResponsesRequest
 from .options import ServerOptions
 from .page import add_page
-from .responses import respond
-from .responses_requests import ResponsesRequest
 from .service import Service
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import refused
-from .openai_requests import ChatRequest, Message, NamedTool, Tool
+from .openai.requests import ChatRequest, Message, NamedTool, Tool
 
 Choice = Literal["auto", "none", "required"]
 

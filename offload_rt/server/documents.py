@@ -14,9 +14,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from ..private_files import make_private, make_private_folder, open_private
-from ..small_files import parse_json
 from ..storage.files import open_regular
+from ..utils.private_files import make_private, make_private_folder, open_private
+from ..utils.small_files import parse_json
 
 Head = dict[str, Any]
 

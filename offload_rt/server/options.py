@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..config import Duration, Size
-from ..config_fields import check, check_choice, check_types, option
-from ..units import parse_duration, parse_size
+from ..utils.config_fields import check, check_choice, check_types, option
+from ..utils.units import parse_duration, parse_size
 
 ToolParser = Literal["auto", "hermes", "llama3_json", "none"]
 ReasoningParser = Literal["auto", "think", "none"]

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ..allocator import give_back
 from ..errors import OffloadError
 from ..sessions.chat_render import render_chat
+from ..utils.allocator import give_back
 from .conversation import Conversation
 from .errors import refused
 from .sampling import Room

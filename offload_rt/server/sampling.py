@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import refused
-from .openai_requests import SampledBody
+from .openai.requests import SampledBody
 from .options import ServerOptions
 
 _SAME = (

@@ -27,11 +27,11 @@ from .engines import Engines
 from .errors import RefusedError, ending, refused
 from .figures import Figures
 from .log import logger
-from .openai_requests import SampledBody
+from .openai.requests import SampledBody
+from .openai.response_store import ResponseStore, response_of
 from .options import ServerOptions
 from .parsers.choose import reasoning_parser, tool_parser
 from .prompts import Prompts
-from .response_store import ResponseStore, response_of
 from .sampling import Room
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..sampling_params import StructuredOutputs
 from .conversation import Conversation
 from .errors import refused
-from .openai_requests import ResponseFormat, StructuredBody
+from .openai.requests import ResponseFormat, StructuredBody
 
 
 def structured_outputs(asked: ResponseFormat | None, vllm: StructuredBody | None = None) -> dict[str, Any]:

@@ -10,20 +10,20 @@ from typing import get_args
 import torch
 
 from ..config import DType, KVFormatName
-from ..pool.prefix_tree import root_key
+from ..kv_cache.prefix_tree import root_key
 from ..storage.chunk_file import LAYOUT_VERSION
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """KV of one namespace is never used in another. kv_format: the name of a `KVFormat`, so the dtype's for "auto"."""
+    """KV of one namespace is never used in another. `kv_cache_dtype`: name of a `KVFormat` (the dtype for "auto")."""
 
     fingerprint: str
     dtype: torch.dtype
-    kv_format: str
+    kv_cache_dtype: str
 
     def __str__(self) -> str:
-        return f"{self.fingerprint} {self.dtype} {self.kv_format} v{LAYOUT_VERSION}"
+        return f"{self.fingerprint} {self.dtype} {self.kv_cache_dtype} v{LAYOUT_VERSION}"
 
     @property
     def folder_name(self) -> str:
@@ -34,14 +34,14 @@ class Namespace:
     def options(self) -> str:
         """The number format as arguments of `LLM`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        shown = "auto" if self.kv_format == dtype else self.kv_format
-        return f"dtype={dtype!r} and kv_format={shown!r}"
+        shown = "auto" if self.kv_cache_dtype == dtype else self.kv_cache_dtype
+        return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
         """Yield the namespaces of the same model in all other number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
-        for dtype, kv_format in itertools.product(dtypes, get_args(KVFormatName)):
-            stored = dtype if kv_format == "auto" else kv_format
-            sibling = replace(self, dtype=getattr(torch, dtype), kv_format=stored)
+        for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
+            stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+            sibling = replace(self, dtype=getattr(torch, dtype), kv_cache_dtype=stored)
             if sibling != self:
                 yield sibling

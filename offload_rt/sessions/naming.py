@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..core import CHUNK
 from ..engine.room import EXACT
-from ..pool.prefix_tree import chunk_key, pack_tokens
+from ..kv_cache.prefix_tree import chunk_key, pack_tokens
 from ..storage.chunk_store import NamedChunk
 
 

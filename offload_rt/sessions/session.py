@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from ..arguments import sampling
+from ..engine.arguments import sampling
 from ..engine.constraints import check_answerable
 from ..engine.engine import Engine
 from ..engine.prompts import token_ids
@@ -194,7 +194,7 @@ class Session:
         self.check_idle()
         if tokens.held != len(self.history.tokens):  # another turn was taken before this one's first event
             tokens = self.encode(prompt, params)
-        engine = Engine(self.kv.runner, max_batch=1)
+        engine = Engine(self.kv.runner, max_num_seqs=1)
         turn = Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params)
         engine.submit(turn)
         self.busy = True

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from ..core import CHUNK, BlockTable
 from ..errors import DiskError, StoreError
-from ..forward.sequence import Sequence
+from ..model_runner.sequence import Sequence
 from ..outputs import Stats
 from ..storage.chunk_store import NamedChunk, PlacedChunk, StoredChunk, read_through
 from ..storage.loader import ChunkLoader, DamagedChunkError, fits

@@ -14,13 +14,13 @@ from copy import copy
 
 import torch
 
-from ..arguments import whole, whole_or_none
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, ranges_of
+from ..engine.arguments import whole, whole_or_none
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError, PoolFullError, StoreError
-from ..forward.sequence import Sequence
+from ..kv_cache.pool import HostPool
+from ..model_runner.sequence import Sequence
 from ..models.adapter import ModelAdapter
-from ..pool.pool import HostPool
 from .host_tier import HostTier
 from .session_kv import SessionKV
 

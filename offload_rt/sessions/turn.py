@@ -11,9 +11,9 @@ import torch
 from ..core import CHUNK, Prompt
 from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
-from ..forward.prefill import Prefill
-from ..forward.sequence import Sequence
-from ..forward.trace import Recorder, Trace
+from ..model_runner.prefill import Prefill
+from ..model_runner.sequence import Sequence
+from ..model_runner.trace import Recorder, Trace
 from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedChunkError

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from ..arguments import sampling
+from ..engine.arguments import sampling
 from ..engine.engine import Engine
 from ..errors import InputError, OffloadError
 from ..outputs import FinishReason, Stats, TokenOutput
@@ -53,9 +53,9 @@ class TurnQueue:
     other. Before every step the store hears whose turns are waiting: what they need is not evicted, and comes from disk
     to host memory before they begin. Not thread-safe."""
 
-    def __init__(self, store: SessionStore, max_batch: int) -> None:
+    def __init__(self, store: SessionStore, max_num_seqs: int) -> None:
         self.store = store
-        self._engine = Engine(store.context.runner, max_batch=max_batch)
+        self._engine = Engine(store.context.runner, max_num_seqs=max_num_seqs)
         self._backlog: list[QueuedTurn] = []
         self._running: list[QueuedTurn] = []
         self._opened: dict[str, Session] = {}

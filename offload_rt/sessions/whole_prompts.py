@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from ..engine.constraints import check_answerable
 from ..engine.room import salt_provenance
 from ..errors import InputError, SessionBusyError
-from ..forward.trace import Recorder
+from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams
 from .chat_template import TurnTokens
 from .host_tier import TierStats

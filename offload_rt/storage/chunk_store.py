@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..pool.homes import Home
-from ..pool.prefix_tree import chunk_key
+from ..kv_cache.disk.homes import Home
+from ..kv_cache.prefix_tree import chunk_key
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..config import StoreOptions
 from ..core import CHUNK
-from ..disk.block_file import BlockFile
-from ..pool.homes import Home
-from ..pool.prefix_tree import TOKEN_BYTES, chunk_key, root_key
+from ..kv_cache.disk.block_file import BlockFile
+from ..kv_cache.disk.homes import Home
+from ..kv_cache.prefix_tree import TOKEN_BYTES, chunk_key, root_key
 from .chunk_file import ChunkHeader, checksum, data_offset
 from .chunk_store import Document
 from .documents import Documents

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config import StoreOptions
 from ..errors import StoreError
-from ..units import format_size
+from ..utils.units import format_size
 from .chunk_store import Document
 from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
 from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces

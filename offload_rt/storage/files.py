@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..private_files import open_private
+from ..utils.private_files import open_private
 from .chunk_file import ChunkHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..config import StoreOptions
 from ..errors import StoreError
-from ..private_files import make_private, make_private_folder, open_private
+from ..utils.private_files import make_private, make_private_folder, open_private
 from .index import BEFORE, DOCUMENTS, DiskIndex
 
 CHUNKS, DAMAGED = ".kv", ".damaged"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..core import CHUNK
 from ..errors import DiskError
-from ..pool.file_arena import FileArena
-from ..pool.pool import HostPool
+from ..kv_cache.disk.file_arena import FileArena
+from ..kv_cache.pool import HostPool
 from ..transfer.link import KVStorage
 from .chunk_store import ChunkStore, NamedChunk
 from .saver import WRITE_BUFFER, Saver, Saving, layer_block

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ..core import CHUNK, BlockTable
-from ..disk.direct_file import aligned
-from ..pool.file_layout import chunk_layer_bytes
-from ..pool.homes import Home
-from ..pool.pool import HostPool
-from ..pool.stored_rows import Span
+from ..kv_cache.disk.direct_file import aligned
+from ..kv_cache.disk.file_layout import chunk_layer_bytes
+from ..kv_cache.disk.homes import Home
+from ..kv_cache.pool import HostPool
+from ..kv_cache.stored_rows import Span
 from .chunk_store import PlacedChunk, StoredChunk
 
 READERS = min(4, os.cpu_count() or 1)

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..disk.direct_file import nameless_file
 from ..errors import StoreError
-from ..pool.homes import Home
-from ..pool.prefix_tree import TOKEN_BYTES, chunk_key, root_key
+from ..kv_cache.disk.direct_file import nameless_file
+from ..kv_cache.disk.homes import Home
+from ..kv_cache.prefix_tree import TOKEN_BYTES, chunk_key, root_key
 from .chunk_file import checksum
 
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
 from ..config import LIVE_POLICIES
-from ..config_fields import check_choice
+from ..utils.config_fields import check_choice
 
 StorePolicy = Literal["lookahead", "lru", "fifo", "belady"]
 POLICIES: tuple[str, ...] = get_args(StorePolicy)

@@ -11,10 +11,10 @@ import torch
 
 from ..core import CHUNK, BlockTable
 from ..errors import DiskError
-from ..pool.file_layout import chunk_layer_bytes
-from ..pool.homes import Home
-from ..pool.pool import HostPool
-from ..pool.stored_rows import Span
+from ..kv_cache.disk.file_layout import chunk_layer_bytes
+from ..kv_cache.disk.homes import Home
+from ..kv_cache.pool import HostPool
+from ..kv_cache.stored_rows import Span
 from ..transfer.link import KVStorage
 from .chunk_store import ChunkSink, ChunkWriter, NamedChunk
 

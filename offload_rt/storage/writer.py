@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..disk.block_file import BlockFile
-from ..pool.homes import Home
-from ..private_files import open_private
+from ..kv_cache.disk.block_file import BlockFile
+from ..kv_cache.disk.homes import Home
+from ..utils.private_files import open_private
 from .chunk_file import ChunkHeader, checksum, data_offset
 from .folder import StoreFolder
 

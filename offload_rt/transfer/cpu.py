@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, ModelGeometry, ScatteredRows, Selection, Visible
-from ..pool.pool import HostPool
+from ..kv_cache.pool import HostPool
 from .link import PrefilledLayer, Savings, Ticket, join
 from .plan import attended_tokens, first_askers, key_rows
 

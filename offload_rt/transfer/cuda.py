@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..core import BlockTable, KVPart, ModelGeometry
-from ..pool.pool import HostPool
+from ..kv_cache.pool import HostPool
 from .cuda_fetch import CudaBatches, CudaRows, copy_heads
 from .link import PrefilledLayer
 from .open_sequences import DeviceState, OpenSequence

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, Selection, Visible
 from ..kernels.h2d_copy import to_device
-from ..pool.kv_format import KVFormat
+from ..kv_cache.kv_format import KVFormat
 from .link import Savings, Ticket
 from .open_sequences import DeviceState
 from .residency import Residency

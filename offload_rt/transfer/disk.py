@@ -17,10 +17,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..allocator import RecycledMemory
 from ..core import CHUNK, BlockTable, KVPart, ModelGeometry, Selection, Visible
-from ..pool.file_arena import AT_ONCE, FileArena
-from ..pool.pool import HostPool
+from ..kv_cache.disk.file_arena import AT_ONCE, FileArena
+from ..kv_cache.pool import HostPool
+from ..utils.allocator import RecycledMemory
 from .link import PrefilledLayer, Savings, Ticket
 from .read_ahead import BlockRun, ReadingThread
 from .residency import Residency

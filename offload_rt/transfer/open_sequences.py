@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import BlockTable, ModelGeometry
-from ..pool.pool import HostPool
+from ..kv_cache.pool import HostPool
 from .residency import Residency
 from .staging import Returning, Staging
 from .streams import Event, Stream

@@ -8,7 +8,7 @@ import torch
 
 from ..core import CHUNK, Visible
 from ..kernels.h2d_copy import to_device
-from ..pool.layout import ArenaLayout
+from ..kv_cache.layout import ArenaLayout
 
 CHUNK_BITS = CHUNK.bit_length() - 1
 assert CHUNK == 1 << CHUNK_BITS

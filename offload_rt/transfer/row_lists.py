@@ -17,7 +17,7 @@ from ..core import CHUNK, BlockTable
 from ..kernels import dispatch, lists
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
-from ..pool.pool import HostPool
+from ..kv_cache.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
 from .plan import CHUNK_BITS, first_askers
 from .residency import place

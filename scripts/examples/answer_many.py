@@ -20,9 +20,9 @@ from pathlib import Path
 
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
 from offload_rt.engine.prompts import shortened
-from offload_rt.quiet import quiet_transformers
-from offload_rt.small_files import parse_json, read_small
-from offload_rt.texts import read_prompts, read_text
+from offload_rt.utils.quiet import quiet_transformers
+from offload_rt.utils.small_files import parse_json, read_small
+from offload_rt.utils.texts import read_prompts, read_text
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
 """For a model without a chat template."""

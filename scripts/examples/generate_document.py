@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 from offload_rt import LLM, OffloadError, SamplingParams
-from offload_rt.quiet import quiet_transformers
-from offload_rt.small_files import read_small
-from offload_rt.texts import read_text
+from offload_rt.utils.quiet import quiet_transformers
+from offload_rt.utils.small_files import read_small
+from offload_rt.utils.texts import read_text
 
 HEADING = "\n\nCHAPTER {number}\n\n"
 OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as the traveller told it."
@@ -97,7 +97,7 @@ def write_document(llm: LLM, path: Path, chapters: int, chapter_tokens: int, see
         written = chapter_tokens
         stats = llm.last_stats
         if stats is not None:
-            speed, attended = stats.tokens_per_second, stats.attended_fraction
+            speed, attended = stats.tokens_per_second, stats.exact_fraction
             print(
                 f"\n[chapter {chapter}: {speed:.0f} tokens/s, {attended:.0%} of the context attended]", file=sys.stderr
             )

@@ -16,9 +16,9 @@ from importlib.resources import files
 from rich.console import Console
 
 from offload_rt import LLM, InputError, OffloadError, SamplingParams
-from offload_rt.commands.tables import stats_table
-from offload_rt.quiet import quiet_transformers
-from offload_rt.texts import read_text
+from offload_rt.cli.tables import stats_table
+from offload_rt.utils.quiet import quiet_transformers
+from offload_rt.utils.texts import read_text
 
 QUESTIONS = (
     "Who is Dick Shelton speaking with in this chapter, and where?",

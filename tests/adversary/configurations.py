@@ -68,11 +68,11 @@ def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bo
     """Return options of a runtime, and whether its tokens are those of full attention."""
     options, exact = random_policy(rng)
     options |= {
-        "kv_format": rng.choices(("auto", "int8", "int4", "int2"), (7, 1, 1, 1))[0],
-        "prefix_sharing": rng.random() < 0.8,
-        "prefill_slice": rng.choice((None, None, 1, 17, 64, 100, 128)),
-        "prefill_tokens": rng.choice((1, 64, 512)),
-        "max_batch": rng.choice((1, 2, 32)),
+        "kv_cache_dtype": rng.choices(("auto", "int8", "int4", "int2"), (7, 1, 1, 1))[0],
+        "enable_prefix_caching": rng.random() < 0.8,
+        "prefill_chunk_size": rng.choice((None, None, 1, 17, 64, 100, 128)),
+        "max_num_batched_tokens": rng.choice((1, 64, 512)),
+        "max_num_seqs": rng.choice((1, 2, 32)),
         "working_set": rng.choice((0, 0, 0, 1, 40)),
     }
     if rng.random() < 0.15:
@@ -81,7 +81,7 @@ def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bo
         options["eviction"] = rng.choice(("fifo", "lru", "counter"))
     if rng.random() < 0.2:
         options["swap"] = folder / "swap"
-    return options, exact and options["kv_format"] == "auto" and "eviction" not in options
+    return options, exact and options["kv_cache_dtype"] == "auto" and "eviction" not in options
 
 
 class Case:

@@ -47,7 +47,7 @@ def runtime() -> LLM:
 def model_answer(tokens: tuple[int, ...]) -> list[int]:
     """What the model says after `tokens`, from an engine that shares nothing with the sessions."""
     model = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
-    with LLM(model, dtype="float64", host_memory="4MiB", policy="full", prefix_sharing=False) as llm:
+    with LLM(model, dtype="float64", host_memory="4MiB", policy="full", enable_prefix_caching=False) as llm:
         return completed(llm.generate([list(tokens)], PARAMS))[0].token_ids
 
 

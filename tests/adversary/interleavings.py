@@ -60,7 +60,7 @@ def make(name: str, policy: str, **options: Any) -> LLM:
 
 @functools.cache
 def roomy(name: str, policy: str) -> LLM:
-    return make(name, policy, prefix_sharing=False)
+    return make(name, policy, enable_prefix_caching=False)
 
 
 def alone(name: str, policy: str, asked: Asked) -> list[list[int]]:
@@ -207,7 +207,7 @@ def run_engines(seed: int, folder: Path) -> Counter[str]:
     with ExitStack() as ends:
         ends.enter_context(patch.object(pool_order, "RECHECK_SECONDS", 0.0))
         options = ends.enter_context(swapping(rng, folder))
-        batch = {"max_batch": rng.randint(3, 6), "prefill_tokens": rng.choice((32, 512))}
+        batch = {"max_num_seqs": rng.randint(3, 6), "max_num_batched_tokens": rng.choice((32, 512))}
         policy = rng.choice(list(POLICIES))
         llm = make(name, policy, host_memory=tight_memory(name, rng), **options, **batch)
         ends.callback(llm.close)
@@ -351,7 +351,7 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     with swapping(rng, folder) as options:
-        llm = make(name, "full", host_memory=tight_memory(name, rng), max_batch=rng.randint(3, 6), **options)
+        llm = make(name, "full", host_memory=tight_memory(name, rng), max_num_seqs=rng.randint(3, 6), **options)
         policy = rng.choice(list(POLICIES))
         other = llm.under(policy, POLICIES[policy])
         engine = AsyncLLM(llm, store=folder / "store")

@@ -21,7 +21,8 @@ import torch
 from torch.autograd.profiler import profile
 
 from offload_rt.kernels import selection
-from offload_rt.select import h2o, quest, scoring
+from offload_rt.policies import h2o, quest
+from offload_rt.policies.infinigen import scoring
 
 
 @contextmanager

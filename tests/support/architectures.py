@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         Architecture("Phi3", {"rope_parameters": LONGROPE}),
         "rope_length",
         "a loaded model with RoPE `longrope` or `dynamic`: cached keys go stale (by folder or hub id it runs, held at "
-        "`max_context`)",
+        "`max_model_len`)",
     ),
     "gemma3_bidirectional": (
         Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),

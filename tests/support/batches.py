@@ -9,10 +9,10 @@ import torch
 
 from offload_rt import LLM
 from offload_rt.engine.runner import Runner
-from offload_rt.forward.sequence import Sequence
 from offload_rt.kernels import dispatch
-from offload_rt.select.infinigen import InfiniGen
-from offload_rt.select.key_lists import Rule
+from offload_rt.model_runner.sequence import Sequence
+from offload_rt.policies.infinigen.key_lists import Rule
+from offload_rt.policies.infinigen.policy import InfiniGen
 
 from .device_link import staged
 from .tiny_models import tiny_model, tiny_prompt

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.forward.cuda_graphs import GraphSteps
+from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.registry import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
-from offload_rt.select.registry import memory_demand
-from offload_rt.transfer.weights import BUFFERS
+from offload_rt.policies.registry import memory_demand
+from offload_rt.transfer.weights.streamed import BUFFERS
 
 from .cuda_simulator import Late, Lazy, Schedule, Seeded
 from .outputs import completed
@@ -64,7 +64,7 @@ def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int,
     done = completed(llm.generate(prompts, [SamplingParams(n, temperature=0) for n in most]))
     llm.runner.check_integrity()
     assert captured(llm) in (None, Counter(sizes))
-    return [[*one.token_ids, one.stats.link_bytes_to_device] for one in done]
+    return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
 
 
 def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
@@ -129,7 +129,7 @@ def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
     """Greedy answers, each with the bytes that crossed the link for it; the runtime is whole afterwards."""
     done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
     llm.runner.check_integrity()
-    return [[*one.token_ids, one.stats.link_bytes_to_device] for one in done]
+    return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -198,7 +198,7 @@ class Cell:
         costs = DeviceCosts(shape, memory_demand(self.policy, self.options, shape.geometry, shape.dtype), 512)
         resident, spare = (0, -1) if self.streamed == -1 else (self.streamed or 0, 0)
         weights = shape.sizes.fixed + (resident + BUFFERS) * shape.sizes.layers[0]
-        return {"device_memory": weights + costs.total([CONTEXT] * 3) + spare, "max_context": CONTEXT}
+        return {"device_memory": weights + costs.total([CONTEXT] * 3) + spare, "max_model_len": CONTEXT}
 
     def __str__(self) -> str:
         return self.name
@@ -223,7 +223,7 @@ LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
 """The default, the tail in batches, where contexts are short."""
 
 DRAFTS: dict[str, Any] = {"tokens": 2, "adaptive": False}
-GRAPHS: dict[str, Any] = {"cuda_graphs": True, "prefix_sharing": False}
+GRAPHS: dict[str, Any] = {"cuda_graphs": True, "enable_prefix_caching": False}
 
 _CELLS = [
     *(Cell(name, name, options=options) for name, options in POLICIES.items()),
@@ -234,7 +234,7 @@ _CELLS = [
     Cell("tail, batch", "infinigen", ragged, TAIL),
     Cell("default, batch", "infinigen", ragged, LOW_BITS),
     Cell("default, int2", "infinigen", ragged, LOW_BITS | {"tail": "int2", "source": "attention_input"}),
-    Cell("default, rounded", "infinigen", ragged, LOW_BITS | {"dense_layers": (0,)}, {"kv_format": "int4"}),
+    Cell("default, rounded", "infinigen", ragged, LOW_BITS | {"dense_layers": (0,)}, {"kv_cache_dtype": "int4"}),
     Cell("default, working set", "infinigen", ragged, LOW_BITS, {"working_set": 9}),
     Cell("default, eviction", "infinigen", evicted, LOW_BITS, {"eviction": "counter"}),
     Cell("default, shared", "infinigen", shared, LOW_BITS),
@@ -259,8 +259,8 @@ _CELLS = [
     Cell("eviction, full", "full", evicted, settings={"eviction": "lru"}),
     Cell("eviction", "infinigen", evicted, SPARSE, {"eviction": "counter"}),
     Cell("eviction, working set", "infinigen", evicted, SPARSE, {"eviction": "fifo", "working_set": 9}),
-    Cell("rounded", "infinigen", ragged, SPARSE, {"kv_format": "int4"}),
-    Cell("rounded, full", "full", ragged, settings={"kv_format": "int8"}),
+    Cell("rounded", "infinigen", ragged, SPARSE, {"kv_cache_dtype": "int4"}),
+    Cell("rounded, full", "full", ragged, settings={"kv_cache_dtype": "int8"}),
     Cell("shared, full", "full", shared),
     Cell("shared", "infinigen", shared, SPARSE),
     Cell("shared, working set", "infinigen", shared, SPARSE, {"working_set": 9}),

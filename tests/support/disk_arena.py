@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from offload_rt.disk.direct_file import DirectFile
-from offload_rt.pool.file_arena import FileArena
-from offload_rt.pool.layout import ArenaLayout
+from offload_rt.kv_cache.disk.direct_file import DirectFile
+from offload_rt.kv_cache.disk.file_arena import FileArena
+from offload_rt.kv_cache.layout import ArenaLayout
 
 LAYOUT = ArenaLayout(layers=2, kv_heads=2, head_dim=17, itemsize=4, slab_chunks=3, slabs=2)
 """Rows that are no whole number of anything, and pieces that are padded to blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload_rt.core import CHUNK, BlockTable, KVPart, ModelGeometry
-from offload_rt.pool.pool import HostPool
+from offload_rt.kv_cache.pool import HostPool
 
 
 def geometry(layers: int = 2, kv_heads: int = 2, head_dim: int = 4) -> ModelGeometry:

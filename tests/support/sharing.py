@@ -8,7 +8,7 @@ import torch
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import CHUNK
-from offload_rt.forward.shared_prefix import SharedPrefixes
+from offload_rt.model_runner.shared_prefix import SharedPrefixes
 
 from .device_link import staged as with_device_link
 from .tiny_models import depth, tiny_model

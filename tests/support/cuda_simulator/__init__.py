@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from offload_rt.pool import arena
+from offload_rt.kv_cache import arena
 
 from . import copies
 from .copies import Sync, register

@@ -1,0 +1,62 @@
+"""`offload-rt batch`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .common import add_command, stderr_console
+from .engine_flags import add_engine_flags, engine_config
+from .sampling_flags import add_sampling_flags, sampling_given
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers the requests of a file into another. IN has a JSON object a line, with "prompt" or "messages", perhaps
+    "id", "max_tokens" and other sampling options of its own; OUT gets a line for each, and what is there already is not
+    done again: a batch that was interrupted goes on where it was. The exit code is 1 where one could not be
+    answered."""
+    from .batch_files import Answers, answer_all, read_requests
+
+    if args.at_once < 1 or (args.ray is not None and args.ray < 1):
+        raise ConfigError(f"--at-once {args.at_once} and --ray must be at least 1")
+    config, sampling, console = engine_config(args), sampling_given(args), stderr_console(args.quiet)
+    requests = read_requests(Path(args.input), sampling)
+    answers = Answers(Path(args.output))
+    try:
+        left = [request for request in requests if request.id not in answers.done]
+        console.print(f"{len(left):,} of {len(requests):,} requests to answer", markup=False)
+        if not left:
+            return 0
+        from ..utils.progress import Progress
+
+        with Progress(enabled=not args.quiet).counted("requests") as show:
+            if args.ray is not None:
+                from .batch_ray import answer_on_ray
+
+                failed = answer_on_ray(args.model, config, left, sampling, answers, args.at_once, args.ray, show)
+            else:
+                from ..llm import LLM
+
+                with LLM(args.model, config) as llm:
+                    failed = answer_all(llm, left, sampling, answers, args.at_once, show)
+    finally:
+        answers.close()
+    if failed:
+        console.print(f"{failed:,} could not be answered: their lines say why", markup=False)
+    return 1 if failed else 0
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "batch", run)
+    parser.add_argument("input", metavar="IN.jsonl", help="requests, one a line")
+    parser.add_argument("output", metavar="OUT.jsonl", help="answers; those that are there stay")
+    parser.add_argument("--at-once", type=int, default=64, metavar="N", help="requests between two writes (64)")
+    parser.add_argument(
+        "--ray", type=int, metavar="N", help="N engines on a Ray cluster (RAY_ADDRESS, else a new one on this machine)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="nothing on stderr")
+    add_engine_flags(parser)
+    add_sampling_flags(parser, several=False)

@@ -1,0 +1,157 @@
+"""Requests in one file of JSON lines, answers in another: what is there already is not done again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, OffloadError
+from ..sampling_params import SamplingParams
+from ..utils.config_fields import check
+from ..utils.small_files import parse_json
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A line of the input. `id`: the line's own, or its number from 1 on. Either `prompt`, a text or token ids, or
+    `messages`, a conversation; `sampling`: fields of `SamplingParams` that it sets itself."""
+
+    id: str
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    sampling: Mapping[str, Any]
+
+    @property
+    def beginning(self) -> str:
+        """What requests are sorted by, so that those that begin alike come together."""
+        return json.dumps(self.messages if self.prompt is None else self.prompt)
+
+
+def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[BatchRequest]:
+    """The requests of a file; `defaults`: fields of `SamplingParams` that are to hold where a line says nothing. Raises
+    InputError, naming the line, for what is no request, and for an id that comes twice."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may have other ends of lines within its texts
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {str(path)!r}: {error}") from error
+    requests = [_request(line, number, path, defaults) for number, line in enumerate(lines, start=1) if line.strip()]
+    seen: set[str] = set()
+    for request in requests:
+        if request.id in seen:
+            raise InputError(f"{str(path)!r} has the id {request.id!r} twice: ids name the answers")
+        seen.add(request.id)
+    return requests
+
+
+def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) -> BatchRequest:
+    try:
+        found = parse_json(line)
+        check(isinstance(found, dict), "it must be an object")
+        rest = dict(found)
+        id, prompt, messages = rest.pop("id", number), rest.pop("prompt", None), rest.pop("messages", None)
+        check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be text or a number")
+        check((prompt is None) != (messages is None), "it must have 'prompt' or 'messages', and not both")
+        check(prompt is None or isinstance(prompt, (str, list)), "its prompt must be a text or a list of token ids")
+        SamplingParams(**{**defaults, **rest})
+    except (ValueError, TypeError) as error:
+        raise InputError(f"line {number} of {str(path)!r} is no request: {error}") from error
+    return BatchRequest(str(id), prompt, messages, rest)
+
+
+class Answers:
+    """A file of answers, a line each, that one process adds to. A line that was cut off, by a process that was killed,
+    is taken away; `done` are the ids of the others. What `add` wrote is on the disk when it returns.
+
+    Raises InputError where the file cannot be written, is written by somebody else, or holds what is no answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise InputError(f"another process writes to {str(path)!r}: wait for it, or give another file") from None
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
+        try:
+            self.done = {str(parse_json(line)["id"]) for line in data[:whole].splitlines()}
+        except (ValueError, KeyError, TypeError):
+            self._file.close()
+            raise InputError(f"{str(path)!r} holds what is no answer of a batch: give another file") from None
+        self._file.truncate(whole)
+
+    def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
+        """Adds a line each."""
+        lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
+        self._file.write("".join(lines).encode(errors="backslashreplace"))  # half a character of a request, as JSON
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Lets others write."""
+        self._file.close()
+
+
+def answer_all(
+    llm: Any,
+    requests: Sequence[BatchRequest],
+    defaults: Mapping[str, Any],
+    answers: Answers,
+    at_once: int,
+    show: Callable[[int, int], None] = lambda done, of: None,
+) -> int:
+    """Answers `requests`, so many at once, those that begin alike together, and shows how many are done. One that
+    cannot be answered gets an answer that says why. Returns how many these were."""
+    done = failed = 0
+    for group in in_groups(requests, at_once):
+        told = answered(llm, group, defaults)
+        answers.add(told)
+        done, failed = done + len(group), failed + sum("error" in each for each in told)
+        show(done, len(requests))
+    return failed
+
+
+def in_groups(requests: Sequence[BatchRequest], at_once: int) -> list[list[BatchRequest]]:
+    """Requests that begin alike together, at most `at_once` in a group."""
+    left = sorted(requests, key=lambda one: one.beginning)
+    return [left[first : first + at_once] for first in range(0, len(left), at_once)]
+
+
+def answered(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An answer for each request of a group; of one that cannot be answered, why."""
+    try:
+        return _answered(llm, group, defaults)
+    except OffloadError:
+        return [_alone(llm, one, defaults) for one in group]
+
+
+def _alone(llm: Any, request: BatchRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return _answered(llm, [request], defaults)[0]
+    except OffloadError as error:
+        return {"id": request.id, "error": str(error)}
+
+
+def _answered(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    prompts = [llm.chat_prompt(one.messages)[1] if one.prompt is None else one.prompt for one in requests]
+    params = [llm.get_default_sampling_params(**{**defaults, **one.sampling}) for one in requests]
+    outputs = llm.generate(prompts, params)
+    return [
+        {
+            "id": request.id,
+            "outputs": [{"text": one.text, "finish_reason": one.finish_reason} for one in output.outputs],
+            "prompt_tokens": len(output.prompt_token_ids),
+            "new_tokens": sum(len(one.token_ids) for one in output.outputs),
+        }
+        for request, output in zip(requests, outputs, strict=True)
+    ]

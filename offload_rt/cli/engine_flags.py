@@ -1,0 +1,103 @@
+"""The flags of commands that run a model, made from `EngineConfig` and from the options of every registered policy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from ..config import DraftOptions, EngineConfig, EvictionOptions
+from ..errors import ConfigError
+from ..policies.registry import PolicyOptions, options_class, parse_options, policy_names
+from ..utils.config_fields import configured, option_of
+from .option_flags import add_option, given_options
+
+POLICY_OPTION = "policy_option_"
+"""Prefix of policies' options in the parsed arguments: the engine has a field `skew`, and so has a policy."""
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = EngineConfig) -> None:
+    """Every field of `config` that stands under a heading, then every option of a policy."""
+    _add_fields(parser, config, [field for field in fields(config) if option_of(field).group])
+    _add_policy_options(parser)
+
+
+def add_plan_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = EngineConfig) -> None:
+    """The fields of `config`, and the policies' options, that say what will be needed."""
+    _add_fields(
+        parser, config, [field for field in fields(config) if option_of(field).group and option_of(field).plans]
+    )
+    _add_policy_options(parser)
+
+
+def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
+    """What was given, checked before a model is loaded; `more` fields go on top. Raises ConfigError."""
+    options = given_options(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
+    settings = given_options(args, [field.name for field in fields(config)]) | _eviction(args) | _exact(args)
+    chosen = configured(config, None, {**settings, "policy_options": options, **more})
+    parse_options(chosen.policy, options)
+    return chosen
+
+
+def _eviction(args: argparse.Namespace) -> dict[str, Any]:
+    """The field `eviction`, if it was given."""
+    given = given_options(args, [field.name for field in fields(EvictionOptions)], "eviction_")
+    if "protect" in given and "policy" not in given:
+        raise ConfigError(f"--protect {given['protect']} says what eviction spares: give --eviction fifo|lru|counter")
+    return {"eviction": given} if given else {}
+
+
+def _exact(args: argparse.Namespace) -> dict[str, Any]:
+    """The field `exact`, if it was given: any of its options means it."""
+    given = given_options(args, [field.name for field in fields(DraftOptions)], "exact_")
+    return {"exact": given or True} if given or getattr(args, "exact", None) else {}
+
+
+def _add_fields(parser: argparse.ArgumentParser, config: type, chosen: Sequence[Field[Any]]) -> None:
+    groups: dict[str, Any] = {}
+    for field in chosen:
+        said = option_of(field)
+        assert said.group is not None
+        if said.group not in groups:
+            groups[said.group] = parser.add_argument_group(said.group)
+        group = groups[said.group]
+        if field.name == "policy":
+            add_option(group, config, field, metavar="|".join(policy_names()))
+        elif field.name == "eviction":
+            for part in fields(EvictionOptions):
+                add_option(group, EvictionOptions, part, prefix="eviction_")
+        elif field.name == "exact":
+            group.add_argument("--exact", action="store_true", default=None, help=said.help)
+            for part in fields(DraftOptions):
+                add_option(group, DraftOptions, part, prefix="exact_")
+        else:
+            add_option(group, config, field)
+
+
+def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
+    """Every option that one of the policies has, by name, and the first class that has it."""
+    found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
+    for policy in policies:
+        owner = options_class(policy)
+        found |= {field.name: (owner, field) for field in fields(owner) if field.name not in found}
+    return found
+
+
+def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Every option that a registered policy has, under a heading that says which has it."""
+    groups: dict[str, Any] = {}
+    for name, (owner, field) in _options_of(policy_names()).items():
+        owners = [policy for policy in policy_names() if name in _options_of([policy])]
+        title = f"options of policy {owners[0]}" if len(owners) == 1 else "options of several policies"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        shared = f" ({', '.join(owners)})" if len(owners) > 1 else ""
+        add_option(groups[title], owner, field, prefix=POLICY_OPTION, help=option_of(field).help + shared)
+    presets = {policy: options_class(policy).presets for policy in policy_names() if options_class(policy).presets}
+    parser.add_argument(
+        "--preset",
+        dest=f"{POLICY_OPTION}preset",
+        metavar="|".join(dict.fromkeys(name for named in presets.values() for name in named)),
+        help=f"values of many options at once ({', '.join(presets)})",
+    )

@@ -1,0 +1,219 @@
+"""`offload-rt generate`: text to stdout, everything else to stderr, so that its output can be piped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engine.prompts import TRUNCATE, shortened
+from ..errors import ConfigError, InputError
+from ..sampling_params import SamplingParams
+from ..utils.texts import check_writable, read_text
+from ..utils.units import format_size
+from .common import INTERRUPTED, add_command, stderr_console
+from .engine_flags import add_engine_flags, engine_config
+from .sampling_flags import add_sampling_flags, sampling_given
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..llm import LLM
+
+TAIL = 40
+"""Tokens of the prompt that are shown before the new text."""
+
+_SEAM = 8
+"""Tokens that a text may have more where it was cut and is tokenized again."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continues a text, or answers it: streams what comes, then shows what the runtime did."""
+    asked = sampling_given(args)
+    params = SamplingParams(**asked)
+    _check_flags(args, params)
+    config = engine_config(args, **_planned(args, params), progress=not args.quiet)
+    text = _text(args)
+    for file in (args.stats_json, args.plot):
+        check_writable(file)
+    _check_recordable(args.record, config.policy)
+    console = stderr_console(args.quiet)
+
+    from ..llm import LLM
+
+    llm = LLM(args.model, config)
+    params = llm.get_default_sampling_params(**asked)
+    prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
+    if _several(params):
+        return _write_all(llm, prompt, params, console)
+    finished = _write_stream(llm, prompt, params, args.record, console)
+    _report(llm, args.stats_json, args.plot, console)
+    if args.record is not None:
+        console.print(f"wrote {args.record} ({_size(Path(args.record))}): 'offload-rt replay' reads it", markup=False)
+    return 0 if finished else INTERRUPTED
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "generate", run)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: stdin, if piped)")
+    parser.add_argument("--prompt-file", metavar="BOOK", help="file to continue (UTF-8); '-' is stdin")
+    parser.add_argument("--chat", action="store_true", help="ask an instruct model, through its chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told before all else")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="continue the book from its Nth token (default: from its end)",
+    )
+    parser.add_argument(
+        "--truncate",
+        metavar="|".join(TRUNCATE),
+        help="what of a text that is longer than the model takes is left out (default: refuse it)",
+    )
+    add_engine_flags(parser)
+    add_sampling_flags(parser, several=True)
+    output = parser.add_argument_group("output")
+    output.add_argument("--stats-json", metavar="FILE", help="write the statistics as JSON")
+    output.add_argument("--plot", metavar="FILE.png", help="draw attended fraction and missed attention mass")
+    output.add_argument("--record", metavar="RUN", help="write what was selected to this new folder, for replay")
+    output.add_argument("--quiet", action="store_true", help="nothing but the text")
+
+
+def _several(params: SamplingParams) -> bool:
+    return params.n > 1 or params.num_beams > 1
+
+
+def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
+    """Raises InputError for flags that do not go together."""
+    for flag, given, needs in (
+        ("--system", args.system is not None and not args.chat, "--chat"),
+        ("--prompt-tokens", args.prompt_tokens is not None and args.chat, "a text to continue, without --chat"),
+    ):
+        if given:
+            raise InputError(f"{flag} needs {needs}")
+    files = {"--stats-json": args.stats_json, "--plot": args.plot, "--record": args.record}
+    if _several(params) and any(files.values()):
+        flag = next(flag for flag, file in files.items() if file)
+        raise InputError(f"{flag} is of one text that comes token by token: leave -n and --num-beams out")
+
+
+def _text(args: argparse.Namespace) -> str:
+    """The prompt: given as it is, a file, or what is piped in. Raises InputError where it is none of them, or two."""
+    if args.prompt is not None and args.prompt_file is not None:
+        raise InputError("give a PROMPT or --prompt-file, not both")
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.prompt_file is None and sys.stdin.isatty():
+        raise InputError("there is nothing to continue: give a PROMPT, --prompt-file, or pipe a text in")
+    return read_text("-" if args.prompt_file is None else args.prompt_file)
+
+
+def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
+    """The context that the device's limit is planned for, where the flags tell it."""
+    if args.max_model_len is not None or args.prompt_tokens is None:
+        return {}
+    return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
+
+
+def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
+    """The first `--prompt-tokens` of the text; else all, shortened by `--truncate` to what leaves room for the new ones
+    in the model's positions. Raises InputError where that was not asked for."""
+    ids, wanted = llm.encode(text), args.prompt_tokens
+    room = llm.geometry.max_positions - max_tokens
+    if wanted is None:
+        if room < 1:
+            raise InputError(
+                f"--max-new-tokens {max_tokens} leaves no room for a prompt: {llm.name} has "
+                f"{llm.geometry.max_positions} positions"
+            )
+        return shortened(ids, room, args.truncate, args.prompt_file or "the prompt")
+    if not 1 <= wanted <= len(ids):
+        raise InputError(f"--prompt-tokens {wanted} must be between 1 and {len(ids)}, the tokens of the prompt file")
+    return ids[:wanted]
+
+
+def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
+    """The conversation in which `text` is the first message; of a text that is too long what `--truncate` leaves."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
+    room = llm.geometry.max_positions - max_tokens
+    if len(ids) <= room:
+        return ids
+    said = llm.encode(text, special_tokens=False)
+    around = len(ids) - len(said) + _SEAM
+    kept = shortened(said, room - around, args.truncate, args.prompt_file or "the prompt")
+    assert llm.tokenizer is not None
+    _, ids = llm.chat_prompt([*system, {"role": "user", "content": llm.tokenizer.decode(kept)}])
+    return ids
+
+
+def _check_recordable(record: str | None, policy: str) -> None:
+    """Raises now rather than after the model is loaded."""
+    if record is None:
+        return
+    if policy == "full":
+        raise ConfigError("--record writes what a policy selected, and 'full' attends to everything: choose another")
+    if Path(record).exists() and (not Path(record).is_dir() or any(Path(record).iterdir())):
+        raise InputError(f"cannot record to {record!r}: it is there already; give a new folder")
+
+
+def _size(folder: Path) -> str:
+    return format_size(sum(file.stat().st_size for file in folder.iterdir()))
+
+
+def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, record: str | None, console: Console) -> bool:
+    """Writes the new text to stdout as it comes; False where Ctrl-C ended it. What the prompt ends with goes before it,
+    to stderr, once the prompt has been taken in."""
+    tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
+    with closing(llm.stream(prompt, params, record)) as events:  # type: ignore[type-var]
+        try:
+            for event in events:
+                if event.index == 0:
+                    console.print(f"{llm.name} continues {len(prompt):,} tokens:", soft_wrap=True)
+                    console.print(f"… {tail}", style="dim", markup=False, soft_wrap=True, end="")
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            return False
+        finally:
+            if sys.stdout.isatty():
+                sys.stdout.write("\n")
+    return True
+
+
+def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
+    """Writes several texts, or the beams', to stdout when all of them are done; between them a line to stderr."""
+    [output] = llm.generate([prompt], params)
+    for one in output.outputs:
+        console.print(
+            f"{one.index + 1} of {len(output.outputs)}: {len(one.token_ids):,} tokens, {one.finish_reason}", style="dim"
+        )
+        sys.stdout.write(one.text + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _report(llm: LLM, stats_json: str | None, plot: str | None, console: Console) -> None:
+    """The table on stderr, and the files that were asked for."""
+    from .run_picture import plot_run
+    from .tables import stats_table
+
+    stats = llm.last_stats
+    console.print()
+    if stats is None:
+        console.print("Interrupted before the prompt was taken in: there are no statistics.")
+        return
+    console.print(stats_table(stats))
+    if stats_json is not None:
+        try:
+            Path(stats_json).write_text(json.dumps(stats.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {stats_json!r}: {error.strerror}") from error
+    if plot is not None:
+        plot_run(stats, plot)
+    for file in filter(None, (stats_json, plot)):
+        console.print(f"wrote {file}")

@@ -1,0 +1,58 @@
+"""`offload-rt info`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..errors import ConfigError
+from .common import add_command
+from .engine_flags import add_plan_flags, engine_config
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows what a model and a context will need, and whether they fit here. Loads no weights."""
+    if args.context < 1:
+        raise ConfigError(f"--context {args.context} must be at least 1 token")
+    config = engine_config(args, max_model_len=args.context)
+
+    from rich.console import Console
+
+    from ..model_runner.cuda_graphs import most_graphs
+    from ..models.location import hub_of, locate
+    from ..models.packed import UNPACKED
+    from ..models.registry import load_shape
+    from ..planning.device_plan import costs_for, plan_for
+    from ..planning.disk_plan import disk_plan
+    from ..planning.memory_model import Machine, obstacles, requirements
+    from ..planning.weight_placement import asked_placement
+    from .tables import requirements_table
+
+    shape = load_shape(args.model, device=config.device, dtype=config.dtype, hub=hub_of(config), reach=args.context)
+    disk, geometry = disk_plan(config, shape), shape.geometry
+    machine = Machine.here(config.host_memory, shape.device, None if disk is None else disk.limit)
+    plan = None if config.device_memory is None else plan_for(config, shape)
+    shape = shape.placed(asked_placement(config, shape)) if plan is None else plan.costs.shape
+    costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
+    # One sequence's: the graph of its bucket of lengths, and those of the smaller ones, each half of the next.
+    graphs = min(2, most_graphs(config, shape.device, streams=bool(placement)))
+    needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, args.context, graphs)
+    Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
+    found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
+    if locate(args.model).gguf is not None:
+        notes.append(f"Of a GGUF file: {UNPACKED}.")
+    if args.context > geometry.max_positions:
+        made_for = f"The model was made for {geometry.max_positions:,} positions"
+        if geometry.absolute_positions:
+            found.append(f"{made_for}; it cannot take more.")
+        else:
+            notes.append(f"{made_for}; quality beyond is not known.")
+    print("\n".join(["It does not fit here." if found else "It fits here.", *found, *notes]))
+    return 0
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "info", run)
+    parser.add_argument("--context", type=int, required=True, metavar="N", help="tokens, prompt and new ones together")
+    add_plan_flags(parser)

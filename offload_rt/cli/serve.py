@@ -1,0 +1,97 @@
+"""`offload-rt serve`: the model behind OpenAI's and Anthropic's protocols, and a page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import EngineConfig, StoreOptions
+from ..errors import ConfigError
+from ..server.options import ServerOptions
+from ..utils.config_fields import option_of
+from .common import add_command
+from .engine_flags import add_engine_flags, engine_config
+from .option_flags import add_option, given_options
+from .store_flags import add_store_flags, store_options
+
+if TYPE_CHECKING:
+    from ..async_llm import AsyncLLM
+
+DOCUMENTS = "server"
+"""Folder within the store for what the server remembers of conversations."""
+
+KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
+"""Where a key may stand that shall not be seen in a list of processes."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers OpenAI's and Anthropic's clients over HTTP, and shows a page to talk with the model; on this machine
+    alone unless --host says otherwise."""
+    options, config, store = _options(args), engine_config(args, progress=True), store_options(args)
+    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'offload-rt[serve]'")
+    if args.ray is not None:
+        return _run_on_ray(args, options, config, store)
+    from ..server.run import bound, serve
+
+    def make_engine() -> AsyncLLM:
+        from ..async_llm import AsyncLLM
+        from ..llm import LLM
+
+        llm = LLM(args.model, config)
+        return AsyncLLM(llm, max_waiting=options.max_waiting, store=args.store, store_options=store)
+
+    serve(make_engine, options, bound(options))
+    return 0
+
+
+def _run_on_ray(args: argparse.Namespace, options: ServerOptions, config: EngineConfig, store: StoreOptions) -> int:
+    if not importlib.util.find_spec("ray"):
+        raise ConfigError("--ray needs ray: pip install 'offload-rt[ray]'")
+    from ..server.ray.app import Cluster, ray_app, serve_on_ray
+
+    folder = Path(args.store).expanduser().resolve() if args.store else None
+    cluster = Cluster(args.ray, args.ray_most, gpus=0 if config.device == "cpu" else 1)
+    serve_on_ray(ray_app(args.model, config, options, folder, store, cluster), options)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    given = given_options(args, [field.name for field in fields(ServerOptions)], "server_")
+    keys = given.pop("api_keys", ())
+    if from_environment := os.environ.get(KEY_VARIABLE):
+        keys = (*keys, from_environment)
+    given |= {name: tuple(given[name]) for name in ("cors_origins", "allowed_hosts") if name in given}
+    documents = Path(args.store).expanduser().resolve() / DOCUMENTS if args.store else None
+    return ServerOptions(api_keys=tuple(keys), documents=documents, **given)
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "serve", run)
+    groups: dict[str, Any] = {}
+    for field in fields(ServerOptions):
+        if "option" in field.metadata:
+            title = option_of(field).group or "server"
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            add_option(groups[title], ServerOptions, field, prefix="server_")
+    several = (
+        ("--api-key", "api_keys", "KEY", f"ask for this key; may be repeated; also from {KEY_VARIABLE}"),
+        ("--cors-origin", "cors_origins", "URL", "pages from here may call from a browser; may be repeated"),
+        ("--allowed-host", "allowed_hosts", "NAME", "another name by which a local server may be addressed"),
+    )
+    for flag, name, metavar, help in several:
+        groups["server"].add_argument(flag, dest=f"server_{name}", action="append", metavar=metavar, help=help)
+    groups["server"].add_argument(
+        "--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, else a new one on this machine)"
+    )
+    groups["server"].add_argument(
+        "--ray-most", type=int, metavar="N", help="with --ray: up to so many replicas, as requests come and go"
+    )
+    add_store_flags(parser, required=False)
+    add_engine_flags(parser)

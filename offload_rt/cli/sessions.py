@@ -1,0 +1,126 @@
+"""`offload-rt sessions list|show|export|delete`: what a folder of sessions holds. No model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..utils.config_fields import check_choice
+from ..utils.texts import check_writable
+from ..utils.units import format_duration, format_size, parse_duration
+from .common import add_command
+
+PIPED = 500
+"""Columns of a table that no terminal shows: lines are not to be broken."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the sessions of a store, show or export one as text, or delete one."""
+    check_choice("action", args.action, ACTIONS)
+    if args.store_ttl is not None and args.action != "list":
+        raise InputError(f"--store-ttl says what `sessions list` shows: leave it out of sessions {args.action}")
+    if args.action != "list" and args.name is None:
+        raise InputError(f"sessions {args.action} needs the NAME of a session")
+    ACTIONS[args.action](Path(args.store).expanduser(), args)
+    return 0
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "sessions", run, model=False)
+    parser.add_argument("action", metavar="list|show|export|delete")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the session's name")
+    parser.add_argument("--store", required=True, metavar="DIR", help="the folder that `chat --store` was given")
+    parser.add_argument(
+        "--store-ttl", metavar="TIME", help="list: what this time to live would give up, such as 7d or 12h"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="which NAME, if sessions of several models are called so")
+    parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
+
+
+def printable(text: str) -> str:
+    """Return `text` with characters that a terminal would act on, such as line feeds and escapes, written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _list(folder: Path, args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..sessions.catalog import read_catalog
+
+    ttl = None if args.store_ttl is None else parse_duration(args.store_ttl, "--store-ttl")
+    table, now = Table(box=None, header_style="bold"), time.time()
+    headings = ["session", "model", "turns", "tokens", "on disk", "its own", "last used"]
+    for heading in headings if ttl is None else [*headings, "expires"]:
+        table.add_column(heading, justify="left" if heading in ("session", "model") else "right")
+    catalog = read_catalog(folder)
+    for one in catalog.sessions:
+        history = one.history
+        cells = [
+            printable(history.name),
+            printable(history.model),
+            f"{len(history.turns) // 2:,}",
+            f"{len(history.tokens):,}",
+        ]
+        cells += [format_size(one.bytes), format_size(one.own_bytes), f"{format_duration(max(0, now - one.used))} ago"]
+        if ttl is not None:
+            cells.append(format_size(one.bytes_unused_since(now - ttl)))
+        table.add_row(*map(Text, cells))
+    for damaged in catalog.damaged:
+        table.add_row(Text(printable(damaged.name)), damaged.space, "damaged")
+    width = None if sys.stdout.isatty() else PIPED
+    Console(highlight=False, width=width).print(table if table.row_count else "no sessions", markup=False)
+    for one in catalog.sessions:
+        if one.damage:
+            print(
+                f"{printable(one.history.name)}: {one.damage}; what is listed is the session as it was saved the time "
+                "before last",
+                file=sys.stderr,
+            )
+
+
+def _show(folder: Path, args: argparse.Namespace) -> None:
+    from ..sessions.catalog import export_text, find_stored
+
+    one = find_stored(folder, args.name, args.model)
+    history = one.history
+    cut = f"{history.shift:,} tokens were cut, " if history.shift else ""
+    print(
+        f"{printable(history.name)} ({history.model}): {len(history.turns) // 2:,} turns, "
+        f"{len(history.tokens):,} tokens, {cut}"
+        f"{format_size(one.bytes)} on disk, {format_size(one.own_bytes)} of them its own\n",
+        file=sys.stderr,
+    )
+    print(export_text(history), end="")
+
+
+def _export(folder: Path, args: argparse.Namespace) -> None:
+    from ..sessions.catalog import export_text, find_stored
+
+    check_writable(args.out)
+    text = export_text(find_stored(folder, args.name, args.model).history)
+    if args.out is None:
+        print(text, end="")
+        return
+    try:
+        Path(args.out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {args.out!r}: {error.strerror}") from error
+
+
+def _delete(folder: Path, args: argparse.Namespace) -> None:
+    from ..sessions.catalog import delete_stored
+
+    gone = delete_stored(folder, args.name, args.model)
+    freed = f"{format_size(gone.removed.bytes)} freed"
+    note = f"; {gone.removed.note}" if gone.removed.note else ""
+    print(f"deleted {printable(gone.name)} ({gone.model}): {freed}{note}", file=sys.stderr)
+
+
+ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete}

@@ -1,0 +1,41 @@
+"""`offload-rt skew`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, get_args
+
+from ..config import SkewMethod
+from ..utils.config_fields import check_choice
+from ..utils.texts import read_text
+from .common import add_command, given
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrates a model and writes its skew artifact; for OPT and GPT-2 also the folded checkpoint."""
+    check_choice("method", args.method, get_args(SkewMethod))
+
+    from rich.console import Console
+
+    from ..skewing.fold import skew_model
+    from .tables import skew_table
+
+    report = skew_model(
+        args.model,
+        args.out,
+        method=args.method,
+        calibration=None if args.calibration is None else read_text(args.calibration),
+        dtype=args.dtype,
+        **given(args, ("calibration_tokens",)),
+    )
+    Console().print(skew_table(args.model, report))
+    return 0
+
+
+def add(commands: Any) -> None:
+    """Enters the subcommand."""
+    parser = add_command(commands, "skew", run)
+    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--method", default="svd", metavar="svd|balanced")
+    parser.add_argument("--calibration", metavar="FILE", help="calibration text (default: the packaged one)")
+    parser.add_argument("--calibration-tokens", type=int, metavar="N")

@@ -1,0 +1,27 @@
+"""The flags of a store of sessions: where it is, what it may take, what leaves it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from ..config import StoreOptions
+from ..utils.config_fields import from_mapping, option_of
+from .option_flags import add_option, given_options
+
+PREFIX = "store_option_"
+
+
+def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Where sessions are stored, and the fields of `StoreOptions` that are flags."""
+    group = parser.add_argument_group("store")
+    without = "" if required else " (default: none are kept)"
+    group.add_argument("--store", required=required, metavar="DIR", help=f"folder of stored sessions{without}")
+    for field in fields(StoreOptions):
+        if option_of(field).group:
+            add_option(group, StoreOptions, field, prefix=PREFIX)
+
+
+def store_options(args: argparse.Namespace) -> StoreOptions:
+    """What was given, checked before a model is loaded. Raises ConfigError."""
+    return from_mapping(StoreOptions, given_options(args, [field.name for field in fields(StoreOptions)], PREFIX))

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, and the pass that verifies them."""

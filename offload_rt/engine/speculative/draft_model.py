@@ -1,0 +1,106 @@
+"""A small model that drafts: it reads the texts of sequences with rows of its own, and says what may come next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ...errors import ConfigError, InputError, PoolFullError
+from ...model_runner.sequence import Sequence
+from ...models.registry import LoadedModel
+from ..runner import Runner
+from .verification import accept, rewind, verify
+
+CATCH_UP = 64
+"""Tokens that go into a step together, at most, where the draft model is behind; more of them are prefilled before."""
+
+
+def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
+    """Raises ConfigError where token ids do not mean the same to both; tokens that were added to a vocabulary do not
+    count, and without two tokenizers only sizes can be compared."""
+    mine, theirs = model.tokenizer, draft.tokenizer
+    sizes = model.adapter.geometry.vocab, draft.adapter.geometry.vocab
+    if mine is None or theirs is None:
+        same, said = sizes[0] == sizes[1], f"{sizes[1]:,} tokens, and {model.name} has {sizes[0]:,}"
+    else:
+        ids, added = theirs.get_vocab(), mine.get_added_vocab()
+        wrong = next((t for t, i in mine.get_vocab().items() if t not in added and ids.get(t) != i), None)
+        same, said = wrong is None, f"another tokenizer than {model.name}: {wrong!r} is another token there, or none"
+    if not same:
+        raise ConfigError(f"the draft model {draft.name} has {said}; choose a smaller model of the same family")
+
+
+class DraftModel:
+    """What drafts for the sequences of one runner. Each has a sequence of its own there (`Sequence.drafter`), which is
+    freed with it and has the same tokens: its rows stay from draft to draft, those of wrong drafts are cut off."""
+
+    def __init__(self, runner: Runner, vocab: int) -> None:
+        """runner: of the draft model, with policy "full". vocab: tokens of the model that it drafts for."""
+        self._runner, self._vocab = runner, vocab
+
+    def prepare(self, sequence: Sequence, drafts: int) -> bool:
+        """Computes what is missing of a sequence's text, if that is long, and takes room for so many drafts. False
+        where there is none, or the draft model does not know one of its tokens."""
+        began = time.perf_counter()
+        try:
+            drafter = self._caught_up(sequence)
+            drafter.draft_start = min(drafter.position, sequence.position)
+            ahead = len(sequence.tokens) + drafts - drafter.position
+            self._runner.retry_after_reclaim(lambda: self._runner.reserve(drafter, ahead))
+        except (PoolFullError, InputError):
+            return False
+        finally:
+            sequence.trace.decode_seconds += time.perf_counter() - began
+        return True
+
+    def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
+        """float32 logits `[V]` of what follows each sequence's tokens, in the vocabulary of the model drafted for."""
+        began, runner = time.perf_counter(), self._runner
+        batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._followed, sequences)]
+        logits = [self._fitted(rows[-1]) for rows in verify(runner, batch)]
+        for drafter, count in batch:
+            for _ in range(count):
+                accept(runner, drafter)
+        seconds = time.perf_counter() - began
+        for sequence, (drafter, _) in zip(sequences, batch, strict=True):
+            sequence.trace.decode_seconds += seconds
+            sequence.trace.take_link_bytes(drafter.trace)
+        return logits
+
+    def _caught_up(self, sequence: Sequence) -> Sequence:
+        """The draft model's sequence, at most `CATCH_UP` tokens behind the newest token of `sequence`."""
+        if sequence.drafter is None:
+            tokens, provenance = sequence.tokens, sequence.provenance
+            sequence.drafter = self._runner.retry_after_reclaim(
+                lambda: self._runner.new_sequence(tokens, len(tokens), reuse=len(tokens), provenance=provenance)
+            )
+        drafter = self._followed(sequence)
+        newest = len(drafter.tokens) - 1
+        if newest - drafter.position > CATCH_UP:
+            self._runner.retry_after_reclaim(lambda: self._runner.pool.reserve(drafter.blocks, newest))
+            self._runner.prefill(drafter, newest)
+            sequence.trace.take_link_bytes(drafter.trace)
+        return drafter
+
+    def _followed(self, sequence: Sequence) -> Sequence:
+        """The draft model's sequence with the tokens of `sequence`, its rows as far as these are the same; the newest
+        token is always computed again."""
+        drafter = sequence.drafter
+        assert drafter is not None
+        known = min(drafter.position, len(sequence.tokens) - 1)
+        if drafter.tokens[:known] != sequence.tokens[:known]:
+            pairs = enumerate(zip(drafter.tokens, sequence.tokens, strict=False))
+            known = next(i for i, (mine, theirs) in pairs if mine != theirs)
+        if known < drafter.position:
+            rewind(self._runner, drafter, known)
+            self._runner.reload(drafter)
+        drafter.tokens[known:] = sequence.tokens[known:]
+        return drafter
+
+    def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[V]` of as many tokens as the other model has: models of one family are padded differently."""
+        if len(logits) >= self._vocab:
+            return logits[: self._vocab]
+        return torch.nn.functional.pad(logits, (0, self._vocab - len(logits)), value=-torch.inf)

@@ -1,0 +1,116 @@
+"""Writes to files that go on while others compute, a limited number of bytes behind."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import DiskError
+
+
+class Target(Protocol):
+    """What is written to: the pool's file, or a chunk's home."""
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Writes whole blocks from `offset` on. Raises OSError."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Whole blocks (`direct_file.aligned`), and where they go."""
+
+    target: Target
+    offset: int
+    data: torch.Tensor
+
+
+class WriteBehind:
+    """A thread that writes, in order, for the pool with its file in `folder`. Every write belongs to places `(chunk,
+    layer's place)`: whoever reads one waits for it first (`wait`), and learns there that it could not be written. `add`
+    waits where more than `limit` bytes are on their way."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._waiting: Counter[tuple[int, int]] = Counter()
+        self._bytes = 0
+        self._lost: dict[tuple[int, int], str] = {}
+        self._unwanted: set[tuple[int, int]] = set()
+        """Places whose writes are on their way, and that nobody reads any more."""
+        self._changed = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> None:
+        """Writes `pieces`, all that `places` have, behind what was added before."""
+        size = sum(len(piece.data) for piece in pieces)
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
+            self._waiting.update(places)
+            self._unwanted.difference_update(places)
+            self._bytes += size
+        self._thread.submit(self._write, places, pieces, size)
+
+    def wait(self, places: Sequence[tuple[int, int]]) -> None:
+        """Returns when `places` are written. Raises DiskError where one of them could not be written."""
+        with self._changed:
+            if self._waiting:
+                self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
+            if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
+                raise DiskError(f"cannot write rows to {str(self._folder)!r}: {why}; what was computed is lost")
+
+    def wait_for(self, place: int, chunks: NDArray[np.int64]) -> None:
+        """`wait` of one layer's place in `chunks`, any of them more than once."""
+        with self._changed:
+            quiet = not self._waiting and not self._lost
+        if not quiet:
+            self.wait([(chunk, place) for chunk in np.unique(chunks).tolist()])
+
+    @property
+    def lost(self) -> set[int]:
+        """Chunks of which something could not be written."""
+        with self._changed:
+            return {chunk for chunk, _ in self._lost}
+
+    def forgive(self, chunks: Sequence[int]) -> None:
+        """Forgets what of these chunks could not be written: nobody wants it any more."""
+        gone = set(chunks)
+        with self._changed:
+            self._lost = {place: why for place, why in self._lost.items() if place[0] not in gone}
+            self._unwanted.update(place for place in self._waiting if place[0] in gone)
+
+    def drain(self) -> None:
+        """Returns when everything has been written, or could not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+
+    def _write(self, places: Sequence[tuple[int, int]], pieces: Sequence[Piece], size: int) -> None:
+        why = self._written(pieces)
+        with self._changed:
+            self._bytes -= size
+            self._waiting -= Counter(places)
+            for place in places:
+                self._lost.pop(place, None)
+            if why:
+                self._lost.update((place, why) for place in places if place not in self._unwanted)
+            self._unwanted &= self._waiting.keys()
+            self._changed.notify_all()
+
+    def _written(self, pieces: Sequence[Piece]) -> str:
+        """Why they could not be written; empty where they were."""
+        try:
+            for piece in pieces:
+                piece.target.write(piece.offset, piece.data)
+        except OSError as error:
+            return error.strerror or str(error)
+        except Exception as error:  # whoever reads the rows would wait for them without end
+            return f"{type(error).__name__}: {error}"
+        return ""

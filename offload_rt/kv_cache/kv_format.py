@@ -1,0 +1,188 @@
+"""How a row of K or V is written in host memory: as it is, or as integers with a scale for each group of numbers.
+
+Group-wise asymmetric quantisation as FlexGen's (§4.3 there: groups of 64 numbers, minimum and maximum kept exact): what
+is in the pool is also what crosses the link; rows become numbers again where they are attended.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..config import KVFormatName
+from ..utils.config_fields import check_choice
+
+GROUP = 64
+"""Most numbers of a row that share a scale."""
+
+
+class KVFormat(Protocol):
+    """Rows of d numbers as rows of `width` stored elements."""
+
+    @property
+    def name(self) -> str:
+        """As in `kv_cache_dtype=`; with "auto" the model's dtype."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        ...
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Of the stored elements."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Stored elements of a row."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether stored rows are the rows themselves, to be attended to where they lie."""
+        ...
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., d]` numbers as `[..., width]` stored elements."""
+        ...
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """`[..., width]` stored elements as `[..., d]` numbers of the model's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Native:
+    """The model's own dtype; encoding and decoding hand back what they are given."""
+
+    dtype: torch.dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        """The dtype's name."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype itself."""
+        return self.dtype
+
+    @property
+    def width(self) -> int:
+        """d."""
+        return self.head_dim
+
+    exact = True
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns `rows` as they are."""
+        return rows
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Returns `stored` as it is."""
+        return stored
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Integers of `bits` (8, 4 or 2) with a float16 minimum and step for each group.
+
+    A row takes ceil(d * bits / 8) + 4 * groups bytes. If the groups do not divide d, the last group is the smallest.
+    The error of a number is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and
+    step to float16.
+    """
+
+    bits: int
+    dtype: torch.dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        """int8, int4 or int2."""
+        return f"int{self.bits}"
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Bytes."""
+        return torch.uint8
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row: as few as keep each at `GROUP` numbers or fewer."""
+        return math.ceil(self.head_dim / GROUP)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return self._code_bytes + 4 * self.groups
+
+    @property
+    def _code_bytes(self) -> int:
+        return math.ceil(self.head_dim * self.bits / 8)
+
+    @property
+    def _group_size(self) -> int:
+        return math.ceil(self.head_dim / self.groups)
+
+    exact = False
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Encode rows `[..., d]` as bytes `[..., width]`: the packed codes, then minimum and step of each group."""
+        # The last group is filled with the row's last number, which changes neither its minimum nor its maximum.
+        filling = rows[..., -1:].expand(*rows.shape[:-1], self.groups * self._group_size - self.head_dim)
+        grouped = torch.cat((rows, filling), dim=-1).float().unflatten(-1, (self.groups, self._group_size))
+        low, high = grouped.aminmax(dim=-1, keepdim=True)
+        levels = (1 << self.bits) - 1
+        low = low.half()
+        step = ((high - low.float()) / levels).half().clamp_min(torch.finfo(torch.float16).tiny)
+        codes = ((grouped - low.float()) / step.float()).round_().clamp_(0, levels).to(torch.uint8)
+        scales = torch.cat((low, step), dim=-1).flatten(-2).view(torch.uint8)
+        return torch.cat((self._pack(codes.flatten(-2)[..., : self.head_dim]), scales), dim=-1)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Decode bytes `[..., width]` to rows `[..., d]` of the model's dtype."""
+        codes = _resize(self._unpack(stored[..., : self._code_bytes]), self.groups * self._group_size)
+        grouped = codes.float().unflatten(-1, (self.groups, self._group_size))
+        scales = (
+            stored[..., self._code_bytes :]
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.float16)
+            .float()
+            .unflatten(-1, (-1, 2))
+        )
+        rows: torch.Tensor = torch.addcmul(scales[..., :1], grouped, scales[..., 1:]).flatten(-2)
+        return rows[..., : self.head_dim].to(self.dtype)
+
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Pack codes `[..., d]`, 8 / bits neighbours to a byte, the first in the lowest bits."""
+        fields = 8 // self.bits
+        split = _resize(codes, self._code_bytes * fields).unflatten(-1, (-1, fields))
+        packed: torch.Tensor = split[..., 0].clone()
+        for field in range(1, fields):
+            packed |= split[..., field] << (self.bits * field)
+        return packed
+
+    def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        fields = [(packed >> (self.bits * field)) & ((1 << self.bits) - 1) for field in range(8 // self.bits)]
+        codes: torch.Tensor = torch.stack(fields, dim=-1).flatten(-2)
+        return codes
+
+
+def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first `count` codes of each row, followed by zeros if there are fewer."""
+    missing = count - codes.shape[-1]
+    return torch.nn.functional.pad(codes, (0, missing)) if missing > 0 else codes[..., :count]
+
+
+def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
+    """The format `name` for rows of `head_dim` numbers of `dtype`. Raises ConfigError for an unknown name."""
+    check_choice("kv_cache_dtype", name, ("auto", "int8", "int4", "int2"))
+    if name == "auto":
+        return Native(dtype, head_dim)
+    return Quantised(int(name.removeprefix("int")), dtype, head_dim)

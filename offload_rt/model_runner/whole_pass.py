@@ -1,0 +1,73 @@
+"""One pass over all rows for the next few tokens of several sequences: a small prefill of each, with the weights read
+once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ..core import KVPart
+from ..kernels.causal_blocks import BlockedAttention
+from ..models.adapter import ModelAdapter
+from ..models.exact_layer import attend_layer
+from ..policies.base import Policy
+from ..transfer.link import KVStorage, PrefilledLayer
+from .prefill import go_through, learn
+from .sequence import Sequence
+
+
+class WholePass:
+    """The next `counts[b]` tokens of sequence b, which has slots for them, each attending to all rows before it of its
+    own sequence. Rows, scoring keys and windows are written; nothing is committed."""
+
+    def __init__(
+        self, sequences: Seq[Sequence], counts: Seq[int], adapter: ModelAdapter, policy: Policy, storage: KVStorage
+    ) -> None:
+        self._sequences, self._counts = list(sequences), list(counts)
+        self._adapter, self._policy, self._storage = adapter, policy, storage
+
+    def run(self) -> list[torch.Tensor]:
+        """float32 logits `[counts[b], V]` of what follows each of the tokens."""
+        adapter = self._adapter
+        spans = [
+            (one, range(one.position, one.position + n)) for one, n in zip(self._sequences, self._counts, strict=True)
+        ]
+        tokens = torch.tensor([one.tokens[t] for one, span in spans for t in span], device=adapter.device)
+        positions = torch.tensor([t + one.shift for one, span in spans for t in span], device=adapter.device)
+        hidden = adapter.embed(tokens, positions)
+        for layer in range(adapter.geometry.layers):
+            rows = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
+            each = zip(self._sequences, *(x.split(self._counts, dim=1) for x in rows), strict=True)
+            attended = [self._attend(layer, one, q, KVPart(k, v)) for one, q, k, v in each]
+            hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
+        return list(adapter.logits(hidden).split(self._counts))
+
+    def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
+        """Attention `[m, H * d]` of one sequence's m tokens, with queries q `[H, m, d]` and rows `new` `[Hkv, m, d]`,
+        which are stored. The policy hears nothing of sliding layers, which select nothing."""
+        start, window = sequence.position, self._adapter.geometry.windows[layer]
+        rows = self._storage.extend_layer(sequence.blocks, layer, start, new)
+        sequence.trace.bytes_requested += rows.bytes_to_device
+        sequence.trace.bytes_to_host += rows.bytes_to_host
+        if window is None and self._policy.wants_queries:
+            rows = rows.joined()
+            sequence.state.on_queries(layer, q, rows.kv.k, start)
+        known = sequence.learned if sequence.unlearned else start
+        if rows.past:
+            attended = self._attend_past(layer, sequence, q, rows, known)
+        else:
+            attended = attend_layer(self._adapter, layer, q, rows.kv, start + sequence.shift)
+        if window is None:
+            learn(sequence.state, layer, rows.kv, rows.first, known)
+        return attended.transpose(0, 1).flatten(1)
+
+    def _attend_past(
+        self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
+    ) -> torch.Tensor:
+        """Attention `[H, m, d]` over a past in parts, of which the policy knows the first `known` tokens."""
+        geometry = self._adapter.geometry
+        attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
+        go_through(rows.past, [attending], sequence.state, layer, known)
+        attending.add_own(rows.kv.k, rows.kv.v)
+        return attending.result(self._adapter.sinks(layer))

@@ -1,0 +1,1 @@
+"""The policy "infinigen": speculate the next query, score all tokens with compressed keys, fetch the best."""

@@ -1,0 +1,96 @@
+"""Rows of a sequence in pages (`kernels.pages`) that forks share one by one until somebody writes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakSet
+
+import torch
+
+from ...kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages
+
+
+class Page:
+    """`rows` uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and who has it. It goes when the last holder does."""
+
+    def __init__(self, rows: torch.Tensor, holder: LayerPages) -> None:
+        self.rows = rows
+        self.holders: WeakSet[LayerPages] = WeakSet((holder,))
+
+
+class LayerPages:
+    """What a sequence keeps of its tokens in some layers: pages, each of `PAGE_TOKENS` tokens of all these layers, and
+    how many tokens each layer has. A page that others have too is only read; before a write it is copied."""
+
+    def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
+        """No tokens yet."""
+        self._at = {layer: i for i, layer in enumerate(layers)}
+        self._shape, self._device = (len(self._at), heads, PAGE_BLOCKS, block_bytes), device
+        self._lengths = dict.fromkeys(self._at, 0)
+        self._pages: list[Page] = []
+        self._shown: dict[int, Pages] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages. Of a page that several have, each counts an equal part: all of them together count it
+        once."""
+        return round(sum(page.rows.nbytes / len(page.holders) for page in self._pages))
+
+    def length(self, layer: int) -> int:
+        """Tokens that the layer has."""
+        return self._lengths.get(layer, 0)
+
+    def pages(self, layer: int) -> Pages:
+        """Where the layer's rows lie, only to read: the same object until a page is added or copied."""
+        if layer not in self._shown:
+            tensors = tuple(page.rows for page in self._pages)
+            first = next(iter(self._shown.values()), None)
+            self._shown[layer] = (
+                Pages.of(tensors, self._at[layer]) if first is None else first.of_layer(self._at[layer])
+            )
+        return self._shown[layer]
+
+    def reserve(self, layer: int, tokens: range) -> Pages:
+        """`pages`, with room for `tokens`, which count as written from now on and whose pages nobody else has. They
+        begin at most where the layer's end."""
+        assert tokens.start <= self._lengths[layer], "tokens without a gap"
+        for at in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
+            if at == len(self._pages):
+                self._pages.append(Page(torch.empty(self._shape, dtype=torch.uint8, device=self._device), self))
+                self._shown = {}
+            elif len(self._pages[at].holders) > 1:
+                self._copy(at)
+        self._lengths[layer] = max(self._lengths[layer], tokens.stop)
+        return self.pages(layer)
+
+    def _copy(self, at: int) -> None:
+        """Makes page `at` this sequence's own: a copy of the blocks that hold any of its tokens."""
+        shared = self._pages[at]
+        blocks = min(PAGE_BLOCKS, -(-max(self._lengths.values()) // BLOCK) - at * PAGE_BLOCKS)
+        own = Page(torch.empty_like(shared.rows), self)
+        own.rows[:, :, :blocks] = shared.rows[:, :, :blocks]
+        shared.holders.discard(self)
+        self._pages[at], self._shown = own, {}
+
+    def fork(self, tokens: int | None = None) -> LayerPages:
+        """A second owner of the same pages, as far as they hold the first `tokens` tokens (None: all)."""
+        twin = object.__new__(LayerPages)
+        twin._at, twin._shape, twin._device, twin._shown = self._at, self._shape, self._device, {}
+        most = max(self._lengths.values(), default=0) if tokens is None else tokens
+        twin._lengths = {layer: min(length, most) for layer, length in self._lengths.items()}
+        twin._pages = self._pages[: -(-most // PAGE_TOKENS)]
+        for page in twin._pages:
+            page.holders.add(twin)
+        return twin
+
+    def check_integrity(self) -> None:
+        """Asserts that there is room for all tokens, that every page knows its holders, and that what kernels are shown
+        is what there is."""
+        assert max(self._lengths.values(), default=0) <= len(self._pages) * PAGE_TOKENS
+        for at, page in enumerate(self._pages):
+            assert self in page.holders and page.rows.shape == self._shape
+            assert all(other._pages[at] is page for other in page.holders)
+        for layer, shown in self._shown.items():
+            assert shown.layer == self._at[layer]
+            assert [own.data_ptr() for own in shown.tensors] == shown.addresses.tolist()
+            assert all(own is page.rows for own, page in zip(shown.tensors, self._pages, strict=True))

@@ -1,0 +1,208 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..answers import Asked, Step, answer, asked
+from ..connection import event, json_answer, streamed, until_gone
+from ..conversation import from_chat
+from ..deltas import Usage
+from ..errors import refused
+from ..parsers.pieces import Content, Piece, Reasoning, ToolCall
+from ..sampling import sampling_fields
+from ..service import Service
+from ..structured import forced_call, structured_outputs
+from ..trace_events import TraceEvents
+from .completions import usage_json
+from .logprobs import chat_logprobs
+from .requests import ChatRequest
+
+
+async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
+    """Answers a request, whole or as events."""
+    service.check_model(body.model)
+    if body.trace and not body.stream:
+        raise refused("trace is for stream: true", "trace")
+    text, what = await _asked(service, body, request)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = {
+        "id": f"chatcmpl-{request.scope['state']['request_id']}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name,
+    }
+    keep = _keeper(service, body, request)
+    steps, hold = answer(service, request, what), service.answering(what.where.session)
+    if body.stream:
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        traced = await _traced(service, text, what) if body.trace else None
+        return await streamed(request, _events(steps, head, top, usage, keep, traced, hold))
+    return json_answer(await until_gone(request, _whole(steps, head, top, what.params.n, keep, hold)))
+
+
+Keep = Callable[[Sequence[Piece]], None]
+"""Is told what was answered, as far as it came."""
+
+
+def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
+    """What keeps the conversation where it has a session."""
+    owner, name = request.scope["state"]["owner"], body.session
+
+    def keep(pieces: Sequence[Piece]) -> None:
+        if name is None:
+            return
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        if pieces:
+            messages.append({key: value for key, value in _message(list(pieces)).items() if value is not None})
+        service.forget(service.conversations.keep(owner, name, messages))
+
+    return keep
+
+
+async def _traced(service: Service, text: str, what: Asked) -> TraceEvents:
+    spans = await service.prompts.spans_of(text, len(what.ids))
+    async with service.engines.under(what.where.policy, what.where.policy_options) as engine:
+        return TraceEvents(engine.llm, text, spans, len(what.ids))
+
+
+async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, Asked]:
+    """The prompt's text, and what is asked."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refused("top_logprobs is for logprobs: true", "top_logprobs")
+    conversation = from_chat(body)
+    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
+    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+    structured = structured_outputs(body.response_format, body.structured_outputs)
+    forced = {} if structured else forced_call(conversation)
+    tokens = service.room.tokens(len(ids), body.max_completion_tokens or body.max_tokens)
+    params = service.params(max_tokens=tokens, **sampling_fields(body), **more, **structured, **forced)
+    where = service.where(body, request, trace=bool(body.trace))
+    return text, asked(text, ids, conversation, params, forced=bool(forced), where=where)
+
+
+async def _events(
+    steps: AsyncGenerator[Step, None],
+    head: dict[str, Any],
+    top: int | None,
+    with_usage: bool,
+    keep: Keep,
+    traced: TraceEvents | None,
+    hold: AbstractContextManager[None],
+) -> AsyncGenerator[bytes, None]:
+    usage, calls, said = Usage(), dict[int, int](), list[Piece]()
+    null = {"usage": None} if with_usage else {}
+    begun = False
+
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+        return event(head | {"choices": [choice]} | null)
+
+    def gained(step: Step) -> Iterator[bytes]:
+        if step.index not in calls:
+            calls[step.index] = 0
+            yield chunk(step.index, {"role": "assistant", "content": ""})
+        logprobs = _logprobs(step, top)
+        for piece in step.pieces:
+            delta = _delta(piece, calls[step.index])
+            calls[step.index] += isinstance(piece, ToolCall)
+            yield chunk(step.index, delta, logprobs=logprobs)
+            logprobs = None
+        if step.finish_reason is not None:
+            ends = {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
+            yield chunk(step.index, {}, logprobs=logprobs, **ends)
+        elif logprobs is not None:
+            yield chunk(step.index, {"content": ""}, logprobs=logprobs)
+
+    with hold:  # until the answer is stored: a deletion in between would be undone by `keep`
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    if not begun:
+                        begun = True
+                        keep(said)
+                        if traced is not None:
+                            yield event(head | {"choices": [], "trace": traced.head})
+                    usage = step.usage
+                    said += step.pieces if step.index == 0 else ()
+                    if step.watched is None:
+                        for one in gained(step):
+                            yield one
+                    elif traced is not None and (new := traced.of(step.watched)) is not None:
+                        yield event(head | {"choices": [], "trace": new})
+        finally:
+            if begun:  # also of an answer that the client stopped
+                keep(said)
+    if with_usage:
+        yield event(head | {"choices": [], "usage": usage_json(usage)})
+    yield event("[DONE]")
+
+
+def _delta(piece: Piece, number: int) -> dict[str, Any]:
+    if isinstance(piece, Content):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning_content": piece.text}
+    return {"tool_calls": [{"index": number} | _call(piece)]}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _logprobs(step: Step, top: int | None) -> dict[str, Any] | None:
+    if top is None or step.logprobs is None or not step.token_ids:
+        return None
+    return chat_logprobs(step.token_ids, step.logprobs, top)
+
+
+async def _whole(
+    steps: AsyncGenerator[Step, None],
+    head: dict[str, Any],
+    top: int | None,
+    count: int,
+    keep: Keep,
+    hold: AbstractContextManager[None],
+) -> dict[str, Any]:
+    usage, pieces = Usage(), [list[Piece]() for _ in range(count)]
+    choices: list[dict[str, Any]] = [{"index": i, "logprobs": None} for i in range(count)]
+    with hold:
+        async with aclosing(steps):
+            async for step in steps:
+                usage = step.usage
+                pieces[step.index] += step.pieces
+                choice = choices[step.index]
+                if (found := _logprobs(step, top)) is not None:
+                    before = choice["logprobs"] or {"content": []}
+                    choice["logprobs"] = found | {"content": before["content"] + found["content"]}
+                choice |= {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
+        keep(pieces[0])
+    for choice, own in zip(choices, pieces, strict=True):
+        choice["message"] = _message(own)
+    return head | {"choices": choices, "usage": usage_json(usage)}
+
+
+def _message(pieces: list[Piece]) -> dict[str, Any]:
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [_call(piece) for piece in pieces if isinstance(piece, ToolCall)]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+        "refusal": None,
+        "annotations": [],
+    }
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message

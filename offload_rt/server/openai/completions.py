@@ -1,0 +1,207 @@
+"""`POST /v1/completions`: one prompt or several, continued as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...sampling_params import SamplingParams
+from ..connection import event, json_answer, streamed, until_gone
+from ..deltas import Delta, Deltas, Usage, usage_of
+from ..errors import refused
+from ..sampling import sampling_fields
+from ..service import Service, Where
+from ..structured import structured_outputs
+from .logprobs import completion_logprobs
+from .requests import CompletionRequest
+
+DEFAULT_TOKENS = 16
+"""New tokens where a request does not say how many: OpenAI's number."""
+
+MOST_PROMPTS = 128
+"""Prompts of one request."""
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """One prompt of a request: which, its tokens, what of it is echoed, and the text of its first token where echoed
+    tokens have log-probabilities: the first has none, which would say it."""
+
+    number: int
+    ids: list[int]
+    echo: str
+    first: str
+
+
+async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
+    """Answers a request, whole or as events."""
+    service.check_model(body.model)
+    n = body.n or 1
+    if body.suffix:
+        raise refused("suffix: this server does not fill in between", "suffix")
+    if (body.best_of or n) != n:
+        raise refused("best_of must be n, or left out: this server ranks no completions", "best_of")
+    prompts = await until_gone(request, _prompts(service, body))
+    logprobs: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
+    logprobs |= {"prompt_logprobs": body.logprobs} if logprobs and body.echo else {}
+    logprobs |= structured_outputs(body.response_format, body.structured_outputs)
+    fields = sampling_fields(body) | logprobs
+    params = [
+        service.params(max_tokens=service.room.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS), **fields)
+        for one in prompts
+    ]
+    where = service.where(body, request)
+    if where.session is not None and len(prompts) > 1:
+        raise refused("a session has one prompt at a time", "session")
+    head = {
+        "id": f"cmpl-{request.scope['state']['request_id']}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.name,
+    }
+    steps = _merged(
+        [_one(service, request, one, each, body.logprobs, where) for one, each in zip(prompts, params, strict=True)]
+    )
+    if body.stream:
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return await streamed(request, _events(steps, head, usage))
+    return json_answer(await until_gone(request, _whole(steps, head, n * len(prompts))))
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
+    given: Any = body.prompt
+    several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    if not 1 <= len(several) <= MOST_PROMPTS:
+        raise refused(f"prompt: between 1 and {MOST_PROMPTS} prompts, not {len(several)}", "prompt")
+    found = []
+    for i, one in enumerate(several):
+        ids = await service.prompts.of_text(one) if isinstance(one, str) else one
+        echo = "" if not body.echo else one if isinstance(one, str) else await service.prompts.text_of(one)
+        first = await service.prompts.text_of(ids[:1]) if body.echo and body.logprobs is not None else ""
+        found.append(_Prompt(i, ids, echo, first))
+    return found
+
+
+Step = tuple[list[dict[str, Any]], int, Usage]
+"""New parts of choices, the number of their prompt, what the prompt's request counts so far."""
+
+
+async def _one(
+    service: Service, request: Request, prompt: _Prompt, params: SamplingParams, top: int | None, where: Where
+) -> AsyncGenerator[Step, None]:
+    """What one prompt's completions gain, step by step."""
+    deltas, offsets = Deltas(), dict.fromkeys(range(params.n), len(prompt.echo))
+    echoed: set[int] = set()
+    with service.answering(where.session):
+        async with aclosing(service.outputs(request, prompt.ids, params, where)) as outputs:
+            async for output in outputs:
+                choices = []
+                for delta in deltas.of(output):
+                    echo = "" if delta.index in echoed else prompt.echo
+                    echoed.add(delta.index)
+                    choice = _choice(prompt.number * params.n + delta.index, echo, delta, top, offsets)
+                    if echo and top is not None and output.prompt_logprobs is not None:
+                        before = completion_logprobs(prompt.ids, output.prompt_logprobs, top, 0, prompt.first)
+                        choice["logprobs"] = _with(before, choice["logprobs"])
+                    choices.append(choice)
+                yield choices, prompt.number, usage_of(output)
+
+
+def _choice(index: int, echo: str, delta: Delta, top: int | None, offsets: dict[int, int]) -> dict[str, Any]:
+    logprobs = None
+    if top is not None and delta.logprobs is not None:
+        logprobs = completion_logprobs(delta.token_ids, delta.logprobs, top, offsets[delta.index])
+        offsets[delta.index] += sum(map(len, logprobs["tokens"]))
+    return {
+        "index": index,
+        "text": echo + delta.text,
+        "logprobs": logprobs,
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerator[Step, None]:
+    """The steps of several streams as they come. What one raises ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for step in only:
+                yield step
+        return
+    queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[Step, None]) -> None:
+        try:
+            async with aclosing(stream) as steps:
+                async for step in steps:
+                    queue.put_nowait(step)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            said = await queue.get()
+            if isinstance(said, Exception):
+                raise said
+            if said is None:
+                running -= 1
+            else:
+                yield said
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _events(
+    steps: AsyncGenerator[Step, None], head: dict[str, Any], with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    usages: dict[int, Usage] = {}
+    async with aclosing(steps):
+        async for choices, number, usage in steps:
+            usages[number] = usage
+            for choice in choices:
+                yield event(head | {"choices": [choice]} | ({"usage": None} if with_usage else {}))
+    if with_usage:
+        yield event(head | {"choices": [], "usage": usage_json(sum(usages.values(), Usage()))})
+    yield event("[DONE]")
+
+
+async def _whole(steps: AsyncGenerator[Step, None], head: dict[str, Any], count: int) -> dict[str, Any]:
+    usages: dict[int, Usage] = {}
+    choices: list[dict[str, Any]] = [{"index": i, "text": "", "logprobs": None} for i in range(count)]
+    async with aclosing(steps):
+        async for gained, number, usage in steps:
+            usages[number] = usage
+            for gain in gained:
+                choice = choices[gain["index"]]
+                choice["text"] += gain["text"]
+                choice["logprobs"] = _with(choice["logprobs"], gain["logprobs"])
+                choice |= {name: gain[name] for name in ("finish_reason", "stop_reason")}
+    return head | {"choices": choices, "usage": usage_json(sum(usages.values(), Usage()))}
+
+
+def _with(one: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[str, Any] | None:
+    if one is None or more is None:
+        return one or more
+    return {name: one[name] + more[name] for name in one}
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """Counts of tokens as OpenAI's clients expect them."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.generated,
+        "total_tokens": usage.prompt + usage.generated,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }

@@ -1,0 +1,202 @@
+"""`/v1/responses`: OpenAI's protocol of items, whole and as events; conversations go on by `previous_response_id`."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..answers import Step, answer, asked
+from ..connection import event, json_answer, streamed, until_gone
+from ..conversation import call_message
+from ..deltas import Usage
+from ..errors import refused
+from ..parsers.pieces import Content, Piece, ToolCall, joined
+from ..service import Service, Where
+from ..structured import forced_call, structured_outputs
+from .response_items import Items
+from .response_store import Kept, response_of
+from .responses_requests import ResponsesRequest, format_of, from_responses, new_messages
+
+
+async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
+    """Answers a request, whole or as events, and keeps it unless it says otherwise."""
+    service.check_model(body.model)
+    if body.background:
+        raise refused("background: this server answers while the client waits", "background")
+    head = _head(service, body, request)
+    try:
+        json.dumps(head, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise refused("tools and metadata must be JSON, which has no NaN and no Infinity", "tools") from None
+    owner = request.scope["state"]["owner"]
+    before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
+    messages = [*(before.messages if before else ()), *new_messages(body)]
+    conversation = from_responses(body, messages)
+    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
+    given: dict[str, Any] = {
+        name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None
+    }
+    given |= (structured := structured_outputs(format_of(body)))
+    given |= (forced := {} if structured else forced_call(conversation))
+    params = service.params(max_tokens=service.room.tokens(len(ids), body.max_output_tokens), **given)
+    salt = service.salt(request, body.cache_salt)
+
+    def answers(session: str) -> AsyncGenerator[Step, None]:
+        where = Where(session=session if service.remembers and body.store is not False else None, cache_salt=salt)
+        return answer(service, request, asked(text, ids, conversation, params, forced=bool(forced), where=where))
+
+    def keep(session: str, response: dict[str, Any], pieces: Sequence[Piece]) -> None:
+        if body.store is not False:
+            kept = Kept(owner, response, [*messages, _said(pieces)], session)
+            service.forget(service.responses.add(head["id"], kept))
+
+    turn = _Turn(service, response_of(owner, head["id"]), None if before is None else before.session, answers, keep)
+    if body.stream:
+        return await streamed(request, _events(turn, head))
+    return json_answer(await until_gone(request, _whole(turn, head)))
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One answer. response: its own session. before: the session of the conversation that it continues. answers: makes
+    the steps of the answer in a session. keep: stores the answer and the session that it was computed in."""
+
+    service: Service
+    response: str
+    before: str | None
+    answers: Callable[[str], AsyncGenerator[Step, None]]
+    keep: Callable[[str, dict[str, Any], Sequence[Piece]], None]
+
+    @contextmanager
+    def begin(self) -> Iterator[tuple[str, AsyncGenerator[Step, None]]]:
+        """Hold the session of the answer; yield its name and the steps. The second of two answers to one response at
+        the same time goes into a session of its own."""
+        busy = self.before is None or self.service.is_answering(self.before)
+        session = self.response if busy or self.before is None else self.before
+        try:
+            with self.service.answering(*{self.response, session}):
+                yield session, self.answers(session)
+        except BaseException:
+            if session == self.response:  # no response refers to it, so that nobody could delete it
+                self.service.forget([session])
+            raise
+
+
+def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
+    """A response before anything of it is there."""
+    return {
+        "id": f"resp_{request.scope['state']['request_id']}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": service.name,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+        "tools": [tool.model_dump() | {"strict": False} for tool in body.tools or ()],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        # What Open Responses has, and this server does not vary.
+        "background": False,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "top_logprobs": 0,
+        "reasoning": None,
+        "max_tool_calls": None,
+        "service_tier": "default",
+        "safety_identifier": None,
+        "prompt_cache_key": None,
+    }
+
+
+def _done(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response when all of it is there."""
+    cut = step.finish_reason == "length"
+    return head | {
+        "status": "incomplete" if cut else "completed",
+        "completed_at": None if cut else int(time.time()),
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output,
+        "usage": _usage(step.usage),
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.generated,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.generated,
+    }
+
+
+def _said(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The answer as a message of the conversation that goes on: without thinking."""
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    calls = [
+        call_message(piece.name, piece.arguments, f"call_{uuid.uuid4().hex[:24]}", "answer")
+        for piece in pieces
+        if isinstance(piece, ToolCall)
+    ]
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+async def _whole(turn: _Turn, head: dict[str, Any]) -> dict[str, Any]:
+    items, pieces = Items(), list[Piece]()
+    with turn.begin() as (session, steps):
+        async with aclosing(steps):
+            async for step in steps:
+                pieces += step.pieces
+        for piece in joined(pieces):
+            items.push(piece)
+        items.close()
+        response = _done(head, step, items.output)
+        turn.keep(session, response, pieces)
+    return response
+
+
+async def _events(turn: _Turn, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    items, pieces, number = Items(), list[Piece](), 0
+
+    def numbered(events: Sequence[dict[str, Any]]) -> bytes:
+        nonlocal number
+        found = b""
+        for each in events:
+            found += event(each | {"sequence_number": number}, each["type"])
+            number += 1
+        return found
+
+    begun = False
+    with turn.begin() as (session, steps):
+        async with aclosing(steps):
+            async for step in steps:
+                if not begun:
+                    begun = True
+                    yield numbered([{"type": f"response.{n}", "response": head} for n in ("created", "in_progress")])
+                for piece in step.pieces:
+                    pieces.append(piece)
+                    yield numbered(items.push(piece))
+        yield numbered(items.close())
+        response = _done(head, step, items.output)
+        turn.keep(session, response, pieces)
+    yield numbered([{"type": f"response.{response['status']}", "response": response}])

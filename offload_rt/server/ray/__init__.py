@@ -1,0 +1,1 @@
+"""The server on a Ray Serve cluster."""

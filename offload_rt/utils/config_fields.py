@@ -1,0 +1,156 @@
+"""Describe and check the fields of configuration dataclasses, and make instances from mappings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
+from numbers import Real
+from operator import index
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import ConfigError
+
+T = TypeVar("T")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise ConfigError, with a suggestion, if `value` is not one of `choices`."""
+    known = list(choices)
+    if not isinstance(value, str) or value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        raise ConfigError(
+            f"{name}={value!r:.80} is unknown{f'; did you mean {near[0]!r}?' if near else ''} "
+            f"(one of: {', '.join(known)})"
+        )
+
+
+LARGEST: Final = 1 << 1000  # larger integers cannot be converted to float
+
+NEVER: Final = object()  # `neutral` of an option that has no neutral value: equal to no value
+
+
+@dataclass(frozen=True)
+class Option:
+    """Description of a configuration field, from which command-line flags and documentation are made.
+
+    Attributes:
+        help: One line, with the unit.
+        metavar: Placeholder for the value in usage texts, such as "SIZE". None lists the choices of the field's type.
+        flag: Name of the flag if it differs from the field's.
+        group: Heading of the flag in the help of commands that run a model. None: available in Python only.
+        plans: Whether `info` has the flag, because memory demand depends on it.
+        neutral: Value that behaves as before the option existed. It is left out of KV provenance keys, so that stores
+            written before stay valid.
+    """
+
+    help: str
+    metavar: str | None = None
+    flag: str | None = None
+    group: str | None = None
+    plans: bool = False
+    neutral: Any = NEVER
+
+
+def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
+    """Return a dataclass field with a default, described by an `Option` made of `help` and `more`."""
+    return field(default=default, repr=repr, metadata={"option": Option(help, **more)})
+
+
+def option_of(described: Field[Any]) -> Option:
+    """Return the description of a field made by `option`."""
+    return described.metadata["option"]  # type: ignore[no-any-return]
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ConfigError with `message` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def check_types(config: Any) -> None:
+    """Check the fields of a frozen dataclass that are annotated as bool, int, float, str or a union of these.
+
+    Numbers of other libraries, such as numpy's, are converted. Fields that parse text (`Size`) are skipped.
+
+    Raises:
+        ConfigError: A field has a value of another type.
+    """
+    kind: Any = type(config)
+    hints = _hints(kind)
+    for each in fields(config):
+        value, kinds = getattr(config, each.name), _scalars(hints[each.name])
+        if kinds is None or type(value) in kinds:
+            continue
+        number = _number(value, kinds)
+        if number is None:
+            wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in kinds)
+            raise ConfigError(f"{each.name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
+        object.__setattr__(config, each.name, number)
+
+
+def _number(value: Any, kinds: set[type]) -> int | float | None:
+    """Convert a number of another library to int or float, as far as `kinds` allow. Return None if it is none."""
+    try:
+        if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
+            number = index(value)
+            return number if abs(number) < LARGEST or float not in kinds else None
+        if float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array that does not have exactly one element
+        pass
+    return None
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the evaluated annotations of a class. Cached, because sampling parameters are checked per request."""
+    return get_type_hints(kind, include_extras=True)
+
+
+_CALLED = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
+
+
+def _scalars(hint: Any) -> set[type] | None:
+    """Return the scalar types that a hint allows, or None if it allows other types as well."""
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    if get_origin(hint) in (Union, UnionType):
+        parts = [_scalars(part) for part in get_args(hint)]
+        return None if None in parts else {kind for part in parts if part for kind in part}
+    return {hint} if hint in _CALLED else None
+
+
+def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
+    """Return `config` (or `cls()` if it is None) with the fields in `options` replaced.
+
+    Raises:
+        ConfigError: A key is not a field, or `config` is not a `cls`.
+    """
+    if config is None:
+        return from_mapping(cls, options)
+    check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")
+    check_keys(type(config), options)
+    return replace(config, **options)  # type: ignore[type-var]
+
+
+def check_mapping(name: str, options: object) -> None:
+    """Raise ConfigError if `options` is not a mapping."""
+    mapping = isinstance(options, Mapping)
+    check(mapping, f"{name}={options!r:.80} is {type(options).__name__}; it must be a mapping of names to values")
+
+
+def check_keys(cls: type, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with a suggestion, if a key of `options` is not a field of the dataclass `cls`."""
+    known = [f.name for f in fields(cls)]
+    for key in options:
+        check_choice(f"option of {cls.__name__}", key, known)
+
+
+def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
+    """Return an instance of the dataclass `cls`. Raise ConfigError for unknown keys and other types."""
+    check_mapping(cls.__name__, options)
+    check_keys(cls, options)
+    return cls(**options)

@@ -1,0 +1,49 @@
+"""Create files and folders that only their owner can read, whatever the umask.
+
+All files with text, tokens, KV or keys are created here, so that the access modes are in one place.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+
+def make_private_folder(path: Path) -> bool:
+    """Create a folder and its missing parents with mode 0700. Return False if it exists. Raise OSError."""
+    if not path.parent.exists():
+        make_private_folder(path.parent)
+    try:
+        path.mkdir(mode=FOLDER_MODE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return False
+    path.chmod(FOLDER_MODE)  # the umask may have removed bits that the owner needs
+    return True
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open a file with mode 0600, created if `flags` contain O_CREAT. A link is not followed. Raise OSError."""
+    handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        status = os.fstat(handle)
+        if stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) != FILE_MODE:
+            os.fchmod(handle, FILE_MODE)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def make_private(path: Path) -> None:
+    """Remove the access of other users to an existing file or folder. Skip links. Raise OSError."""
+    status = path.lstat()
+    mode = FOLDER_MODE if stat.S_ISDIR(status.st_mode) else FILE_MODE
+    known = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+    # Change the mode only if needed, so that correct modes on a read-only file system raise no error.
+    if known and stat.S_IMODE(status.st_mode) != mode:
+        path.chmod(mode)

@@ -1,0 +1,21 @@
+"""Silence transformers in our own commands. `LLM` does not change the settings of the program that uses it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def quiet_transformers() -> None:
+    """Limit transformers' log to errors and disable its progress bars.
+
+    If it is not imported yet, set environment variables that it reads, unless they are set already.
+    """
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    else:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

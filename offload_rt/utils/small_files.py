@@ -1,0 +1,37 @@
+"""Read small files from untrusted folders: sizes are limited, and devices are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from errno import EFBIG, EINVAL
+from pathlib import Path
+from typing import Any
+
+LARGEST = 1 << 28  # bytes
+
+
+def read_small(path: Path, most: int = LARGEST) -> bytes:
+    """Return the content of a file or pipe of at most `most` bytes. Raise OSError for larger ones and devices."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISCHR(status.st_mode) and not file.isatty():
+            raise OSError(EINVAL, "it is a device, not a file")
+        data = b"" if status.st_size > most else file.read(most + 1)
+    if status.st_size > most or len(data) > most:
+        raise OSError(EFBIG, f"it has more than {most:,} bytes")
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raise ValueError, also if it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file. Raise OSError or ValueError."""
+    return parse_json(read_small(path))

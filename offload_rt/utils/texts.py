@@ -1,0 +1,169 @@
+"""Read texts and prompts from files, or from datasets of the hub through `datasets`.
+
+A SPEC is one of:
+
+- `-`: standard input, plain text;
+- a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables, read through
+  `datasets` too; `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
+- `NAME:SPLIT`, `NAME:CONFIG:SPLIT` or `NAME:CONFIG:SPLIT:COLUMN`: a dataset of the hub, such as
+  `wikitext:wikitext-2-raw-v1:test`. It is streamed, so that only the rows that are read are downloaded. With
+  HF_HUB_OFFLINE=1 or HF_DATASETS_OFFLINE=1 it is read from the local cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, InputError
+from .small_files import read_small
+
+TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Suffixes of tables and their format names in `datasets`."""
+
+CHARACTERS = 50_000_000  # maximum length of a text that is joined from rows
+
+
+def read_file(path: str) -> str:
+    """Return the text of a UTF-8 file, or of stdin for "-". Raise InputError if it is missing, binary or empty."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else read_small(Path(path))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path!r}: {getattr(error, 'strerror', error)}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path!r} is not text: byte {error.start} is not UTF-8; use a plain text file in UTF-8"
+        ) from error
+    if "\0" in text:
+        raise InputError(f"{path!r} is a binary file: it contains NUL bytes; use a plain text file in UTF-8")
+    if not text.strip():
+        raise InputError(f"{path!r} is empty: it needs text to continue")
+    return text
+
+
+def read_text(spec: str) -> str:
+    """Return the text of a plain file, or the rows of a table or dataset joined by newlines, up to `CHARACTERS`.
+
+    Raises:
+        InputError: The text cannot be read.
+        ConfigError: `datasets` is needed and not installed.
+    """
+    rows = _rows(spec)
+    if rows is None:
+        return read_file(spec)
+    parts, length = [], 0
+    for row in rows:
+        parts.append(row if row.endswith("\n") else row + "\n")
+        length += len(parts[-1])
+        if length >= CHARACTERS:
+            break
+    if length == len(parts) or not parts:
+        raise InputError(f"{spec!r} contains no text")
+    return "".join(parts)
+
+
+def read_prompts(spec: str) -> list[str]:
+    """Return the non-empty lines of a plain file, or rows of a table or dataset. Errors as `read_text`."""
+    rows = _rows(spec)
+    return [row.strip() for row in (read_file(spec).splitlines() if rows is None else rows) if row.strip()]
+
+
+def check_writable(path: str | None) -> None:
+    """Raise InputError if `path` cannot be written, before a long run starts."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path!r}: there is no folder {str(folder)!r}")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise InputError(f"cannot write {path!r}: it is a folder, or writing is not permitted")
+
+
+def text_name(spec: str) -> str:
+    """Return the name of a text for tables: a file name without its folder, or the SPEC of a dataset."""
+    return Path(spec).name if _path_of(spec) is not None else spec
+
+
+def _path_of(spec: str) -> tuple[Path, str | None] | None:
+    """Return (file, column), or None for a dataset. An existing path is always a file."""
+    if spec == "-" or Path(spec).exists():
+        return Path(spec), None
+    stem, colon, column = spec.rpartition(":")
+    if colon and Path(stem).suffix in TABLES:
+        return Path(stem), column
+    return None if colon else (Path(spec), None)
+
+
+def _rows(spec: str) -> Iterator[str] | None:
+    """Return the rows of a table or dataset; None for a plain file."""
+    file = _path_of(spec)
+    if file is None:
+        return _hub_rows(spec)
+    path, column = file
+    if path.suffix not in TABLES:
+        return None
+    if not path.is_file():
+        raise InputError(f"cannot read {str(path)!r}: the file does not exist")
+    loaded = _load(spec, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+    return _strings(spec, loaded, column)
+
+
+def _hub_rows(spec: str) -> Iterator[str]:
+    """Return the rows of a dataset of the hub, streamed unless offline."""
+    parts = spec.split(":")
+    if not 2 <= len(parts) <= 4 or not all((parts[0], parts[-1])):
+        raise InputError(
+            f"{spec!r} is neither a file nor a dataset; use a path, or NAME:SPLIT, NAME:CONFIG:SPLIT or "
+            "NAME:CONFIG:SPLIT:COLUMN, such as wikitext:wikitext-2-raw-v1:test"
+        )
+    column = parts.pop() if len(parts) == 4 else None
+    config = parts.pop(1) if len(parts) == 3 else ""
+    name, split = parts
+    loaded = _load(spec, name, config or None, split=split, streaming=not _offline())
+    return _strings(spec, loaded, column)
+
+
+def _offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+
+
+def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, Any]]:
+    """Call `datasets.load_dataset`. Raise its errors as one-line InputErrors."""
+    try:
+        from datasets import disable_progress_bars, load_dataset
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{spec!r} needs the package datasets, which is not installed: pip install 'offload-rt[eval]'"
+        ) from error
+    disable_progress_bars()
+    try:
+        found: Iterable[Mapping[str, Any]] = load_dataset(*arguments, **keywords)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        cure = "" if "data_files" in keywords else (
+            "; without network access, load it once on another machine, copy its cache (HF_HOME) and set "
+            "HF_HUB_OFFLINE=1, or use a file"
+        )  # fmt: skip
+        raise InputError(f"cannot load {spec!r}: {reason}{cure}") from error
+    return found
+
+
+def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
+    """Return one column of the rows: `column`, else "text", else the only column of strings. Raise InputError."""
+    each = iter(rows)
+    first = next(each, None)
+    if first is None:
+        raise InputError(f"{spec!r} has no rows")
+    texts = [name for name, value in first.items() if isinstance(value, str)]
+    wanted = column or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
+    if wanted not in texts:
+        problem = f"no column {column!r} of strings" if column else "no column 'text', and not exactly one of strings"
+        raise InputError(f"{spec!r} has {problem}; columns of strings: {', '.join(texts) or 'none'}; choose one")
+    return (str(row[wanted]) for row in chain([first], each))

@@ -1,0 +1,152 @@
+"""`offload-rt batch`: every request is answered once, whenever the process ends; what cannot be answered says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_models import tiny_checkpoint, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import batch_files, main
+from offload_rt.cli.batch_files import Answers, BatchRequest, answer_all, read_requests
+from offload_rt.errors import InputError
+
+DEFAULTS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+PROMPTS = [tiny_prompt(20 + i, seed=i % 3) for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(tiny_checkpoint(tmp_path_factory.mktemp("batch"), "llama"), dtype="float32", policy="full")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def written(path: Path, requests: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
+    return path
+
+
+def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a line; nothing is lost, nothing comes twice, and the answers are those of `generate`."""
+    requests = read_requests(
+        written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]), {}
+    )
+    out, real = tmp_path / "out", Answers.add
+
+    def killed(self: Answers, answers: Any) -> None:
+        real(self, answers)
+        if len(lines(out)) >= 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answers, "add", killed)
+        first = Answers(out)
+        with pytest.raises(KeyboardInterrupt):
+            answer_all(llm, requests, DEFAULTS, first, at_once=2)
+        with pytest.raises(InputError, match="another process"):
+            Answers(out)
+        first.close()
+    out.write_bytes(out.read_bytes() + b'{"id": "q5", "outp')
+    again = Answers(out)
+    left = [request for request in requests if request.id not in again.done]
+    assert len(again.done) == 4 and len(left) == 3
+    shown: list[tuple[int, int]] = []
+    assert answer_all(llm, left, DEFAULTS, again, 2, lambda *done: shown.append(done)) == 0
+    assert shown == [(2, 3), (3, 3)]
+    again.close()
+    found = {each["id"]: each["outputs"][0]["text"] for each in lines(out)}
+    assert len(lines(out)) == len(found) == 7
+    assert len(set(found.values())) > 3, "texts, and different ones"
+    wanted = llm.generate(PROMPTS, SamplingParams(**DEFAULTS))
+    assert found == {f"q{i}": each.outputs[0].text for i, each in enumerate(wanted)}
+
+
+def test_what_cannot_be_answered_says_why_and_the_others_are_answered(llm: LLM, tmp_path: Path) -> None:
+    wrong = [{"prompt": PROMPTS[0]}, {"prompt": [10**6]}, {"prompt": PROMPTS[1], "max_tokens": 2}]
+    answers = Answers(tmp_path / "out")
+    assert answer_all(llm, read_requests(written(tmp_path / "in", wrong), DEFAULTS), DEFAULTS, answers, at_once=8) == 1
+    answers.close()
+    found = {each["id"]: each for each in lines(tmp_path / "out")}
+    assert "vocabulary" in found["2"]["error"] and (found["1"]["new_tokens"], found["3"]["new_tokens"]) == (4, 2)
+
+
+def test_any_text_of_json_is_a_request(llm: LLM, tmp_path: Path) -> None:
+    """Also one that has other ends of lines within (U+2028, U+0085), an id with half a character, and options that fit
+    those of the command line alone."""
+    asked = [{"id": "a", "prompt": "one\u2028two\u0085three"}, {"id": "\ud800", "prompt": PROMPTS[0], "num_beams": 2}]
+    (tmp_path / "in").write_text(
+        f"{json.dumps(asked[0], ensure_ascii=False)}\r\n{json.dumps(asked[1])}\n", encoding="utf-8", newline=""
+    )
+    answers = Answers(tmp_path / "out")
+    assert answer_all(llm, read_requests(tmp_path / "in", DEFAULTS), DEFAULTS, answers, at_once=8) == 0
+    answers.close()
+    assert {each["id"] for each in lines(tmp_path / "out")} == {"a", "\ud800"}
+
+
+def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
+    """Its `generation_config.json`, below the command line and the line."""
+    folder = Path(tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2))
+    said = {"do_sample": True, "top_k": 1, "max_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
+    requests = [BatchRequest(str(i), PROMPTS[0], None, {"max_tokens": 2} if i else {}) for i in range(2)]
+    with LLM(folder, policy="full", verify="off", host_memory="8MiB") as llm:
+        first, second = batch_files.answered(llm, requests, {"ignore_eos": True})
+        [greedy] = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    assert (first["new_tokens"], second["new_tokens"]) == (3, 2)
+    assert first["outputs"][0]["text"] == greedy.outputs[0].text
+
+
+def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        batch_files, "_answered", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
+    )
+    requests = [BatchRequest(str(i), f"{'AB'[i % 2]} {i}", None, {}) for i in range(6)]
+    answers = Answers(tmp_path / "out")
+    answer_all(None, requests, {}, answers, at_once=3)
+    answers.close()
+    assert told == ["0", "2", "4", "1", "3", "5"]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "no request"),
+        ("[]", "an object"),
+        ('{"id": 1}', "'prompt' or 'messages'"),
+        ('{"prompt": 5}', "a text or a list of token ids"),
+        ('{"prompt": "a", "temprature": 1}', "temprature"),
+        ('{"prompt": "a", "temperature": -1}', "temperature"),
+        ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}', "twice"),
+    ],
+)
+def test_a_wrong_line_is_named_before_anything_is_loaded(
+    line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_text(line, encoding="utf-8")
+    assert main(["batch", "no-such-model", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "llama")
+    source = written(tmp_path / "in", [{"prompt": each, "max_tokens": 2} for each in PROMPTS[:2]])
+    arguments = ["batch", model, str(source), str(tmp_path / "out"), "--policy", "full"]
+    assert main(arguments) == 0 and sorted(each["id"] for each in lines(tmp_path / "out")) == ["1", "2"]
+    assert main(arguments) == 0 and "0 of 2 requests" in capsys.readouterr().err
+    assert main([*arguments, "--ray", "0"]) == 2 and "at least 1" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert main([*arguments[:3], str(tmp_path / "new"), "--ray", "2"]) == 2
+        assert "pip install 'offload-rt[ray]'" in capsys.readouterr().err
+    (tmp_path / "other").write_text("text\n", encoding="utf-8")
+    assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "give another file" in capsys.readouterr().err

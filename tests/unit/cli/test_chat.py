@@ -1,0 +1,248 @@
+"""The terminal chat and the commands about stored sessions, as a user meets them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from offload_rt import SamplingParams
+from offload_rt.cli import main
+from offload_rt.cli.chat_loop import Chat
+from offload_rt.errors import InputError
+from offload_rt.outputs import TokenOutput
+from offload_rt.sessions.chat_template import TurnTokens, turn_tokens
+from offload_rt.sessions.history import History
+
+
+def talk(store: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    arguments = ["chat", "reference", "--session", "book", "--store", str(store), "--policy", "full"]
+    arguments += ["--max-new-tokens", "8", "--temperature", "0", "--host-memory", "64MiB"]
+    assert main([*arguments, *more]) == 0
+
+
+def test_a_chat_comes_back_with_all_that_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, paste = tmp_path / "store", tmp_path / "two lines.txt"
+    paste.write_text("First line.\nSecond line.\n")
+    talk(store, f'Once upon a time\n\n/nonsense\n/read "{paste}" and what then?\n/read /none\n/save\n', monkeypatch)
+    out, err = capsys.readouterr()
+    assert "new session 'book'" in err and "no command '/nonsense'" in err and "cannot read '/none'" in err
+    assert "saved" in err and len(out.strip()) > 10
+    assert err.count("cut at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
+    talk(store, "/history\n/stats\nGo on\n/stats\n/fork other\n/truncate 40\n/quit\nnever read\n", monkeypatch)
+    again = capsys.readouterr()
+    assert "2 turns" in again.err and "Once upon a time" in again.err and "Second line." in again.err
+    assert "came from disk" in again.err and "were forgotten" in again.err and "reused" in again.err
+    assert "session 'other' goes on from here" in again.err
+
+    assert main(["sessions", "list", "--store", str(store)]) == 0
+    listed = capsys.readouterr().out
+    assert "book" in listed and "other" in listed and "reference" in listed
+    assert main(["sessions", "export", "other", "--store", str(store), "--out", str(tmp_path / "o.txt")]) == 0
+    text = (tmp_path / "o.txt").read_text()
+    assert "### user\nFirst line.\nSecond line.\n\nand what then?" in text and text.count("### assistant") == 3
+    assert main(["sessions", "show", "book", "--model", "reference", "--store", str(store)]) == 0
+    assert "tokens were cut" in capsys.readouterr().err
+    files = len(list(store.rglob("*.kv")))
+    assert main(["sessions", "delete", "other", "--store", str(store)]) == 0
+    assert "deleted other" in capsys.readouterr().err and 0 < len(list(store.rglob("*.kv"))) < files
+    talk(store, "Still there?\n", monkeypatch)
+    assert "3 turns" in capsys.readouterr().err
+
+
+def test_what_is_not_used_for_its_time_to_live_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`sessions list` says beforehand what a time to live would give up; the words stay."""
+    text = "Once upon a time there was a king, and his name was Richard. " * 8
+    talk(tmp_path, f"{text}\n", monkeypatch, "--store-policy", "lru", "--store-ttl", "2w")
+    for path in tmp_path.rglob("*.*"):
+        if path.is_file():
+            os.utime(path, (time.time() - 3 * 86400,) * 2)
+
+    def listed(ttl: str) -> list[str]:
+        capsys.readouterr()
+        assert main(["sessions", "list", "--store", str(tmp_path), "--store-ttl", ttl]) == 0
+        head, line = (line.strip() for line in capsys.readouterr().out.splitlines())
+        assert head.endswith("expires") and line.startswith("book") and "3 d ago" in line
+        return line.split()
+
+    kept, gone = listed("7d"), listed("48h")
+    assert kept[-2:] == ["0", "B"] and gone[-2] != "0" and gone[-2:] == gone[4:6]
+    files = len(list(tmp_path.rglob("*.kv")))
+    talk(tmp_path, "", monkeypatch, "--store-ttl", "7d")
+    assert files > 1 and len(list(tmp_path.rglob("*.kv"))) == files
+    for path in tmp_path.rglob("*.kv"):
+        os.utime(path, (time.time() - 3 * 86400,) * 2)
+    talk(tmp_path, "/history\n", monkeypatch, "--store-ttl", "48h")
+    assert "1 turns" in (err := capsys.readouterr().err) and "Richard" in err
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sessions", "list", "--store", "/nowhere"], "there is no store at '/nowhere'"),
+        (["sessions", "burn", "--store", "/tmp"], "action='burn' is unknown"),
+        (["sessions", "show", "--store", "/tmp"], "needs the NAME"),
+        (["eval", "store", "--trace", "/none"], "cannot read '/none'"),
+        (["eval", "store", "--trace", "/none", "--policies", "mru"], "policy='mru' is unknown"),
+        (["eval", "store", "--trace", "/none", "--host", "much"], "--host='much' is not a size"),
+        (["chat", "reference", "--session", "s", "--store", "/dev/null/x"], "cannot use the store"),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-limit", "-1"], "is not a size"),
+        (
+            ["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "soon"],
+            "'soon' is not a duration",
+        ),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-ttl", "0d"], "must be positive"),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--store-policy", "lur"], "did you mean 'lru'"),
+        (["chat", "reference", "--session", "s", "--store", "/tmp/x", "--overflow", "trunc"], "overflow='trunc' is"),
+        (["sessions", "list", "--store", "/tmp", "--store-ttl", "1y"], "--store-ttl='1y' is not a duration"),
+        (["sessions", "delete", "s", "--store", "/tmp", "--store-ttl", "1d"], "leave it out of sessions delete"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+def test_simulate_store_prints_a_line_for_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 1000 * i, "input_length": 512 * 3, "output_length": 1, "hash_ids": [i % 5, 100 + i % 5, i]}
+        for i in range(1000, 1030)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["eval", "store", "--trace", str(trace), "--host", "1GiB,2GiB", "--disk", "0,4GiB", "--requests", "20"]
+    assert main([*arguments, "--speed", "1,10", "--token-bytes", "64KiB", "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("hit") >= 2 * 2 * 2 * 4
+    assert (tmp_path / "out" / "store.md").exists() and (tmp_path / "out" / "store_load.png").exists()
+
+
+def test_an_interrupt_that_python_drops_still_ends_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KeyboardInterrupt in a destructor is printed and dropped; the chat stops with the next token all the same, and
+    gives Ctrl-C back to whoever had it."""
+
+    class Deaf:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class Endless:
+        name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(shift=0)
+
+        def send(self, text: str, params: object) -> Any:
+            try:
+                for i in range(100):
+                    yield TokenOutput(0, f"{i} ", i, i, None)
+                    if i == 3:
+                        Deaf()
+            finally:
+                self.closed += 1
+
+        def close(self) -> None:
+            self.closed += 1
+
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    session, before = Endless(), signal.getsignal(signal.SIGINT)
+    console = Console(stderr=True)
+    Chat(types.SimpleNamespace(name="m"), session, SamplingParams(), str, console).run()  # type: ignore[arg-type]
+    out, err = capsys.readouterr()
+    assert len(dropped) == 1, "the interrupt was really lost"
+    assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Terminal:
+    """A command on a pseudo-terminal. It is killed at the end of the block, whatever happens."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self._seen = b""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def write(self, text: bytes) -> None:
+        os.write(self._master, text)
+
+    def read_until(self, pattern: bytes, seconds: float = 120) -> None:
+        """Waits until what is shown (without control sequences) from here on matches."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen))) is None:
+            assert time.monotonic() < end, self._seen
+            if select.select([self._master], [], [], 0.5)[0]:
+                self._seen += os.read(self._master, 4096)
+        self._seen = re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen)[found.end() :]
+
+
+@pytest.mark.slow
+def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
+    """On a pseudo-terminal: a prompt, an answer that is interrupted after its first words, and a session that is saved.
+    What is waited for is always something shown, never a time."""
+    command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
+    command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
+    with Terminal(command) as terminal:
+        terminal.read_until(rb"> ")
+        terminal.write(b"It was a dark night\n")
+        terminal.read_until(rb"night\r?\n[^a-z]*[a-z]+")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until(rb"\(ended\)")
+        terminal.read_until(rb"> ")
+        terminal.write(b"\x04")
+        terminal.read_until(rb"is saved")
+        assert terminal.process.wait(30) == 0
+
+
+# ----------------------------------------------------------------------------------------------------- turns to tokens
+
+
+class Plain:
+    """As much of a tokenizer without a template as a chat needs: one token a character."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in ("^" if add_special_tokens else "") + text]}
+
+
+def test_without_a_template_text_is_appended_as_it_is() -> None:
+    tokenizer: Any = Plain()
+    history = History("s", "m")
+    assert turn_tokens(tokenizer, history, "a") == TurnTokens(0, 0, (ord("^"), ord("a")))
+    history.tokens = [1]
+    assert turn_tokens(tokenizer, history, "c", {1}) == TurnTokens(1, 0, (ord("c"),))
+    with pytest.raises(InputError, match="empty"):
+        turn_tokens(tokenizer, history, "")
+
+
+def test_documents_of_other_formats_are_no_histories() -> None:
+    good = History("n", "m", tokens=[1, 2, 3], computed=2, decoded=[(1, 2)], turns=[("user", "ä")])
+    assert History.from_bytes(good.to_bytes()) == good
+    for bad in (b"", b"{}", b"[]", b'{"format": 2}', good.to_bytes().replace(b'"format": 2', b'"format": 9')):
+        assert History.from_bytes(bad) is None

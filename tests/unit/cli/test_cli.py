@@ -1,0 +1,359 @@
+"""The command line: what it writes where, its exit codes, and one clear line for every bad input of the issue."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import Cli, CommandRun, command_line
+from support.outputs import completed
+from support.tiny_models import tiny_checkpoint
+
+import offload_rt
+from offload_rt import LLM, SamplingParams
+
+PACKAGE = Path(offload_rt.__file__).parent
+BOOK = str(PACKAGE / "data" / "black_arrow.txt")
+SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Calibrations of this file stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return command_line(capsys)
+
+
+@pytest.fixture
+def generate(cli: Cli, pages: Path) -> Cli:
+    """`offload-rt generate reference` on pages of the packaged book, exact, a few tokens; later flags win."""
+    given = ("generate", "reference", "--prompt-file", str(pages), *SHORT, "--policy", "full")
+    return lambda *flags: cli(*given, *flags)
+
+
+def spawn(pages: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """`offload-rt generate reference` as a process of its own, exact, with pipes. It takes Ctrl-C although this process
+    may ignore it, as what a shell runs in the background does."""
+    listens = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listens}; from offload_rt.cli import main; sys.exit(main())"
+    command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
+    return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+# ------------------------------------------------------------------------------------------------------ what it does
+
+
+def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path) -> None:
+    run = generate()
+    llm = LLM("reference", policy="full")
+    ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
+    (expected,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
+    assert (run.code, run.out) == (0, expected.text)
+    assert "What the runtime did" in run.err
+    assert "96 tokens" in run.err
+    assert "100.00%" in run.err
+    for chatter in ("Warning", "Loading weights", "Token indices"):
+        assert chatter not in run.err
+
+
+def test_quiet_writes_the_text_alone(generate: Cli) -> None:
+    loud, quiet = generate(), generate("--quiet")
+    assert quiet.err == ""
+    assert quiet.out == loud.out != ""
+
+
+def test_stats_and_plot_of_infinigen(generate: Cli, tmp_path: Path) -> None:
+    stats_file, plot_file = tmp_path / "stats.json", tmp_path / "run.png"
+    flags = ("--preset", "rows", "--dense-layers", "0,1", "--scorer", "int4", "--source", "attention_input")
+    files = ("--stats-json", str(stats_file), "--plot", str(plot_file))
+    run = generate("--policy", "infinigen", "--prompt-tokens", "300", *flags, *files)
+    assert run.code == 0, run.err
+    stats = json.loads(stats_file.read_text())
+    assert (stats["prompt_tokens"], stats["new_tokens"], stats["dense_layers"]) == (300, 6, [0, 1])
+    assert stats["policy"] == "infinigen"
+    assert 0 < stats["fetched_fraction"] < stats["exact_fraction"] < 1
+    assert len(stats["attended_by_step"]) == 5
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
+    assert str(plot_file) in run.err.replace("\n", "")
+
+
+def test_a_text_is_taken_whole_or_shortened_as_was_said(cli: Cli, pages: Path, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
+    stats = tmp_path / "stats.json"
+    given = (
+        "generate",
+        model,
+        "--prompt-file",
+        str(pages),
+        "--policy",
+        "full",
+        "--max-new-tokens",
+        "5",
+        "--ignore-eos",
+    )
+    cli(*given).fails_with(str(pages), "room for 75", "--truncate tail")
+    run = cli(*given, "--truncate", "middle", "--stats-json", str(stats))
+    assert run.code == 0, run.err
+    assert json.loads(stats.read_text())["prompt_tokens"] == 75
+    assert "note:" not in run.err
+
+
+def test_more_positions_than_trained_are_a_note_under_rope(cli: Cli, pages: Path, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
+    run = cli("generate", model, "--prompt-file", str(pages), *SHORT, "--policy", "full", "--ignore-eos")
+    assert run.code == 0, run.err
+    assert run.err.count("note:") == 1
+    assert "80" in run.err
+
+
+def test_same_seed_same_text(generate: Cli) -> None:
+    flags = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.99", "--min-p", "0.0", "--max-new-tokens", "12")
+    first, second, other = (generate(*flags, "--seed", seed, "--quiet").out for seed in ("1", "1", "2"))
+    assert first == second != other
+
+
+def test_stop_string_ends_the_text(generate: Cli) -> None:
+    whole = generate("--quiet").out
+    stop = whole.strip()[-2:]
+    assert generate("--quiet", "--stop", stop).out == whole[: whole.index(stop)]
+
+
+def test_skew_then_generate_with_the_artifact(
+    cli: Cli, generate: Cli, pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cli(
+        "skew", "reference", "--out", str(tmp_path / "skewed"), "--calibration", BOOK, "--calibration-tokens", "64"
+    )
+    assert run.code == 0, run.err
+    assert "svd" in run.out
+
+    def other(*given: Any) -> None:
+        pytest.fail("calibrated, though an artifact was given")
+
+    monkeypatch.setattr("offload_rt.engine.build.cached_artifact", other)
+    flags = ("--policy", "infinigen", "--recent", "8", "--budget", "0.2", "--quiet")
+    artifact = tmp_path / "skewed" / "skew.safetensors"
+    made = generate(*flags, "--skew", str(artifact))
+    llm = LLM("reference", policy="infinigen", policy_options={"recent": 8, "budget": 0.2}, skew=artifact)
+    ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
+    assert (made.code, made.out) == (
+        0,
+        completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))[0].text,
+    )
+
+
+def test_info(cli: Cli) -> None:
+    run = cli("info", "reference", "--context", "2000", "--dtype", "bfloat16", "--device", "cpu")
+    assert (run.code, run.err) == (0, "")
+    assert "It fits here." in run.out
+    assert re.search(r"KV of one token +│ 4 KiB ", run.out)  # 2 (K, V) * 8 layers * 2 heads * 64 * 2 bytes
+    assert re.search(r"KV of the context +│ 8 MiB ", run.out)  # 32 chunks of 64 tokens
+    run = cli("info", "reference", "--context", "100000", "--policy", "full", "--host-memory", "100MiB")
+    assert "It does not fit here." in run.out
+    assert "100 MiB" in run.out
+    assert "2,048 positions" in run.out
+    beyond = cli("info", "reference", "--context", "4096")
+    assert "It fits here.\nThe model was made for 2,048 positions; quality beyond is not known." in beyond.out
+
+
+def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:
+    process = spawn(pages, "--max-new-tokens", "40")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 0, errors
+    assert "continues 96 tokens" in errors
+    assert "What the runtime did" not in errors  # it stopped
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors
+
+
+# ---------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def test_ctrl_c_keeps_the_text_and_shows_the_statistics(
+    generate: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, stream = generate("--quiet").out, LLM.stream
+
+    def interrupted(self: LLM, *given: Any) -> Iterator[Any]:
+        for event in stream(self, *given):
+            if event.index == 3:
+                raise KeyboardInterrupt
+            yield event
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    stats = tmp_path / "stats.json"
+    run = generate("--stats-json", str(stats))
+    assert run.code == 130
+    assert run.out
+    assert whole.startswith(run.out)
+    assert len(run.out) < len(whole)
+    assert "What the runtime did" in run.err
+    assert json.loads(stats.read_text())["new_tokens"] in (3, 4)
+
+
+def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: LLM, *given: Any) -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    run = generate()
+    assert (run.code, run.out) == (130, "")
+    assert "no statistics" in run.err
+
+
+def test_ctrl_c_for_real(pages: Path) -> None:
+    process = spawn(pages, "--max-new-tokens", "3000", "--ignore-eos")
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert (first + out).decode().strip()
+    assert "What the runtime did" in err.decode()
+    assert "Traceback" not in err.decode()
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_prompt_file_that_is_no_text(cli: Cli, tmp_path: Path) -> None:
+    bad = {
+        "nul": (b"Once upon\0a time", "binary"),
+        "latin": ("Fräulein".encode("latin-1"), "UTF-8"),
+        "empty": (b"", "empty"),
+        "blank": (b" \n\n", "empty"),
+    }
+    for name, (data, word) in bad.items():
+        (tmp_path / name).write_bytes(data)
+        cli("generate", "reference", "--prompt-file", str(tmp_path / name)).fails_with(name, word)
+
+
+def test_prompt_file_that_cannot_be_read(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli("generate", "reference", "--prompt-file", str(tmp_path / "none.txt")).fails_with("none.txt", "No such file")
+    cli("generate", "reference", "--prompt-file", str(tmp_path)).fails_with(str(tmp_path), "directory")
+
+    def denied(path: Path) -> bytes:  # root, who runs our CI, may read everything
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("offload_rt.utils.texts.read_small", denied)
+    cli("generate", "reference", "--prompt-file", BOOK).fails_with(BOOK, "Permission denied")
+
+
+@pytest.mark.parametrize("architecture", ["opt", "gpt2"])
+def test_prompt_over_the_positions_of_a_table(cli: Cli, pages: Path, tmp_path: Path, architecture: str) -> None:
+    model = tiny_checkpoint(tmp_path / architecture, architecture)
+    flags = ("--policy", "full", "--prompt-tokens", "1020", "--max-new-tokens", "5")
+    cli("generate", model, "--prompt-file", str(pages), *flags).fails_with("1025", "1024", "shorten")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--prompt-tokens", "0"), ("--prompt-tokens 0", "between 1 and")),
+        (("--prompt-tokens", "9999999"), ("9999999", "between 1 and")),
+        (("--prompt-tokens", "many"), ("--prompt-tokens", "many")),
+        (("--max-new-tokens", "0"), ("max_tokens=0", "at least 1")),
+        (("--temperature", "-1"), ("temperature=-1", "0 is greedy")),
+        (("--top-p", "1.5"), ("top_p=1.5",)),
+        (("--host-memory", "500TiB"), ("500 TiB",)),
+        (("--host-memory", "plenty"), ("host_memory='plenty'", "200GiB")),
+        (("--host-memory", "1MiB", "--prompt-tokens", "2000"), ("1 MiB",)),
+        (("--policy", "infinigin"), ("infinigin", "did you mean 'infinigen'")),
+        (("--policy", "full", "--alpha", "3"), ("full", "alpha")),
+        (("--policy", "infinigen", "--alpha", "-1"), ("alpha=-1", "negative")),
+        (("--policy", "infinigen", "--partial-ratio", "0"), ("partial_ratio=0", "(0, 1]")),
+        (("--policy", "infinigen", "--partial-ratio", "1.5"), ("partial_ratio=1.5", "(0, 1]")),
+        (("--policy", "infinigen", "--max-fraction", "0"), ("max_fraction=0", "(0, 1]")),
+        (("--policy", "infinigen", "--preset", "papers"), ("papers", "did you mean 'paper'")),
+        (("--policy", "infinigen", "--source", "residuals"), ("residuals", "did you mean 'residual'")),
+        (("--policy", "infinigen", "--scorer", "int7"), ("int7", "int4")),
+        (("--policy", "infinigen", "--dense-layers", "first"), ("--dense-layers", "first")),
+        (("--policy", "infinigen", "--dense-layers", "8"), ("dense_layers", "8", "0 to 7")),
+        (("--policy", "infinigen", "--skew", "none.safetensors"), ("none.safetensors",)),
+        (("--policy", "infinigen", "--skew", BOOK), (BOOK,)),
+        (("--device", "tpu"), ("tpu", "cpu")),
+        (("--dtype", "float8"), ("float8", "bfloat16")),
+        (("--stats-json", "no/such/folder/x.json"), ("no/such/folder", "cannot write")),
+        (("--plot", "."), ("cannot write",)),
+        (("--no-such-flag",), ("--no-such-flag", "--help")),
+    ],
+    ids=" ".join,
+)
+def test_bad_value_is_one_clear_line(generate: Cli, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+    generate(*flags).fails_with(*words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_no_cuda_here(generate: Cli) -> None:
+    generate("--device", "cuda").fails_with("cuda")
+
+
+def test_artifact_of_another_model_names_both_fingerprints(cli: Cli, generate: Cli, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "other", "llama")
+    assert cli("skew", model, "--out", str(tmp_path), "--calibration-tokens", "64").code == 0
+    run = generate("--policy", "infinigen", "--skew", str(tmp_path / "skew.safetensors"))
+    run.fails_with("fingerprint")
+    assert len(set(re.findall(r"\b[0-9a-f]{12,}\b", run.err))) == 2, run.err
+
+
+def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
+    def tries(model: Path | str) -> CommandRun:
+        return cli("generate", str(model), "--prompt-file", BOOK, *SHORT)
+
+    tries(tmp_path / "nowhere").fails_with("nowhere", "does not exist")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    tries(empty).fails_with("empty", "config.json")
+    bare = Path(tiny_checkpoint(tmp_path / "bare", "llama"))
+    (bare / "model.safetensors").unlink()
+    tries(bare).fails_with("bare", "no weights", "safetensors")
+    assert cli("info", str(bare), "--context", "100").code == 0  # the configuration is enough
+    strange = Path(tiny_checkpoint(tmp_path / "strange", "llama"))
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(
+        json.dumps(config | {"architectures": ["BertForMaskedLM"], "model_type": "bert"})
+    )
+    tries(strange).fails_with("BertForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("skew", "reference"), ("--out",)),
+        (("skew", "reference", "--out", "x", "--method", "pca"), ("pca", "svd, balanced")),
+        (("skew", "reference", "--out", "x", "--calibration", "none.txt"), ("none.txt",)),
+        (("info", "reference"), ("--context",)),
+        (("info", "reference", "--context", "0"), ("--context 0", "at least 1")),
+        (("info", "reference", "--context", "10", "--policy", "magic"), ("magic",)),
+        (("info", "reference", "--context", "10", "--alpha", "-2"), ("alpha=-2",)),
+        ((), ("COMMAND",)),
+        (("continue",), ("continue",)),
+    ],
+    ids=lambda part: " ".join(part) or "nothing",
+)
+def test_other_commands_refuse_in_one_line(
+    cli: Cli, argv: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli(*argv).fails_with(*words)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,331 @@
+"""Many callers over one engine: each gets what it would get alone, and whoever leaves takes its rows along."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, AsyncLLM, InputError, PoolFullError, QueueFullError, SamplingParams
+from offload_rt.core import CHUNK
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+LONG = SamplingParams(max_tokens=400, temperature=0)
+CHUNK_BYTES = 2 * 2 * 2 * 16 * CHUNK * 4
+"""Of K and V in two layers of two heads, float32."""
+
+
+def make_llm(chunks: int = 40, **options: Any) -> LLM:
+    model = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=1024)
+    return LLM(model, policy="full", host_memory=chunks * CHUNK_BYTES, **options)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
+    """What a prompt gets where there is nobody else."""
+    with make_llm() as llm:
+        known: dict[str, list[list[int]]] = {}
+
+        def told(prompt: list[int], params: SamplingParams) -> list[list[int]]:
+            if (key := f"{prompt} {params}") not in known:
+                known[key] = [one.token_ids for one in completed(llm.generate(prompt, params))]
+            return known[key]
+
+        yield told
+
+
+def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None = None, **options: Any) -> Any:
+    """What `asks` finds out of an engine, which is whole and empty afterwards."""
+
+    async def run() -> Any:
+        async with AsyncLLM(llm or make_llm(), **options) as engine:
+            found = await asyncio.wait_for(asks(engine), 30)
+            runner = engine.llm.runner
+        assert engine._engine.idle and not engine._callers and not engine._by_number
+        assert (engine.load().waiting, engine.load().running) == (0, 0)
+        runner.check_integrity()
+        assert runner.pool.bytes_held == 0
+        return found
+
+    return asyncio.run(run())
+
+
+async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
+    """`enumerate` from 1, closed where its reader leaves."""
+    count = 0
+    async with aclosing(items):
+        async for item in items:
+            count += 1
+            yield count, item
+
+
+async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **more: Any) -> list[list[int]]:
+    """The tokens of all completions; every item goes on from the one before."""
+    before: list[list[int]] = []
+    async for output in engine.generate(prompt, params, **more):
+        found = [one.token_ids for one in output.outputs]
+        assert all(new[: len(old)] == old for new, old in zip(found, before, strict=False))
+        assert output.finished == all(one.finish_reason is not None for one in output.outputs)
+        before = found
+    assert output.finished
+    return before
+
+
+def test_many_callers_get_what_each_gets_alone(alone: Any) -> None:
+    kinds = [GREEDY, SamplingParams(max_tokens=9, seed=5), SamplingParams(max_tokens=7, seed=1, n=3)]
+    kinds.append(SamplingParams(max_tokens=6, temperature=0, num_beams=3, n=2))
+    asked = [(tiny_prompt(20 + 9 * i, seed=i // 3), kinds[i % 4]) for i in range(16)]
+
+    async def asks(engine: AsyncLLM) -> Any:
+        found = await asyncio.gather(*(answer(engine, prompt, params) for prompt, params in asked))
+        return found, engine.load()
+
+    found, load = serve(asks, make_llm(12, max_num_seqs=6))
+    assert found == [alone(prompt, params) for prompt, params in asked]
+    assert load.generated_tokens == sum(len(tokens) for one in found for tokens in one)
+    assert load.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
+    assert load.cached_tokens > 0 and load.pool_limit_bytes == 12 * CHUNK_BYTES
+
+
+def test_an_abort_ends_an_answer_and_no_other(alone: Any) -> None:
+    async def asks(engine: AsyncLLM) -> Any:
+        other = asyncio.create_task(answer(engine, tiny_prompt(70, seed=3)))
+        outputs = []
+        async for output in engine.generate(tiny_prompt(70), LONG, request_id="mine"):
+            outputs.append(output)
+            if len(outputs) == 3:
+                await engine.abort("mine")
+                await engine.abort("nobody's")
+        return outputs[-1], await other
+
+    last, other = serve(asks)
+    assert last.request_id == "mine" and last.finished
+    [done] = last.outputs
+    assert done.finish_reason == "abort" and 3 <= len(done.token_ids) < 400 and done.stats is not None
+    assert done.token_ids == alone(tiny_prompt(70), LONG)[0][: len(done.token_ids)]
+    assert other == alone(tiny_prompt(70, seed=3), GREEDY)
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "before it starts"])
+def test_who_leaves_takes_the_rows_along(how: str, alone: Any) -> None:
+    async def asks(engine: AsyncLLM) -> Any:
+        if how == "break":
+            async for _ in engine.generate(tiny_prompt(70), LONG):
+                break
+        else:
+            task = asyncio.create_task(answer(engine, tiny_prompt(70), LONG))
+            while how == "cancel" and not engine.load().generated_tokens:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        while engine._callers:
+            await asyncio.sleep(0)
+        found = await answer(engine, tiny_prompt(30))
+        assert engine.load().running == 0, "12 tokens later it would still be writing"
+        return found
+
+    assert serve(asks) == alone(tiny_prompt(30), GREEDY)
+
+
+CALLERS = st.lists(
+    st.tuples(
+        st.integers(0, 5),
+        st.integers(0, 3),
+        st.integers(0, 8),
+        st.sampled_from(["stays", "breaks", "aborts", "cancels"]),
+        st.integers(1, 6),
+    ),
+    min_size=1,
+    max_size=9,
+)
+"""Of each: which prompt, which parameters, turns of the loop before it comes, how it ends, after how many outputs."""
+
+
+@settings(
+    max_examples=2000 if "OFFLOAD_RT_STRESS" in os.environ else 5,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(callers=CALLERS, chunks=st.integers(4, 16), batch=st.integers(1, 4))
+def test_callers_in_any_order_that_leave_at_any_time(callers: Any, chunks: int, batch: int, alone: Any) -> None:
+    kinds = [GREEDY, SamplingParams(max_tokens=9, seed=5), SamplingParams(max_tokens=7, seed=1, n=2)]
+    kinds.append(SamplingParams(max_tokens=50, temperature=0))
+
+    async def one(engine: AsyncLLM, number: int, caller: Any) -> None:
+        which, kind, delay, ends, after = caller
+        prompt, params = tiny_prompt(10 + 30 * which, seed=which), kinds[kind]
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        got: list[list[int]] = []
+
+        async def read() -> None:
+            outputs = engine.generate(prompt, params, request_id=str(number))
+            async for count, output in aenumerate(outputs):
+                got[:] = [list(each.token_ids) for each in output.outputs]
+                if count == after and ends == "breaks":
+                    return
+                if count == after and ends == "aborts":
+                    await engine.abort(str(number))
+
+        task = asyncio.create_task(read())
+        while ends == "cancels" and not task.done():
+            if len(got) and sum(map(len, got)) >= after:
+                task.cancel()
+            await asyncio.sleep(0)
+        refused = False
+        try:
+            await task
+        except asyncio.CancelledError:
+            assert ends == "cancels"
+        except PoolFullError:
+            refused = True
+            assert params.n * -(-(len(prompt) + params.max_tokens) // CHUNK) > chunks, "alone it may not fit either"
+        expected = alone(prompt, params)
+        for mine, whole in zip(got, expected, strict=False):
+            assert mine == whole[: len(mine)]
+        if ends == "stays" and not refused:
+            assert got == expected
+
+    async def asks(engine: AsyncLLM) -> None:
+        await asyncio.gather(*(one(engine, number, caller) for number, caller in enumerate(callers)))
+        while engine._callers:
+            await asyncio.sleep(0)
+
+    serve(asks, make_llm(chunks, max_num_seqs=batch))
+
+
+def test_an_error_is_one_requests_own(alone: Any) -> None:
+    async def asks(engine: AsyncLLM) -> Any:
+        mine = asyncio.create_task(answer(engine, tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0)))
+        with pytest.raises(PoolFullError):
+            await answer(engine, tiny_prompt(5 * CHUNK))
+        with pytest.raises(InputError, match="vocabulary"):
+            await answer(engine, [3, 99999])
+        with pytest.raises(InputError, match="no tokenizer"):
+            await answer(engine, "text")
+        with pytest.raises(InputError, match="empty"):
+            await answer(engine, [])
+        with pytest.raises(InputError, match="request_id=3 is int"):
+            await answer(engine, [3], request_id=3)
+        first = asyncio.create_task(answer(engine, tiny_prompt(9), LONG, request_id="twice"))
+        await asyncio.sleep(0)
+        with pytest.raises(InputError, match="'twice' is already running"):
+            await answer(engine, tiny_prompt(9), request_id="twice")
+        first.cancel()
+        return await mine
+
+    assert serve(asks, make_llm(4)) == alone(tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0))
+
+
+def test_a_step_that_fails_fails_those_who_run_and_the_next_is_answered(alone: Any) -> None:
+    async def asks(engine: AsyncLLM) -> Any:
+        step, runner = engine._engine.step, engine.llm.runner
+        engine._engine.step = lambda: (step(), 1 / 0)  # type: ignore[method-assign, assignment, return-value]
+        found = await asyncio.gather(*(answer(engine, tiny_prompt(n)) for n in (9, 70)), return_exceptions=True)
+        assert [type(one) for one in found] == [ZeroDivisionError] * 2
+        del engine._engine.step
+        runner.check_integrity()
+        return await answer(engine, tiny_prompt(70))
+
+    assert serve(asks) == alone(tiny_prompt(70), GREEDY)
+
+
+def test_one_too_many_is_told_to_come_again() -> None:
+    async def asks(engine: AsyncLLM) -> None:
+        with engine.llm.runner.pool.lock:  # nothing begins meanwhile
+            tasks = [asyncio.create_task(answer(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match=r"the queue is full \(3 requests, max_waiting=3\)"):
+                await answer(engine, tiny_prompt(9))
+        while engine.load().waiting:
+            await asyncio.sleep(0.001)
+        assert len((await answer(engine, tiny_prompt(9)))[0]) == 12
+        for task in tasks:
+            task.cancel()
+
+    serve(asks, max_waiting=3)
+    with pytest.raises(InputError, match="max_waiting=0"):
+        AsyncLLM(make_llm(), max_waiting=0)
+
+
+def test_callers_may_be_on_several_event_loops(alone: Any) -> None:
+    prompts = [tiny_prompt(30 + n, seed=n) for n in range(4)]
+
+    async def asks(engine: AsyncLLM) -> Any:
+        found: dict[int, Any] = {}
+        threads = [
+            threading.Thread(target=lambda i=i: found.update({i: asyncio.run(answer(engine, prompts[i]))}))
+            for i in range(1, 4)
+        ]
+        lost = threading.Thread(target=go_away, args=(engine,))
+        for thread in (*threads, lost):
+            thread.start()
+        found[0] = await answer(engine, prompts[0])
+        for thread in (*threads, lost):
+            await asyncio.to_thread(thread.join)
+        return [found[i] for i in range(4)]
+
+    assert serve(asks) == [alone(prompt, GREEDY) for prompt in prompts]
+
+
+def go_away(engine: AsyncLLM) -> None:
+    """Closes an event loop that has not taken all."""
+    loop = asyncio.new_event_loop()
+    outputs = engine.generate(tiny_prompt(20), LONG)
+    loop.run_until_complete(anext(outputs))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    while any(len(caller.ids) == 20 for caller in list(engine._callers.values())):
+        time.sleep(0.001)
+    assert engine.load().generated_tokens < 400
+
+
+FORGETS = """
+import asyncio, sys
+from support.tiny_models import tiny_model
+from offload_rt import LLM, AsyncLLM, SamplingParams
+
+model = tiny_model("llama", num_hidden_layers=2, eos_token_id=None)
+engine = AsyncLLM(LLM(model, policy="full", host_memory="8MiB"))
+outputs = engine.generate([3] * 30, SamplingParams(max_tokens=10_000, temperature=0))
+asyncio.new_event_loop().run_until_complete(anext(outputs))
+"""
+
+
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a process of its own: make stress PART=requests")
+def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORGETS], cwd=Path(__file__).parents[2], capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_closing_ends_what_runs_and_nothing_begins_afterwards() -> None:
+    async def run() -> None:
+        engine = AsyncLLM(make_llm())
+        outputs = engine.generate(tiny_prompt(70), LONG)
+        await anext(outputs)
+        await engine.close()
+        assert [one.outputs[0].finish_reason async for one in outputs][-1] == "abort"
+        with pytest.raises(InputError, match="closed"):
+            await anext(engine.generate(tiny_prompt(9)))
+        with pytest.raises(InputError, match="closed"):
+            engine.llm.generate(tiny_prompt(9))
+        await engine.close()
+        assert not engine._thread.is_alive() and engine.llm.runner.pool.bytes_held == 0
+
+    asyncio.run(run())

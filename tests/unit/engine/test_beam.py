@@ -1,0 +1,158 @@
+"""Beam search is transformers', step by step; n completions fork from one prefill; bad combinations are refused."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, InputError, PoolFullError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.engine.engine import Engine
+
+EOS = [3, 17, 40, 41, 42, 90]
+
+
+def beams(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=options.pop("max_tokens", 20), temperature=0, num_beams=count, **options)
+
+
+def make(name: str = "llama", *, eos: list[int] | None = None, **options: Any) -> tuple[Any, LLM]:
+    model = tiny_model(name, dtype=torch.float64)
+    model.generation_config.eos_token_id = eos
+    options = {"policy": "full", "host_memory": "16MiB"} | options
+    return model, LLM(model, dtype="float64", **options)
+
+
+RULES = [(early, penalty) for early in (True, False, "never") for penalty in (-1.0, 0.0, 1.0, 2.5)]
+"""early_stopping and length_penalty."""
+
+
+WIDTHS = [(0, 2), (1, 4), (2, 5)]
+"""Seeds of the prompt, and widths."""
+
+CASES = [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0), ("gpt2", False, 1.0), ("gpt2", "never", 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "early_stopping", "length_penalty", "widths"),
+    [(*case, WIDTHS if "OFFLOAD_RT_STRESS" in os.environ else [WIDTHS[i % 3]]) for i, case in enumerate(CASES)],
+)
+def test_beams_are_those_of_transformers(
+    name: str, early_stopping: Any, length_penalty: float, widths: list[tuple[int, int]]
+) -> None:
+    """Several end-of-text tokens, so that beams end at every length, and some searches stop early."""
+    model, llm = make(name, eos=EOS)
+    rule = {"early_stopping": early_stopping, "length_penalty": length_penalty}
+    for seed, width in widths:
+        prompt = tiny_prompt(60 + seed, seed=seed)
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, num_beams=width,
+            num_return_sequences=width, pad_token_id=150, eos_token_id=EOS, **rule,
+        )[:, len(prompt) :].tolist()  # fmt: skip
+        got = [c.token_ids for c in completed(llm.generate([prompt], beams(width, n=width, **rule)))]
+        assert got == [row[: len(tokens)] for row, tokens in zip(expected, got, strict=True)]
+        padding = {token for row, tokens in zip(expected, got, strict=True) for token in row[len(tokens) :]}
+        assert padding <= {150}
+    assert llm.runner.pool.bytes_held == 0
+    llm.runner.check_integrity()
+
+
+def test_beams_with_a_repetition_penalty() -> None:
+    model, llm = make("qwen3")
+    prompt = tiny_prompt(30)
+    ids = torch.tensor([prompt])
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=70,
+        do_sample=False,
+        num_beams=3,
+        repetition_penalty=1.4,
+    )[0, 30:].tolist()
+    [completion] = completed(llm.generate(prompt, beams(3, repetition_penalty=1.4, max_tokens=70)))
+    assert completion.token_ids == expected and completion.finish_reason == "length"
+
+
+def test_beams_share_the_prompt_and_copy_no_full_chunk() -> None:
+    """Four beams on a prompt of ten chunks hold those once, and a last chunk or two each."""
+    _, llm = make(eos=[])
+    pool = llm.runner.pool
+    engine = Engine(llm.runner, max_num_seqs=8)
+    request = engine.add(tiny_prompt(10 * CHUNK + 5), beams(4, max_tokens=30))
+    while len(request.sequences) < 4:
+        engine.step()
+    while not engine.idle:
+        assert pool.bytes_held <= (10 + 4) * pool.chunk_bytes
+        engine.step()
+        engine.check_integrity()
+
+
+def test_a_policy_state_forks_with_its_beam() -> None:
+    """A selecting policy with a budget of everything gives what full gives, whatever its states went through."""
+    _, full = make(eos=EOS)
+    options = {"alpha": float("inf"), "max_fraction": 1.0, "dense_layers": (), "recent": 8, "sinks": 2}
+    _, sparse = make(eos=EOS, policy="infinigen", policy_options=options)
+    prompt = tiny_prompt(50)
+    rule = beams(4, n=4, max_tokens=40, early_stopping="never")
+    assert [c.token_ids for c in completed(sparse.generate(prompt, rule))] == [
+        c.token_ids for c in completed(full.generate(prompt, rule))
+    ]
+
+
+def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
+    """Two prompts, four completions each: the first equals n=1, all differ, the same seed gives the same again, and
+    only one prefill was paid for."""
+    _, llm = make()
+    prompts = [tiny_prompt(130, seed=1), tiny_prompt(70, seed=2)]
+    params = SamplingParams(max_tokens=12, seed=5, n=4)
+    done = completed(llm.generate(prompts, params))
+    firsts = [c.token_ids for c in completed(llm.generate(prompts, SamplingParams(max_tokens=12, seed=5)))]
+    assert [done[0].token_ids, done[4].token_ids] == firsts
+    assert len({tuple(c.token_ids) for c in done}) == 8
+    assert [c.token_ids for c in completed(llm.generate(prompts, params))] == [c.token_ids for c in done]
+    assert [c.stats.reused_tokens for c in done] == [0, 130, 130, 130, 0, 70, 70, 70]
+    assert [(c.stats.prompt_tokens, c.stats.new_tokens) for c in done] == [(130, 12)] * 4 + [(70, 12)] * 4
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 0}, "num_beams=0 must be at least 1"),
+        ({"n": 0}, "n=0 must be at least 1"),
+        ({"num_beams": 4}, "temperature=1.0: beam search draws no random"),
+        ({"num_beams": 2, "n": 3, "temperature": 0}, "n=3 must not exceed num_beams=2"),
+        ({"length_penalty": 2.0}, "need beam search"),
+        ({"early_stopping": True}, "need beam search"),
+        ({"num_beams": 2, "temperature": 0, "early_stopping": "soon"}, "early_stopping='soon'"),
+        ({"num_beams": 2, "temperature": 0, "length_penalty": float("nan")}, "must be finite"),
+        ({"n": 2, "temperature": 0}, "would be identical"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**options)
+
+
+def test_a_stream_is_of_one_completion() -> None:
+    _, llm = make()
+    with pytest.raises(InputError, match="use generate for n"):
+        llm.stream([1, 2], SamplingParams(n=2))
+    with pytest.raises(PoolFullError, match=r"299 chunks .* are needed"):
+        llm.generate([[1, 2]], beams(300))
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_stop_strings_end_beams() -> None:
+    """With a tokenizer: text ends before the stop string, here one that every beam meets soon."""
+    llm = LLM("reference", policy="full", host_memory="64MiB")
+    [plain] = completed(llm.generate("The traveller", beams(3, max_tokens=24)))
+    assert "e" in plain.text
+    [cut] = completed(llm.generate("The traveller", beams(3, max_tokens=24, stop="e", early_stopping=True)))
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", "e") and "e" not in cut.text

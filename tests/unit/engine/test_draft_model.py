@@ -1,0 +1,211 @@
+"""A small model that drafts (`exact={"model": ...}`): the text is that of full attention, whatever it drafts, and its
+own rows follow the text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.engine.speculative.draft_model import CATCH_UP, DraftModel
+from offload_rt.errors import PoolFullError
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models without tokenizers, by architecture; "other" and "small" are llamas of other weights."""
+    place = tmp_path_factory.mktemp("drafts")
+    for name in ("llama", "mistral"):
+        tiny_model(name).save_pretrained(place / name)
+    tiny_model("llama", seed=7, num_hidden_layers=2, hidden_size=32).save_pretrained(place / "other")
+    tiny_model("llama", vocab_size=150).save_pretrained(place / "small")
+    return place
+
+
+def runtime(model: str, draft: str | None, folder: Path, **fields: Any) -> LLM:
+    """A runtime that drafts with the model `draft`, 4 tokens each time; `fields` of `DraftOptions`."""
+    exact = None if draft is None else {"model": str(folder / draft), "adaptive": False, "tokens": 4} | fields
+    return LLM(tiny_model(model), policy="full", host_memory="16MiB", exact=exact)
+
+
+def texts(llm: LLM, params: Any) -> list[list[int]]:
+    found = [completion.token_ids for completion in completed(llm.generate(PROMPTS, params))]
+    llm.runner.check_integrity()
+    draft = llm.runner.draft
+    assert draft is None or draft.pool.bytes_held == 0, "what drafted has gone with what it drafted for"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "fields"),
+    [
+        ("llama", "llama", {}),
+        ("llama", "other", {}),
+        ("llama", "mistral", {"method": "lookup+model"}),
+        ("mistral", "mistral", {"tokens": 8}),
+    ],
+)
+def test_the_text_is_that_of_full_attention(model: str, draft: str, fields: dict[str, Any], folder: Path) -> None:
+    """Greedy and sampled with the same seeds, three sequences at once that end at different times; windows of 48 tokens
+    slide in both models, with drafts that are wrong. Whole texts: tiny float32 models come to no near tie."""
+    llm, plain = runtime(model, draft, folder, **fields), runtime(model, None, folder)
+    sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 9, 1)]
+    for params in (GREEDY, sampled):
+        assert texts(llm, params) == texts(plain, params)
+
+
+def test_the_same_model_is_always_right_and_another_one_hardly_ever(folder: Path) -> None:
+    """And each pass of the right one gives five tokens. The bytes of a draft model's rows are counted."""
+    same, other, plain = (
+        completed(runtime("llama", draft, folder).generate(PROMPTS[0], GREEDY))[0].stats
+        for draft in ("llama", "other", None)
+    )
+    assert same.acceptance_rate == 1 and same.verifications == 3 and same.accepted_tokens == 12
+    assert other.acceptance_rate is not None and other.acceptance_rate < 0.2
+    assert same.exact_fraction == pytest.approx(3 / 15), "of passes, over the tokens behind the first"
+    assert plain.weight_bytes * 2 == same.weight_bytes and plain.kv_bytes_host < same.kv_bytes_host
+    assert same.h2d_bytes > 0.9 * plain.h2d_bytes, "12 drafts and 3 passes read all rows too"
+
+
+def test_it_is_asked_where_nothing_is_found(folder: Path) -> None:
+    """Of three tokens whatever comes has come before: what is found is wrong at times, the same model never is, and it
+    is asked at first, and again behind tokens that were found."""
+    few = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, allowed_token_ids=[3, 50, 101])
+    both, alone, plain = (
+        completed(llm.generate(PROMPTS[0], few))[0]
+        for llm in (
+            runtime("llama", "llama", folder, method="lookup+model", ngram=2),
+            runtime("llama", "llama", folder),
+            runtime("llama", None, folder),
+        )
+    )
+    assert both.token_ids == alone.token_ids == plain.token_ids
+    assert alone.stats.acceptance_rate == 1
+    assert both.stats.drafted_tokens > both.stats.accepted_tokens > 0
+
+
+def test_sessions_and_forks_go_on_exactly(folder: Path, tmp_path: Path) -> None:
+    """Turns, reopened from disk, then a fork: the tokens of full attention."""
+    said = []
+    for draft in ("other", None):
+        answers, llm = [], runtime("llama", draft, folder)
+        for turn in range(3):
+            session = llm.session("talk", tmp_path / str(draft))
+            answers.append([event.token_id for event in session.send(tiny_prompt(30 + turn, seed=turn), GREEDY)])
+            if turn == 2:
+                fork = session.fork("other")
+                answers.append([event.token_id for event in fork.send(tiny_prompt(9, seed=7), GREEDY)])
+                fork.close()
+            session.close()
+        llm.runner.check_integrity()
+        said.append(answers)
+    assert said[0] == said[1]
+
+
+def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two of three: the other goes on without drafts, and nobody waits or fails."""
+    llm = runtime("llama", "llama", folder)
+    assert llm.runner.draft is not None
+    pool = llm.runner.draft.pool
+    real = pool.reserve
+
+    def reserve(blocks: Any, tokens: int) -> None:
+        if tokens > 140:
+            raise PoolFullError("no room")
+        real(blocks, tokens)
+
+    monkeypatch.setattr(pool, "reserve", reserve)
+    done = completed(llm.generate(PROMPTS, GREEDY))
+    assert [one.stats.drafted_tokens for one in done] == [0, 12, 12]
+    assert [one.token_ids for one in done] == texts(runtime("llama", None, folder), GREEDY)
+
+
+@given(st.data())
+@settings(max_examples=6, deadline=None)
+def test_its_rows_follow_the_text(data: st.DataObject) -> None:
+    """Whatever was drafted, cut off and written before: logits are transformers' for the tokens as they are."""
+    llm = _MADE.setdefault("llm", LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False))
+    target = _MADE.setdefault("target", LLM(tiny_model("llama"), policy="full", host_memory="16MiB"))
+    drafter, tokens = DraftModel(llm.runner, 199), st.integers(0, 198)
+    sequence = target.runner.new_sequence(tiny_prompt(data.draw(st.integers(1, 100))), 400)
+    for _ in range(data.draw(st.integers(1, 5))):
+        verified = len(sequence.tokens)
+        sequence.position = verified - 1
+        assert drafter.prepare(sequence, 6)
+        for _ in range(data.draw(st.integers(1, 5))):
+            [logits] = drafter.step([sequence])
+            expected = _OTHER(torch.tensor([sequence.tokens])).logits[0, -1]
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+            sequence.tokens.append(data.draw(tokens))
+        kept = data.draw(st.integers(verified, len(sequence.tokens)))
+        sequence.tokens[kept:] = data.draw(st.lists(tokens, min_size=1, max_size=CATCH_UP + 20))
+        llm.runner.check_integrity()
+    assert sequence.drafter is not None
+    llm.runner.free(sequence.drafter)
+    sequence.drafter, sequence.position = None, 0
+    target.runner.free(sequence)
+
+
+_OTHER = tiny_model("mistral", num_hidden_layers=2)
+"""Its windows slide: rows that a draft pushed out must still be there when it is cut off."""
+
+_MADE: dict[str, LLM] = {}
+
+
+def test_one_that_is_behind_keeps_its_windows() -> None:
+    """Drafts were looked up for a while: rows that have left the text's windows are needed to read it up to date."""
+    llm, target = (LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2))
+    drafter, sequence = DraftModel(llm.runner, 199), target.runner.new_sequence(tiny_prompt(100), 400)
+    for more in ([], tiny_prompt(CATCH_UP - 1)):
+        sequence.tokens += more
+        sequence.position = len(sequence.tokens) - 1
+        assert drafter.prepare(sequence, 6)
+        [logits] = drafter.step([sequence])
+        expected = _OTHER(torch.tensor([sequence.tokens])).logits[0, -1]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) -> None:
+    """Models of one family have more logits than tokens, each as many as suits it."""
+    wide, narrow, other = (tiny_checkpoint(tmp_path / name, "llama") for name in ("wide", "narrow", "other"))
+    tiny_model("llama", vocab_size=2112).save_pretrained(wide)
+    text, asked = "It was a dark and stormy night", SamplingParams(max_tokens=8, temperature=0.7, seed=3)
+    for model, draft in ((wide, narrow), (narrow, wide)):
+        plain, llm = (LLM(model, policy="full", host_memory="16MiB", exact=e) for e in (None, {"model": draft}))
+        assert completed(llm.generate(text, asked))[0].token_ids == completed(plain.generate(text, asked))[0].token_ids
+    path = Path(other) / "tokenizer.json"
+    written = json.loads(path.read_text())
+    ids = written["model"]["vocab"]
+    ids["Ġthe"], ids["Ġand"] = ids["Ġand"], ids["Ġthe"]
+    path.write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=r"another tokenizer than .*wide: 'Ġ(the|and)'"):
+        LLM(wide, policy="full", host_memory="16MiB", exact={"model": other})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"exact": "model"}, "needs a draft model"),
+        ({"exact": {"model": "x", "method": "both"}}, "'lookup\\+model'"),
+        ({"exact": {"model": "x"}, "device_memory": "1GiB"}, "remove one of them"),
+        ({"exact": {"model": 3}}, "must be a string"),
+    ],
+)
+def test_what_cannot_be_drafted_says_so(fields: dict[str, Any], said: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(tiny_model("llama"), host_memory="8MiB", **fields)
+    with pytest.raises(ConfigError, match=r"150 tokens, and .* has 199"):
+        runtime("llama", "small", folder)
+    with pytest.raises(ConfigError, match="make a runtime with it"):
+        runtime("llama", "llama", folder).under("full", exact={"model": str(folder / "other")})

@@ -1,0 +1,178 @@
+"""transformers' own `generate` on the host pool: the tokens of transformers under `full`, those of `LLM` under any
+policy, whatever the mode, and a model that is afterwards what it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import RUNS, architecture
+from support.serving import TEMPLATE
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextIteratorStreamer, pipeline
+
+from offload_rt import LLM, InputError, OffloadedCache, SamplingParams, offload
+from offload_rt.models.registry import load_model
+
+MEMORY = "16MiB"
+SELECTS = {"policy": "infinigen", "policy_options": {"sinks": 2, "recent": 8, "budget": 0.2, "tail": "off"}}
+DAILY = ("llama3", "gemma3", "qwen3_moe", "gpt_neox", "gpt_oss")
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": {"do_sample": True, "num_beams": 2},
+    "by lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    "by lookup, sampled": {"do_sample": True, "prompt_lookup_num_tokens": 3},
+    "assisted": {"do_sample": False, "num_assistant_tokens": 3},
+}
+ALONE = ("by lookup", "by lookup, sampled", "assisted")
+"""Modes that transformers has for single rows."""
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def ours(model: PreTrainedModel) -> Iterator[LLM]:
+    with offload(model, policy="full", host_memory=MEMORY) as llm:
+        yield llm
+        llm.runner.check_integrity()
+
+
+def batch(rows: int = 2) -> dict[str, torch.Tensor]:
+    """Prompts of 90 and 60 tokens, the second padded on the left."""
+    ids = torch.tensor([tiny_prompt(90), [0] * 30 + tiny_prompt(60, seed=3)])[:rows]
+    mask = torch.ones_like(ids)
+    mask[1:, :30] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: PreTrainedModel, given: dict[str, torch.Tensor], **mode: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    found: torch.Tensor = model.generate(**given, max_new_tokens=14, pad_token_id=0, **mode)
+    return found
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_gives_what_transformers_gives(model: PreTrainedModel, name: str) -> None:
+    given, mode = batch(1 if name in ALONE else 2), dict(MODES[name])
+    if name == "assisted":
+        mode["assistant_model"] = tiny_model("llama", num_hidden_layers=1)
+    expected = generated(model, given, **mode)
+    with offload(model, policy="full", host_memory=MEMORY) as llm:
+        assert torch.equal(generated(model, given, **mode), expected)
+        gc.collect()
+        llm.runner.check_integrity()
+        assert not llm.runner._open, "nobody has the cache any more"
+    assert "forward" not in vars(model)
+    assert torch.equal(generated(model, given, **mode), expected)
+
+
+@pytest.mark.parametrize("name", RUNS if "OFFLOAD_RT_STRESS" in os.environ else DAILY)
+def test_every_architecture_past_its_window(name: str) -> None:
+    model = architecture(name)
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = [generated(model, given, **MODES[mode]) for mode in ("greedy", "beams")]
+    with offload(model, policy="full", host_memory=MEMORY):
+        assert all(
+            torch.equal(generated(model, given, **MODES[mode]), one)
+            for mode, one in zip(("greedy", "beams"), expected, strict=True)
+        )
+
+
+def test_a_policy_decodes_as_it_does_in_an_llm(model: PreTrainedModel) -> None:
+    given, new = batch(), slice(90, None)
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*given.values(), strict=True)]
+    greedy = SamplingParams(max_tokens=14, temperature=0)
+    with offload(model, host_memory=MEMORY, **SELECTS) as llm:
+        found = generated(model, given, do_sample=False)[:, new].tolist()
+        beside = [[event.token_id for event in llm.stream(prompt, greedy)] for prompt in prompts]
+    assert found == beside
+    assert found != generated(model, given, do_sample=False)[:, new].tolist(), "nothing was left out"
+
+
+def test_a_streamer_and_stopping_are_transformers(ours: LLM) -> None:
+    given, model = batch(1), tiny_model("llama")
+    tokenizer = load_model("reference").tokenizer
+    assert tokenizer is not None
+    plain = generated(model, given, do_sample=False)[0].tolist()
+    with offload(model, policy="full", host_memory=MEMORY):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+        ended = GenerationConfig(eos_token_id=plain[96], max_new_tokens=14, do_sample=False, pad_token_id=0)
+        out = model.generate(**given, generation_config=ended, streamer=streamer)
+    assert out[0].tolist() == plain[: plain.index(plain[96], 90) + 1]
+    assert "".join(streamer) == tokenizer.decode(out[0, 90:])
+
+
+def test_a_pipeline_says_what_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = pipeline("text-generation", tiny_checkpoint(tmp_path / "tiny", "llama"), device="cpu")
+    chat.tokenizer.chat_template = TEMPLATE
+    asked = [{"role": "user", "content": "It was a dark night, and the river was high."}]
+    how = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = chat(asked, generation_config=how)
+    made: list[OffloadedCache] = []
+    begin = OffloadedCache.__init__
+    monkeypatch.setattr(OffloadedCache, "__init__", lambda cache, llm: made.append(cache) or begin(cache, llm))
+    with offload(chat.model, policy="full", host_memory=MEMORY, tokenizer=chat.tokenizer):
+        assert chat(asked, generation_config=how) == expected
+    assert made, "it went through the pool"
+
+
+def test_a_conversation_keeps_its_cache(model: PreTrainedModel, ours: LLM) -> None:
+    """The second turn computes what is new, and says what a single prompt with all of it would."""
+    given, cache = batch(1), OffloadedCache(ours)
+    first = generated(model, given, do_sample=False, past_key_values=cache)
+    longer = torch.cat([first, torch.tensor([tiny_prompt(25, seed=5)])], dim=1)
+    more = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+    assert cache.get_seq_length() == first.shape[1] - 1
+    second = generated(model, more, do_sample=False, past_key_values=cache)
+    assert torch.equal(second, generated(model, more, do_sample=False))
+    [row] = cache._rows
+    assert row.trace.reused_tokens == 0 and "rows=1" in repr(cache)
+    cache.free()
+    cache.free()
+    assert not ours.runner._open
+
+
+def test_other_calls_are_the_models_own(model: PreTrainedModel) -> None:
+    ids = torch.tensor([tiny_prompt(30)])
+    expected = model(ids, labels=ids)
+    with offload(model, policy="full", host_memory=MEMORY):
+        found = model(ids, labels=ids)
+    assert torch.equal(found.loss, expected.loss) and torch.equal(found.logits, expected.logits)
+
+
+def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
+    given = batch()
+    right = {name: value.flip(1) for name, value in given.items()}
+    with pytest.raises(InputError, match="offloaded already"), offload(model, host_memory=MEMORY):
+        pass
+    with pytest.raises(InputError, match="pad on the left"):
+        generated(model, right, do_sample=False)
+    with pytest.raises(InputError, match="pass past_key_values=OffloadedCache"):
+        generated(model, given, do_sample=False, past_key_values=DynamicCache())
+    with pytest.raises(InputError, match="output_hidden_states"):
+        generated(model, given, do_sample=False, output_hidden_states=True, return_dict_in_generate=True)
+    cache = OffloadedCache(ours)
+    generated(model, batch(1), do_sample=False, past_key_values=cache)
+    held = cache.get_seq_length()
+    with pytest.raises(InputError, match="has 1 rows and the batch has 2"):
+        generated(model, {name: torch.cat([x, x[:, -1:]], 1) for name, x in given.items()}, past_key_values=cache)
+    assert cache.get_seq_length() == held > 0, "a wrong call loses nothing"
+    cache.free()
+    with pytest.raises(InputError, match="cannot be taken back"):
+        OffloadedCache(ours).crop(-3)
+    with pytest.raises(InputError, match="within `with offload"):
+        OffloadedCache(ours).update(torch.zeros(1), torch.zeros(1), 0)
+    assert not ours.runner._open

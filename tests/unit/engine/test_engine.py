@@ -1,0 +1,201 @@
+"""Requests join and leave between steps, wait for room, are cancelled or refused, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, InputError, ModelError, PoolFullError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.scheduler import Scheduler
+from offload_rt.kv_cache.arena import Arena
+from offload_rt.kv_cache.layout import ArenaLayout
+from offload_rt.outputs import TokenOutput
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0)
+
+
+def beams(width: int, count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0, num_beams=width)
+
+
+def make_llm(chunks: int = 64, **options: object) -> LLM:
+    model = tiny_model("llama", dtype=torch.float64)
+    chunk_bytes = 2 * 4 * 2 * 16 * 64 * 8
+    return LLM(model, policy="full", dtype="float64", host_memory=chunks * chunk_bytes, **options)  # type: ignore[arg-type]
+
+
+def test_requests_join_and_leave_mid_decode() -> None:
+    """Twelve requests of random lengths, one added every other step: each gets what it gets alone."""
+    llm, rng = make_llm(), random.Random(0)
+    asked = [(tiny_prompt(rng.randint(1, 90), seed=i), greedy(rng.randint(1, 25))) for i in range(12)]
+    alone = [completed(llm.generate([prompt], params))[0].token_ids for prompt, params in asked]
+    engine = Engine(llm.runner, max_num_seqs=4)
+    got: dict[int, list[int]] = {i: [] for i in range(12)}
+    pending, steps, widest = list(asked), 0, 0
+    while pending or not engine.idle:
+        if pending and steps % 2 == 0:
+            engine.add(*pending.pop(0))
+        for event in engine.step():
+            got[event.request_id].append(event.token_id)
+        engine.check_integrity()
+        widest = max(widest, len(engine.scheduler.running))
+        steps += 1
+    assert list(got.values()) == alone
+    assert widest == 4
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_a_prefill_does_not_starve_running_decodes() -> None:
+    """While a second prompt is prefilled, the first request gets a token every step, one layer at a time."""
+    llm = make_llm(max_num_batched_tokens=50)  # of 200, in four layers: one layer a step
+    engine = Engine(llm.runner, max_num_seqs=2)
+    engine.add(tiny_prompt(5), greedy(30))
+    engine.step()
+    engine.add(tiny_prompt(200, seed=1), greedy(3))
+    seen = [{event.request_id for event in engine.step()} for _ in range(4)]
+    assert seen == [{0}, {0}, {0}, {0, 1}]
+
+
+def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
+    llm = make_llm(chunks=3)
+    prompts = [tiny_prompt(70, seed=i) for i in range(5)]
+    alone = [completed(llm.generate([prompt], greedy(40)))[0].token_ids for prompt in prompts]
+    assert [c.token_ids for c in completed(llm.generate(prompts, greedy(40)))] == alone
+    assert llm.runner.pool.bytes_peak <= llm.runner.pool.limit_bytes
+
+
+def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_on() -> None:
+    llm = make_llm(chunks=2)
+    with pytest.raises(PoolFullError, match=r"3 chunks .* are needed, and of 2 only 2 are free .* 1 too few"):
+        llm.generate([tiny_prompt(100)], greedy(50))
+    engine = Engine(llm.runner, max_num_seqs=2)
+    engine.add(tiny_prompt(100), greedy(50))
+    engine.add(tiny_prompt(10), greedy(5))
+    with pytest.raises(PoolFullError):
+        engine.step()
+    events: list[TokenOutput] = []
+    while not engine.idle:
+        events += engine.step()
+    assert [event.request_id for event in events] == [1] * 5
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
+    llm = make_llm()
+    engine = Engine(llm.runner, max_num_seqs=2)
+    running = engine.add(tiny_prompt(5), greedy(50))
+    engine.step()
+    prefilling = engine.add(tiny_prompt(100), greedy(50))
+    waiting = engine.add(tiny_prompt(7), greedy(50))
+    engine.step()
+    for request in (prefilling, waiting, running, running):
+        engine.cancel(request)
+        engine.check_integrity()
+    assert engine.idle and llm.runner.pool.bytes_held == 0
+    assert running.completion().finish_reason == "abort"
+    assert len(running.new_tokens) == 2 and waiting.stats(llm.runner) is None
+
+
+def test_closing_a_stream_keeps_its_statistics() -> None:
+    llm = make_llm()
+    stream = llm.stream(tiny_prompt(40), greedy(100))
+    texts = [next(stream) for _ in range(10)]
+    stream.close()  # type: ignore[attr-defined]
+    stats = llm.last_stats
+    assert stats is not None and (stats.prompt_tokens, stats.new_tokens) == (40, 10) and len(texts) == 10
+    assert llm.runner.pool.bytes_held == 0
+    llm.generate([tiny_prompt(9)], greedy(2))
+    assert llm.last_stats is None, "a generate is not the stream before it"
+
+
+def test_statistics_count_what_full_moves() -> None:
+    """Every candidate row once a step and layer: with N tokens in context, N - 1 of them (the newest is resident)."""
+    llm = make_llm()
+    [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
+    stats = completion.stats
+    row_pair = 2 * 16 * 8
+    assert stats.h2d_bytes == sum(range(50, 60)) * 4 * 2 * row_pair
+    assert stats.d2h_bytes == 60 * 4 * 2 * row_pair
+    assert stats.exact_fraction == 1 and stats.fetched_fraction == pytest.approx(1, abs=0.02)
+    assert stats.dense_layers == (0, 1, 2, 3) and stats.missed_mass is None
+    assert stats.kv_bytes_host == 64 * 4 * 2 * row_pair
+    assert set(stats.to_dict()) >= {"prefill_seconds", "decode_seconds", "peak_device_bytes", "scoring_bytes_device"}
+
+
+def test_generation_runs_for_as_long_as_the_pool_holds() -> None:
+    """No buffer of a fixed size anywhere: 700 tokens across many chunks, equal to transformers."""
+    model = tiny_model("llama")
+    llm = LLM(model, policy="full", host_memory="4MiB")
+    ids = torch.tensor([tiny_prompt(3)])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=700, do_sample=False)[0, 3:]
+    assert completed(llm.generate(tiny_prompt(3), greedy(700)))[0].token_ids == expected.tolist()
+
+
+def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
+    llm = make_llm()
+    with pytest.raises(InputError, match="empty"):
+        llm.stream([])
+    with pytest.raises(InputError, match="no tokenizer"):
+        llm.generate("text")
+    with pytest.raises(InputError, match="token id 199"):
+        llm.generate([[5, 199]])
+    with pytest.raises(InputError, match="2 prompts but 1"):
+        llm.score([[1], [2]], [[3]])
+    with pytest.raises(InputError, match="empty"):
+        llm.score([[1]], [[]])
+    gpt2 = LLM(tiny_model("gpt2"), policy="full", host_memory="8MiB")
+    with pytest.raises(ModelError, match=r"1030 positions .* table of 1024"):
+        gpt2.generate([tiny_prompt(1000)], greedy(30))
+    whole = tiny_prompt(1025)
+    assert len(gpt2.score([whole[:1000]], [whole[1000:]])[0].logprobs) == 25, "the last token needs no position"
+    short = LLM(tiny_model("llama", max_position_embeddings=64), policy="full", host_memory="8MiB")
+    with pytest.warns(UserWarning, match="made for 64"):
+        short.generate([tiny_prompt(60)], greedy(10))
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slabs of two chunks: pinning one takes a good part of a second of a large model. Samples that fork, beams, and
+    requests that join take all they may need when they are admitted; some end early, others fill their last chunk."""
+    fit, activate, admit = ArenaLayout.fit, Arena.activate, Scheduler.admit
+    monkeypatch.setattr(
+        ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * CHUNK)
+    )
+    llm = LLM(tiny_model("llama", num_hidden_layers=2), policy=policy, host_memory="8MiB")
+    ready: list[bool] = []
+    admitting = []
+
+    def admitted(scheduler: Scheduler) -> None:
+        admitting.append(scheduler)
+        admit(scheduler)
+        admitting.pop()
+
+    def activated(arena: Arena) -> None:
+        ready.append(bool(admitting))
+        activate(arena)
+
+    monkeypatch.setattr(Scheduler, "admit", admitted)
+    monkeypatch.setattr(Arena, "activate", activated)
+    engine = Engine(llm.runner, max_num_seqs=16)
+    sampled = SamplingParams(max_tokens=200, n=3, seed=1)
+    asked = [(100, greedy(150)), (130, sampled), (64, beams(3, 140)), (63, greedy(1)), (5, greedy(260))]
+    for length, params in asked:
+        engine.add(tiny_prompt(length, seed=length), params)
+        for _ in range(40):
+            engine.step()
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+    assert len(ready) >= 14 and all(ready)
+    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.chunk_bytes, "and not much more"

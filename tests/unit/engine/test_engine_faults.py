@@ -1,0 +1,188 @@
+"""An unexpected exception ends the request that it belongs to; the others get the tokens that they get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from support.faults import ERRORS, PLACES, drain, fault
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, AsyncLLM, EngineError, OffloadError, SamplingParams, StoreOptions
+from offload_rt.core import CHUNK
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.request import Request
+from offload_rt.policies.base import PolicyState
+from offload_rt.sessions.session_kv import SessionKV
+
+PROMPTS = [tiny_prompt(CHUNK + 8) + tiny_prompt(30, seed=i) for i in range(4)]
+PARAMS = [
+    SamplingParams(max_tokens=9, temperature=0),
+    SamplingParams(max_tokens=12, seed=1, n=2),
+    SamplingParams(max_tokens=8, temperature=0, num_beams=2),
+    SamplingParams(max_tokens=10, seed=3),
+]
+MODEL = tiny_model("llama", num_hidden_layers=2)
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "infinigen": {"policy": "infinigen", "policy_options": {"recent": 8, "sinks": 2}},
+    "exact": {"policy": "infinigen", "policy_options": {"recent": 8, "sinks": 2}, "exact": "sparse"},
+}
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM(MODEL, host_memory="8MiB", verify="off", **POLICIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[list[int]]]:
+    return [tokens(llm, i) for i in range(len(PROMPTS))]
+
+
+def tokens(llm: LLM, i: int) -> list[list[int]]:
+    return [one.token_ids for one in completed(llm.generate([PROMPTS[i]], PARAMS[i]))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list[list[list[int]]]) -> None:
+    """At a random call, three times: the exception has one cause, so no second request may fail."""
+    rng, called = random.Random(place), 0
+    for make_error in ERRORS:
+        failed: dict[Request, Exception] = {}
+        engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
+        requests = [engine.add(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
+        error = make_error()
+        with fault(llm, place, rng.randrange(6), error) as calls:
+            drain(engine)
+        called += calls[0]
+        assert len(failed) <= 1
+        assert all(isinstance(told, EngineError) and told.__cause__ is error for told in failed.values())
+        gone = {sample.prompt.id for sample in failed}
+        for i, request in enumerate(requests):
+            if request.prompt.id not in gone:
+                assert [one.token_ids for one in request.completions()] == alone[i]
+        assert llm.runner.pool.bytes_held == 0 and not llm.runner._open
+        assert tokens(llm, 0) == alone[0], "a following request works"
+    assert called or place in ("select", "fork")
+
+
+@pytest.mark.parametrize("method", ["on_keys", "reserve", "accept", "stats"])
+def test_only_the_request_that_fails_again_and_again_ends(
+    method: str, llm: LLM, alone: list[list[list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whenever its sequence has reached a length; in a batched decode step the engine finds out which it is."""
+    if method == "on_keys" and llm.config.policy == "full":
+        pytest.skip("policy 'full' keeps no state")
+    failed: dict[Request, Exception] = {}
+    engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
+    requests = [engine.add(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
+    culprit: Any = requests[3]
+
+    def broken(original: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            if len(culprit.new_tokens) > 3:
+                raise AssertionError("always")
+            return original(*args, **named)
+
+        return call
+
+    def break_state() -> None:
+        for sequence in culprit.sequences:
+            state: PolicyState = sequence.state
+            if not hasattr(state, "is_broken"):
+                state.is_broken = True  # type: ignore[attr-defined]
+                state.on_keys = broken(state.on_keys)  # type: ignore[method-assign]
+
+    if method != "on_keys":
+        setattr(culprit, method if method != "stats" else "finish", broken(getattr(culprit, method)))
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+        if method == "on_keys":
+            break_state()
+    assert list(failed) == [culprit]
+    for i, request in enumerate(requests[:3]):
+        assert [one.token_ids for one in request.completions()] == alone[i]
+    assert llm.runner.pool.bytes_held == 0 and not llm.runner._open
+    assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1, "logged once"
+
+
+def test_memory_that_cannot_be_freed_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(MODEL, host_memory="8MiB", policy="full", verify="off")
+    failed: dict[Request, Exception] = {}
+    engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
+    requests = [engine.add(PROMPTS[i], PARAMS[i]) for i in (0, 3)]
+
+    def never(*args: object) -> None:
+        raise AssertionError("counts disagree")
+
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+    monkeypatch.setattr(llm.runner.pool, "release", never)
+    for _ in range(40):
+        engine.step()
+    assert engine.idle and set(failed) == set(requests)
+    assert all("inconsistent" in str(error) for error in list(failed.values())[1:])
+    with pytest.raises(EngineError, match="Load the model again"):
+        llm.generate(PROMPTS[0], PARAMS[0])
+
+
+def test_generate_raises_the_error_of_its_request(llm: LLM, alone: list[list[list[int]]]) -> None:
+    with fault(llm, "finish", 1, KeyError("lost")), pytest.raises(EngineError, match=r"KeyError: 'lost'") as caught:
+        llm.generate(PROMPTS, PARAMS)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert [tokens(llm, i) for i in range(2)] == alone[:2] and llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_other_clients_and_sessions_go_on(place: str, tmp_path: Path) -> None:
+    """Turns of sessions among them: a session whose turn has failed is as before, and answers again."""
+    asked = [(tiny_prompt(80 + 9 * i, seed=i), f"s{i}" if i < 2 else None) for i in range(4)]
+    params = SamplingParams(max_tokens=7, temperature=0)
+
+    async def answer(engine: AsyncLLM, prompt: list[int], session: str | None) -> Any:
+        try:
+            return [one async for one in engine.generate(prompt, params, session=session)][-1].outputs[0].token_ids
+        except OffloadError as error:
+            return error
+
+    async def run(call: int) -> tuple[list[Any], list[Any], int]:
+        llm = LLM(MODEL, policy="infinigen", policy_options={"recent": 8}, host_memory="8MiB", verify="off")
+        async with AsyncLLM(llm, store=tmp_path / str(call)) as engine:
+            with fault(llm, place, call, AssertionError("an invariant is broken")):
+                first = await asyncio.gather(*(answer(engine, *one) for one in asked))
+            again = await asyncio.gather(*(answer(engine, *one) for one in asked))
+            assert engine._thread.is_alive()
+            llm.runner.check_integrity()
+        assert llm.runner.pool.bytes_held == 0
+        return first, again, sum(isinstance(one, Exception) for one in first)
+
+    expected = asyncio.run(run(1000))[0]
+    first, again, failures = asyncio.run(run(random.Random(place).randrange(4)))
+    assert again == expected and failures <= 1
+    assert all(isinstance(one, EngineError) or one == right for one, right in zip(first, expected, strict=True))
+
+
+def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Idle sessions beyond their time to live leave host memory between the steps of other requests."""
+
+    async def run() -> list[int]:
+        llm = LLM(MODEL, policy="full", host_memory="8MiB", verify="off")
+        options = StoreOptions(ttl="1s")
+        async with AsyncLLM(llm, store=tmp_path, store_options=options) as engine:
+            async for _ in engine.generate(PROMPTS[0], PARAMS[0], session="idle"):
+                pass
+            await asyncio.sleep(1.1)
+            with patch.object(SessionKV, "leave_host", side_effect=RuntimeError("a shape is wrong")):
+                outputs = [output async for output in engine.generate(PROMPTS[1], PARAMS[1])]
+            return outputs[-1].outputs[0].token_ids
+
+    assert len(asyncio.run(run())) == PARAMS[1].max_tokens
+    assert "a shape is wrong" in caplog.text

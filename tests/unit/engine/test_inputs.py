@@ -1,0 +1,260 @@
+"""Every public argument is checked where it enters: what is wrong, what it was, what is wanted; and what people have at
+hand (tensors, arrays, a tokenizer's output, numpy's numbers) is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+from transformers import AutoTokenizer, BatchEncoding
+
+from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParams
+from offload_rt.config import EngineConfig, StoreOptions
+from offload_rt.engine.prompts import each_prompt, one_prompt, shortened, token_ids
+from offload_rt.models.location import locate
+from offload_rt.policies.options import InfiniGenOptions
+from offload_rt.sessions.chat_render import encode_rendered
+from offload_rt.sessions.session import Session
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": 1.5}, "max_tokens=1.5 is float; it must be an integer"),
+        ({"n": 2.5}, "n=2.5 is float"),
+        ({"seed": "a"}, "seed='a' is str; it must be an integer or None"),
+        ({"stop": [5]}, r"stop=\[5\] must be a string or a list of strings"),
+        ({"stop": 5}, "stop=5 must be"),
+        ({"top_k": 5.5}, "top_k=5.5 is float"),
+        ({"temperature": "0.5"}, "temperature='0.5' is str; it must be a number"),
+        ({"temperature": True}, "temperature=True is bool"),
+        ({"temperature": 1e-320}, "too small"),
+        ({"ignore_eos": 1}, "ignore_eos=1 is int; it must be True or False"),
+        ({"max_tokens": None}, "max_tokens=None is NoneType"),
+    ],
+)
+def test_sampling_params_of_a_wrong_type(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (EngineConfig, {"max_num_seqs": "4"}),
+        (EngineConfig, {"cuda_graphs": "yes"}),
+        (EngineConfig, {"policy": 3}),
+        (EngineConfig, {"prefill_chunk_size": 2.0}),
+        (StoreOptions, {"free_host": "0.1"}),
+        (InfiniGenOptions, {"budget": "0.1"}),
+        (InfiniGenOptions, {"sinks": 1.5}),
+    ],
+)
+def test_configuration_of_a_wrong_type(kind: type, fields: dict[str, Any]) -> None:
+    [name] = fields
+    with pytest.raises(ConfigError, match=f"{name}=.*must be"):
+        kind(**fields)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(max_tokens=np.int64(7), temperature=np.float32(0.5), top_p=1)
+    assert (params.max_tokens, params.temperature, params.top_p) == (7, 0.5, 1)
+    assert type(params.max_tokens) is int and type(params.temperature) is float
+    assert type(params.top_p) is int, "an option's text is in names of stored rows: 1 stays 1"
+
+
+IDS = [3, 1, 4, 1]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        IDS,
+        tuple(IDS),
+        torch.tensor(IDS),
+        torch.tensor([IDS]),
+        np.array(IDS),
+        [np.int64(i) for i in IDS],
+        {"input_ids": IDS},
+        BatchEncoding({"input_ids": torch.tensor([IDS]), "attention_mask": torch.ones(1, 4, dtype=torch.bool)}),
+        BatchEncoding({"input_ids": [[0, 0, *IDS]], "attention_mask": [[0, 0, 1, 1, 1, 1]]}),
+    ],
+)
+def test_what_is_one_prompt(prompt: Any) -> None:
+    assert each_prompt(prompt) == [IDS] and one_prompt(prompt) == token_ids(prompt) == IDS
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        ([IDS, "b", torch.tensor([5])], [IDS, "b", [5]]),
+        (torch.tensor([IDS, IDS]), [IDS, IDS]),
+        (np.array([IDS, IDS]), [IDS, IDS]),
+        ({"input_ids": [IDS, [5, 0]], "attention_mask": [[1, 1, 1, 1], [1, 0]]}, [IDS, [5]]),
+        ([], [[]]),
+        (range(3), [[0, 1, 2]]),
+    ],
+)
+def test_what_are_several_prompts(prompts: Any, expected: Any) -> None:
+    assert each_prompt(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (b"text", "bytes: decode it"),
+        (None, "NoneType"),
+        (5, "of type int"),
+        ([1.5, 2], "1.5, of type float"),
+        ([True, False], "True, of type bool"),
+        ({"role": "user", "content": "hi"}, "messages of a chat"),
+        ([{"role": "user", "content": "hi"}], "messages of a chat"),
+        (torch.tensor([0.5]), "0.5, of type float"),
+        (torch.tensor(3), "of type Tensor"),
+        ([IDS, 7], "prompt"),
+    ],
+)
+def test_what_is_no_prompt(prompt: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        each_prompt(prompt)
+
+
+_PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+
+
+@given(st.recursive(_PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3)))
+def test_anything_is_a_prompt_or_an_input_error(value: Any) -> None:
+    """Texts and lists of whole numbers, nothing else: never another exception."""
+    try:
+        found = each_prompt(value)
+    except InputError:
+        return
+    assert all(isinstance(one, str) or all(type(i) is int for i in one) for one in found)
+
+
+@given(
+    st.sampled_from(["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "num_beams"]),
+    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=3) | st.binary(max_size=2)
+    | st.lists(st.integers() | st.text(max_size=2), max_size=2),
+)  # fmt: skip
+def test_any_value_of_a_sampling_param_is_taken_or_refused(name: str, value: Any) -> None:
+    """Any other exception than ours fails this; what is taken is of the types that the field has from then on."""
+    wanted = {"stop": tuple, "seed": int | None, "top_k": int, "n": int, "num_beams": int, "max_tokens": int}
+    try:
+        params = SamplingParams(**{name: value})
+    except OffloadError:
+        return
+    assert isinstance(getattr(params, name), wanted.get(name, int | float | None))
+
+
+def test_the_runtime_says_what_it_cannot_read() -> None:
+    llm = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
+    with pytest.raises(InputError, match="is a single text"):
+        llm.score("abc", "def")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="2 prompts where one"):
+        llm.stream([[1, 2], [3]])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="model=None is NoneType"):
+        LLM(None)  # type: ignore[arg-type]
+    params, prompt = SamplingParams(max_tokens=2, temperature=0), tiny_prompt(9)
+    [expected] = completed(llm.generate(prompt, params))
+    for same in (torch.tensor(prompt), np.array(prompt), {"input_ids": [prompt]}):
+        assert completed(llm.generate(same, params))[0].token_ids == expected.token_ids  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 9), st.sampled_from(["head", "tail", "middle"]))
+def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, truncate: str) -> None:
+    """What stays is the end, the beginning, or some of both; a text that fits stays whole, whatever was said."""
+    kept = shortened(ids, room, truncate, "it")
+    if len(ids) <= room:
+        assert kept == ids == shortened(ids, room, None, "it")
+        return
+    half = room // 2
+    assert (
+        kept
+        == {"head": ids[-room:], "tail": ids[:room], "middle": ids[:half] + ids[len(ids) - (room - half) :]}[truncate]
+    )
+    with pytest.raises(InputError, match=f"it has {len(ids)} tokens, and there is room for {room}"):
+        shortened(ids, room, None, "it")
+    with pytest.raises(ConfigError, match="truncate='end'"):
+        shortened(ids, room, "end", "it")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda llm, _: llm.generate([[1, 2]], 5), "sampling_params=5 is int; it must be a SamplingParams"),
+        (lambda llm, _: llm.generate([[1, 2]], [None, None]), "2 SamplingParams for 1 prompts"),
+        (lambda llm, _: llm.score(None, [[1]]), "prompts=None is NoneType; it must be a list"),
+        (lambda llm, _: llm.score([[1]], [[1]], 0.0), "decode_from=0.0 is float; it must be an integer"),
+        (lambda llm, _: llm.score([[1]], [[1]], batch=0), "batch=0 must be at least 1"),
+        (lambda llm, _: llm.session(7, "s"), "session name 7 must be a text of 1 to 200 characters"),
+        (lambda llm, _: llm.session("\ud800", "s"), "session name .* must be a text"),
+        (lambda llm, _: llm.session("s", None), "store=None is NoneType; it must be a path"),
+        (lambda llm, _: llm.session("s", "a\0b"), "store=.* must be a path"),
+        (lambda llm, _: llm.under("infinigen", 1), "policy_options=1 is int; it must be a mapping"),
+        (lambda llm, session: session.send(["5"], SHORT), "a text where token ids are wanted"),
+        (lambda llm, session: session.send([5], 5), "sampling_params=5 is int"),
+        (lambda llm, session: session.truncate(keep_last=1.5), "keep_last=1.5 is float"),
+        (lambda llm, session: session.truncate(drop="0"), "a text where token ids are wanted"),
+        (lambda llm, session: session.fork(b"x"), "session name b'x' must be a text"),
+        (lambda llm, _: LLM(llm.runner.model.name, SHORT), "it must be EngineConfig"),
+        (lambda llm, _: EngineConfig(policy_options={1: 2}), "keys must be strings"),
+        (lambda llm, _: EngineConfig(host_memory=True), "host_memory=1 is not a size"),
+        (lambda llm, _: StoreOptions(ttl=10**400), "is not a duration"),
+        (lambda llm, _: InfiniGenOptions(dense_layers="0"), "dense_layers='0' is str; it must be a list of layers"),
+        (lambda llm, _: SamplingParams(temperature=np.array([1, 2])), "temperature=.* it must be a number"),
+    ],
+)
+def test_arguments_of_calls_of_a_wrong_type(
+    call: Any, said: str, some: tuple[LLM, Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the store "s" is made there
+    with pytest.raises((InputError, ConfigError), match=said):
+        call(*some)
+
+
+SHORT = SamplingParams(max_tokens=2, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Session]]:
+    with LLM(tiny_model("llama"), policy="full", host_memory="8MiB") as llm:
+        session = llm.session("s", tmp_path_factory.mktemp("store"))
+        list(session.send([1, 2, 3], SHORT))
+        yield llm, session
+
+
+def test_half_of_a_character_is_no_text() -> None:
+    """As programs that cut texts leave it: the tokenizer raised a TypeError of its own."""
+    with pytest.raises(InputError, match=r"half of a character at 2 \('.ud83d'\)"):
+        encode_rendered(AutoTokenizer.from_pretrained(locate("reference").place), "hi\ud83d")
+
+
+@pytest.mark.parametrize("token", [-1, 97, 2**40, 2**70])
+def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
+    """Also by a tokenizer's `decode`, which overflows on some of them."""
+    llm = LLM("reference", host_memory="16MiB", policy="full")
+    beyond = token if token != 97 else llm.geometry.vocab
+    for call in (llm.generate, llm.stream, llm.encode):
+        with pytest.raises(InputError, match=f"token id {beyond} is not in the vocabulary"):
+            call([1, beyond])  # type: ignore[operator]
+
+
+def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
+    llm = LLM(tiny_model("llama"), host_memory="4MiB", policy="full")
+    events = llm.stream([1, 2, 3], SamplingParams(max_tokens=5))
+    next(events)
+    llm.close()
+    with pytest.raises(InputError, match="is closed: create another one"):
+        next(events)
+    assert llm.runner.pool.bytes_held == 0

@@ -1,0 +1,243 @@
+"""Preempted requests come back from disk with the rows and the state they had, or are computed again where that is
+cheaper or the disk fails: the tokens are the same."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import architecture
+from support.outputs import completed
+from support.sharing import greedy, make
+from support.tiny_models import tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import StoreOptions
+from offload_rt.core import CHUNK
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.request import Request
+from offload_rt.engine.scheduler import Scheduler
+from offload_rt.engine.swap import FOLDER, Swap
+
+PROMPTS = [tiny_prompt(CHUNK + 30) + tiny_prompt(28, seed=i) for i in range(3)]
+PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]
+
+
+def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
+    """A pool in which all prompts fit, their common chunk stored once, but not all answers; the disk counts as
+    infinitely fast, or slow."""
+    llm = make(**({"chunks": 6} | options))
+    swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
+    swap._write_rate = swap._read_rate = 0.0 if worth else 1e9
+    return llm, swap
+
+
+def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
+    engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
+    requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    rates = swap._write_rate, swap._read_rate
+    seen = 0
+    while not engine.idle:
+        engine.step()
+        if seen != (seen := engine.scheduler.preemptions + engine.scheduler.restored):
+            engine.check_integrity()
+            swap._disk.check_integrity()
+        swap._write_rate, swap._read_rate = rates
+    assert engine.scheduler.preemptions > 0
+    assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
+    return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
+
+
+def roomy(**options: Any) -> list[list[int]]:
+    llm = make(enable_prefix_caching=False, **options)
+    return [
+        c.token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True) for c in completed(llm.generate([prompt], p))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "staged"),
+    [
+        ("full", {}, False),
+        ("infinigen", {"recent": 8, "sinks": 2}, True),
+        ("infinigen", {"preset": "rows", "scorer": "int4", "recent": 16, "max_missed_mass": 0.05}, False),
+        ("infinigen", {"tail": "int2", "recent": 16, "budget": 0.3}, True),
+        ("quest", {"budget": 0.4, "recent": 16}, False),
+    ],
+    ids=["full in place", "infinigen staged", "int4 in place", "tail staged", "quest in place"],
+)
+def test_what_comes_back_from_disk_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, policy: str, options: dict[str, Any], staged: bool
+) -> None:
+    llm, swap = tight(tmp_path, policy=policy, policy_options=options, staged=staged)
+    tokens, scheduler = run(llm, swap)
+    assert tokens == roomy(policy=policy, policy_options=options)
+    assert scheduler.restored == scheduler.preemptions
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_what_is_cheaper_computed_again_is_not_written(tmp_path: Path, policy: str) -> None:
+    llm, swap = tight(tmp_path, worth=False, policy=policy)
+    tokens, scheduler = run(llm, swap)
+    assert tokens == roomy(policy=policy) and scheduler.restored == 0
+
+
+@pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
+def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
+    memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.chunk_bytes
+    llm, swap = tight(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
+    tokens, scheduler = run(llm, swap)
+    assert tokens == roomy(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
+
+
+def test_a_state_that_is_not_made_from_keys_alone_is_computed_again(tmp_path: Path) -> None:
+    llm, swap = tight(tmp_path, policy="h2o")
+    runner = llm.runner
+    sequence = runner.new_sequence([*PROMPTS[0], 5], len(PROMPTS[0]) + 1)
+    runner.prefill(sequence, len(PROMPTS[0]))
+    runner.decode([sequence])
+    assert swap.swap_out(sequence, 1) is None and swap.bytes_used == 0
+    runner.free(sequence)
+
+
+def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, swap = tight(tmp_path)
+    swap_in = swap.swap_in
+
+    def spoil(*args: Any, **options: Any) -> Any:
+        for chunk in swap._disk._chunks.values():
+            byte = os.pread(swap._disk.handle, 1, chunk.offset + 9)[0] ^ 1
+            os.pwrite(swap._disk.handle, bytes([byte]), chunk.offset + 9)
+        return swap_in(*args, **options)
+
+    monkeypatch.setattr(swap, "swap_in", spoil)
+    tokens, scheduler = run(llm, swap)
+    assert tokens == roomy() and scheduler.restored == 0
+
+
+def test_a_full_disk_means_computing_again(tmp_path: Path) -> None:
+    llm, swap = tight(tmp_path, limit=2 * make().runner.pool.chunk_bytes - 1)
+    tokens, scheduler = run(llm, swap)
+    assert tokens == roomy() and scheduler.restored < scheduler.preemptions
+
+
+def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
+    llm, swap = tight(tmp_path)
+    runner = llm.runner
+    sequences = []
+    for prompt in PROMPTS[:2]:
+        sequences.append(runner.new_sequence(prompt, len(prompt) + 1, reuse=len(prompt)))
+        runner.prefill(sequences[-1], len(prompt))
+        sequences[-1].tokens.append(5)
+        runner.decode(sequences[-1:])
+    swapped = []
+    for sequence in sequences:
+        swap._write_rate = 0.0  # the first one's writing is measured, and a busy disk would decide about the second
+        swapped.append(swap.swap_out(sequence, 1))
+    assert None not in swapped and len(swap._disk._chunks) == 1 + 2
+    for one, files in zip(swapped, (2, 0), strict=True):
+        assert one is not None
+        swap.discard(one)
+        assert len(swap._disk._chunks) == files
+    for sequence in sequences:
+        runner.free(sequence)
+
+
+def test_a_swap_file_has_no_name_at_any_moment(tmp_path: Path) -> None:
+    """So that nothing of it outlives the process. Files that earlier versions left are removed, the user's own stay."""
+    left = tmp_path / FOLDER / ("0" * 32) / "ab" / f"{'ab' * 16}.kv"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of a process that was killed")
+    (tmp_path / "notes.kv").write_text("the user's own")
+    llm, swap = tight(tmp_path)
+    engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
+    requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
+    while not swap.bytes_used:
+        engine.step()
+    assert os.fstat(swap._disk.handle).st_size > 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "notes.kv"]
+    for one in requests:
+        engine.cancel(one)
+    assert swap.bytes_used == 0 and llm.runner.pool.bytes_held == 0 and os.fstat(swap._disk.handle).st_size == 0
+    swap.close()
+
+
+def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
+    swapped = []
+    monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
+    llm = make(chunks=6, swap=tmp_path)
+    assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
+    assert swapped
+
+
+def test_policies_over_one_model_swap_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each to a folder of its own, as long as it lives."""
+    monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
+    first = make(chunks=6, swap=tmp_path)
+    for _ in range(2):
+        second = first.under("infinigen", {"recent": 200})
+        for llm in (second, first):
+            assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
+        second.close()
+        del second, llm
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, "under-1"]
+
+
+def test_the_youngest_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempt, choices = Scheduler.preempt, []
+
+    def noted(self: Scheduler, request: Request) -> None:
+        if self.prefilling is None:
+            choices.append([one is request for one in self.running])
+        preempt(self, request)
+
+    monkeypatch.setattr(Scheduler, "preempt", noted)
+    run(*tight(tmp_path))
+    assert any(len(choice) > 1 for choice in choices), "somebody could have been chosen wrongly"
+    assert all(choice[-1] for choice in choices)
+
+
+def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
+    """What a policy decoded depends on more than its tokens: no other sequence may find it by them."""
+    llm, swap = tight(tmp_path, chunks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
+    sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + CHUNK)
+    llm.runner.prefill(sequence, len(PROMPTS[0]))
+    for token in tiny_prompt(CHUNK, seed=9):
+        sequence.tokens.append(token)
+        llm.runner.decode([sequence])
+    first, second = list(swap._names(sequence)), list(swap._names(sequence))
+    alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
+    assert alike == [True, False, False], "one chunk is exact, one in part, one decoded"
+    llm.runner.free(sequence)
+
+
+@pytest.mark.parametrize("position", [CHUNK + 10, CHUNK + 11, CHUNK + 12])
+def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position: int) -> None:
+    """The block table keeps a block of sliding layers until the next step; a table that is restored has none for it."""
+    model = architecture("gemma3", dtype=torch.float64)
+    with LLM(
+        model, policy="full", dtype="float64", host_memory="4MiB", verify="off", enable_prefix_caching=False
+    ) as llm:
+        assert llm.runner.pool.groups.window == 12
+        swap = Swap(llm.runner, tmp_path)
+        swap._write_rate = swap._read_rate = 0.0
+        tokens = [token % 90 + 1 for token in tiny_prompt(position)]
+        sequence = llm.runner.new_sequence(tokens, CHUNK * 3)
+        llm.runner.prefill(sequence, CHUNK + 8)
+        sequence.tokens = tokens
+        while sequence.position < position:
+            llm.runner.reserve(sequence)
+            llm.runner.decode([sequence])
+        swapped = swap.swap_out(sequence, 1)
+        llm.runner.free(sequence)
+        assert swapped is not None
+        restored = swap.swap_in(swapped, [*tokens, 5])
+        assert restored is not None and restored.position == position
+        llm.runner.free(restored)
+        swap.discard(swapped)
+        assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0

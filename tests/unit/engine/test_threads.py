@@ -1,0 +1,222 @@
+"""Threads that share a runtime take turns on it, step by step: every one of them gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import architecture
+from support.outputs import completed
+from support.step_order import run_in_rounds
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, InputError, PoolFullError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.engine import pool_order
+from offload_rt.engine.engine import Engine
+
+SHORT = SamplingParams(max_tokens=12, temperature=0)
+POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": {"policy_options": {"recent": 16}}}
+
+
+def make_llm(**options: Any) -> LLM:
+    return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="32MiB", **options)
+
+
+def work(llm: LLM, folder: Path, number: int) -> list[Any]:
+    """Every kind of call: what it gives belongs to `number` alone."""
+    prompts = [tiny_prompt(90 + 7 * number + i, seed=10 * number + i) for i in range(2)]
+    found: list[Any] = [completion.token_ids for completion in completed(llm.generate(prompts, SHORT))]
+    found.append([event.token_id for event in llm.stream(prompts[1], SHORT)])
+    found.append([round(one, 9) for one in llm.score([prompts[0]], [[3, 4, 5]])[0].logprobs])
+    with llm.session(f"s{number}", folder) as session:
+        found.append([event.token_id for event in session.send(prompts[0], SHORT)])
+        session.truncate(keep_last=60)
+        found.append([event.token_id for event in session.send(prompts[1], SHORT)])
+    return found
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_threads_get_the_tokens_that_they_would_get_alone(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    alone = make_llm(**options)
+    expected = [work(alone, tmp_path / "alone", number) for number in range(3)]
+    llm = make_llm(**options)
+    calls: list[Callable[[], list[Any]]] = [lambda n=n: work(llm, tmp_path / "store", n) for n in range(3)]  # type: ignore[misc]
+    with ThreadPoolExecutor(3) as threads:
+        found = [future.result() for future in [threads.submit(call) for call in calls]]
+    assert found == expected
+    llm.runner.check_integrity()
+
+
+def test_threads_wait_for_the_room_that_others_free() -> None:
+    """Four chunks, of which each needs three in the end: whoever finds no room gives way, and is answered later."""
+    params, prompts = SamplingParams(max_tokens=40, temperature=0), [tiny_prompt(100, seed=i) for i in range(3)]
+    expected = [output.outputs[0].token_ids for output in tight(40).generate(prompts, params)]
+    llm = tight(4)
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(llm.generate, [prompt], params) for prompt in prompts]
+        assert [one.result()[0].outputs[0].token_ids for one in asked] == expected
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is not read on holds its rows: that is said at once in its own thread, and soon in another one."""
+    llm = tight(3)
+    stream = llm.stream(tiny_prompt(100), SHORT)
+    next(stream)
+    with pytest.raises(PoolFullError):
+        llm.generate(tiny_prompt(100, seed=1), SHORT)
+    monkeypatch.setattr(pool_order, "PATIENCE", 0.05)
+    next(stream)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(PoolFullError):
+        threads.submit(llm.generate, tiny_prompt(100, seed=1), SHORT).result(20)
+    stream.close()  # type: ignore[attr-defined]
+
+
+def tight(chunks: int) -> LLM:
+    """With a pool of so many chunks."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    return LLM(model, policy="full", host_memory=chunks * 2 * 2 * 2 * 16 * CHUNK * 4, verify="off")
+
+
+def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
+    """Everything that computes or writes says so in the child, and nothing of the parent's is touched."""
+    llm, prompt = make_llm(policy="full"), tiny_prompt(70)
+    session = llm.session("s", tmp_path)
+    first = [event.token_id for event in session.send(prompt, SHORT)]
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate([prompt], SHORT), lambda: next(iter(llm.stream(prompt, SHORT))),
+        lambda: llm.score([prompt], [[1]]), lambda: next(iter(session.send(prompt, SHORT))), session.close,
+        lambda: session.truncate(keep_last=9), lambda: llm.session("t", tmp_path), lambda: llm.turns(tmp_path),
+        llm.close,
+    ]  # fmt: skip
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child is to find out
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # a saver that is no more is waited for without end
+        try:
+            for call in calls:
+                try:
+                    call()
+                except InputError as error:
+                    os.write(writing, b"x" if "loaded in process" in str(error) else b"?")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as said:
+        assert said.read() == b"x" * len(calls)
+    history = [*prompt, *first, *prompt]
+    assert [event.token_id for event in session.send(prompt, SHORT)] == make_llm(policy="full").generate(
+        [history], SHORT
+    )[0].outputs[0].token_ids
+    llm.close()
+
+
+class _Pool:
+    """Random requests for several engines of one pool, which is little larger than the largest request needs."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
+        rng = random.Random(seed)
+        self.model = architecture("gemma3") if seed % 2 else tiny_model("llama", num_hidden_layers=2)
+        self.asked = [
+            [(self._prompt(rng), self._params(rng)) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(2, 3))
+        ]
+        every = [request for engine in self.asked for request in engine]
+        self.expected = {str(one): self._alone(*one) for one in every}
+        self.llm = self._llm(max(self._least(*one) for one in every) + rng.randint(0, 2))
+
+    def _llm(self, chunks: int) -> LLM:
+        probe = getattr(self, "chunk_bytes", None)
+        if probe is None:
+            probe = self.chunk_bytes = LLM(self.model, policy="full", verify="off").runner.pool.chunk_bytes
+        return LLM(self.model, policy="full", host_memory=chunks * probe, verify="off")
+
+    @staticmethod
+    def _prompt(rng: random.Random) -> list[int]:
+        return [token % 90 + 1 for token in tiny_prompt(rng.randint(50, 140), seed=rng.randrange(99))]
+
+    @staticmethod
+    def _params(rng: random.Random) -> SamplingParams:
+        count, kind = rng.randint(2, 30), rng.choice(("beams", "beams", "several", "sampled"))
+        if kind == "beams":
+            return SamplingParams(max_tokens=count, temperature=0, num_beams=rng.randint(2, 3))
+        return SamplingParams(max_tokens=count, seed=rng.randrange(99), n=rng.randint(2, 3) if kind == "several" else 1)
+
+    def _alone(self, prompt: list[int], params: SamplingParams) -> list[list[int]]:
+        return [one.token_ids for one in completed(self._llm(200).generate([prompt], params))]
+
+    def _least(self, prompt: list[int], params: SamplingParams) -> int:
+        """Return the blocks that the request needs if it is alone."""
+        for chunks in itertools.count(3):
+            with suppress(PoolFullError):
+                self._llm(chunks).generate([prompt], params)
+                return chunks
+        raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request ends, and within a bound: while the oldest waits the others only drain, and then it runs alone.
+
+    With T new tokens and L layers at most, draining takes L + T rounds, and so does the oldest request. A completion of
+    its own may be preempted by older ones of its engine and drain again: 3 (L + T) rounds for each completion.
+    """
+    case = _Pool(seed, monkeypatch)
+    engines = [Engine(case.llm.runner, max_num_seqs=4) for _ in case.asked]
+    added = list(zip(engines, case.asked, strict=True))
+    requests = [(str(one), engine.add(*one)) for engine, asked in added for one in asked]
+    longest = max(params.max_tokens for asked in case.asked for _, params in asked) + case.llm.geometry.layers
+    completions = sum(max(params.n, params.num_beams) for asked in case.asked for _, params in asked)
+
+    def check() -> None:
+        for engine in engines:
+            engine.check_integrity()
+
+    run_in_rounds(engines, seed, 3 * longest * completions, check)
+    for name, request in requests:
+        assert [one.token_ids for one in request.completions()] == case.expected[name]
+    assert case.llm.runner.pool.bytes_held == 0
+
+
+def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks, of which each of two requests needs three in the end: the younger one gives way."""
+    monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
+    llm, params = tight(4), SamplingParams(max_tokens=40, temperature=0)
+    older, younger = engines = [Engine(llm.runner, max_num_seqs=2) for _ in range(2)]
+    prompts = [tiny_prompt(110), tiny_prompt(100, seed=1)]  # the older one needs its third block first
+    requests = [engine.add(prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
+    run_in_rounds(engines, 0, 200)
+    assert older.scheduler.preemptions == 0 and younger.scheduler.preemptions == 1
+    for prompt, request in zip(prompts, requests, strict=True):
+        [alone] = completed(tight(40).generate([prompt], params))
+        assert request.completions()[0].token_ids == alone.token_ids
+
+
+def test_beam_searches_of_two_threads_end_in_a_tight_pool() -> None:
+    """Each fits alone. Both preempted themselves and started again, for ever."""
+    model, params = architecture("gemma3"), SamplingParams(max_tokens=12, temperature=0, num_beams=3)
+    prompts = [[token % 90 + 1 for token in tiny_prompt(count, seed=count)] for count in (63, 64)]
+    llm = LLM(model, policy="full", host_memory=27 * 12_288, verify="off")
+    expected = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(llm.generate, [prompt], params) for prompt in prompts]
+        assert [one.result(60)[0].outputs[0].token_ids for one in asked] == expected

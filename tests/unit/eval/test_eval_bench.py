@@ -1,0 +1,389 @@
+"""The speed benchmark's pieces: what is planted is what is selected, every baseline decodes the same context, and the
+clock's stages add up. Nothing here is timed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from offload_rt.cli import main
+from offload_rt.core import Visible
+from offload_rt.errors import ConfigError, InputError
+from offload_rt.eval.speed import bench
+from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, OffloadedPeer, Ours, Peer, Shape
+from offload_rt.eval.speed.bench import BenchConfig, make_field, run_bench
+from offload_rt.eval.speed.report import Point, Timing
+from offload_rt.eval.speed.step_profiler import (
+    ATTENTION,
+    BREAKDOWN,
+    GATHER,
+    REST,
+    StageClock,
+    Staged,
+    StagedTicket,
+    breakdown,
+)
+from offload_rt.eval.speed.synthetic_kv import RESIDENT
+from offload_rt.models.registry import adapter_for
+
+LENGTH, FRACTION = 2048, 0.05
+
+SHAPES = {
+    "mha": Shape(3, 64, 96, 4, 4, 16, 199, torch.float32),
+    "gqa": Shape(3, 64, 96, 4, 2, 32, 199, torch.float32),
+}
+
+
+@pytest.fixture(params=SHAPES, scope="module")
+def field(request: pytest.FixtureRequest) -> Field:
+    model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
+    return make_field(model, LENGTH, LENGTH + 128, FRACTION)
+
+
+@pytest.fixture(params=SHAPES, scope="module")
+def uneven(request: pytest.FixtureRequest) -> Field:
+    """Heads with half as many and half again as many, two sequences."""
+    model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
+    return make_field(model, LENGTH, LENGTH + 128, FRACTION, spread=0.5, batch=2)
+
+
+def filled(field: Field, name: str) -> Any:
+    baseline = MAKERS[name](field)
+    for layer, kv in enumerate(field.synthetic.layers()):
+        baseline.fill(layer, kv)
+    return baseline
+
+
+def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]]:
+    """(layer, tokens) of every selection of `steps` steps."""
+    found: list[tuple[int, torch.Tensor]] = []
+    state: Any = ours._batch[0].state
+    select = state.select
+
+    def record(layer: int, q: torch.Tensor, visible: Visible) -> Any:
+        selection = select(layer, q, visible)
+        found.append((layer, selection.tokens))
+        return selection
+
+    state.select = record
+    for _ in range(steps):
+        ours.step()
+    del state.select
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["infinigen", "infinigen-paper", "infinigen-dense0", "infinigen-int8", "infinigen-int4", "infinigen-int2"]
+)
+def test_the_planted_tokens_are_selected_and_no_others(field: Field, name: str) -> None:
+    found = recorded_selections(filled(field, name), 3)
+    dense = 1 if name == "infinigen-dense0" else 0
+    assert len(found) == 3 * (field.synthetic.geometry.layers - dense)
+    for layer, tokens in found:
+        share = tokens.shape[1] / (LENGTH - sum(RESIDENT))
+        assert 0.9 * FRACTION <= share <= 1.1 * FRACTION
+        assert torch.equal(tokens.sort(1).values, torch.stack(field.synthetic.tokens[layer])), f"layer {layer}"
+
+
+@pytest.mark.parametrize("name", ["infinigen", "infinigen-int4"])
+def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: Field, name: str) -> None:
+    """The layer's count is the mean; a head with fewer fills up from what other heads have planted."""
+    for layer, tokens in recorded_selections(filled(uneven, name), 2):
+        planted = [set(rows.tolist()) for rows in uneven.synthetic.tokens[layer]]
+        n = tokens.shape[1]
+        assert n == -(-sum(map(len, planted)) // len(planted))
+        for own, chosen in zip(planted, tokens, strict=True):
+            taken = set(chosen.tolist())
+            assert len(taken) == n and (taken <= own if len(own) >= n else own <= taken <= set().union(*planted))
+
+
+def test_counts_by_head_are_what_was_asked_for(uneven: Field) -> None:
+    geometry = uneven.synthetic.geometry
+    n = round(FRACTION * (LENGTH - sum(RESIDENT)))
+    for heads in uneven.synthetic.tokens:
+        counts = sorted(map(len, heads))
+        assert sum(counts) == n * geometry.kv_heads
+        assert counts[0] == round(n / 2) and abs(counts[-1] - 1.5 * n) <= 2
+
+
+def test_planted_tokens_differ_between_heads_and_spare_what_is_resident(field: Field) -> None:
+    tokens = field.synthetic.tokens
+    assert not torch.equal(tokens[0][0], tokens[0][1]) and not torch.equal(tokens[0][0], tokens[1][0])
+    for row in (row for heads in tokens for row in heads):
+        assert row.min() >= RESIDENT[0] and row.max() < LENGTH - RESIDENT[1]
+        assert len(row.unique()) == len(row) == len(tokens[0][0])
+
+
+def test_the_artifact_has_the_moments_of_the_planted_keys(field: Field) -> None:
+    artifact = field.synthetic.artifact()
+    for layer, kv in enumerate(field.synthetic.layers()):
+        skewed = torch.bmm(kv.k, artifact.key[layer])
+        # 2,048 samples of deviation 0.1: means within 5 * 0.1 / 45, deviations within 5 * 0.1 / 64
+        torch.testing.assert_close(artifact.key_mean[layer], skewed.mean(1), rtol=0.01, atol=0.012)
+        torch.testing.assert_close(artifact.key_std[layer], skewed.std(1), rtol=0.01, atol=0.008)
+        identity = torch.eye(skewed.shape[-1]).expand_as(artifact.key[layer])
+        torch.testing.assert_close(artifact.query[layer] @ artifact.key[layer].mT, identity, rtol=0, atol=1e-5)
+
+
+def test_every_call_gives_the_same_rows(field: Field) -> None:
+    for a, b in zip(field.synthetic.layers(), field.synthetic.layers(), strict=True):
+        assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
+
+
+def logits_of(ours: Ours) -> torch.Tensor:
+    return ours.runner.decode(ours._batch)
+
+
+def test_full_decodes_what_transformers_decodes_on_the_same_context(field: Field) -> None:
+    """Without the planted vector (transformers' queries do not have it) both see the same keys and values."""
+    ours: Any = filled(field, "full")
+    ours.runner.adapter = adapter_for(field.model)
+    peer: Any = filled(field, "dynamic")
+    with torch.inference_mode():
+        expected = field.model(
+            input_ids=torch.tensor([[TOKEN]]), position_ids=torch.tensor([[LENGTH]]), past_key_values=peer._cache
+        ).logits[0, -1]
+    difference = (logits_of(ours)[0] - expected).abs().max() / expected.abs().max()
+    assert difference < 2e-5  # the project's bound for logits of `full`
+
+
+def test_ideal_attends_to_what_infinigen_attends_to(field: Field, uneven: Field) -> None:
+    for each in (field, uneven):
+        ours = [logits_of(filled(each, name)) for name in ("infinigen", "ideal")]
+        assert torch.equal(ours[0], ours[1])
+        ideal: Ours = filled(each, "ideal")
+        first = recorded_selections(ideal, 1)
+        assert all(a is b for (_, a), (_, b) in zip(first, recorded_selections(ideal, 1), strict=True))
+
+
+@pytest.mark.parametrize(("policy", "options"), [("full", {}), ("infinigen", {"dense_layers": (1,)})])
+def test_rows_on_the_device_are_the_pools_rows(uneven: Field, policy: str, options: dict[str, Any]) -> None:
+    """What "ideal" runs on where the device has memory of its own: the same logits, and nothing crosses."""
+    logits, crossed = [], []
+    for context in (uneven.context, uneven.other("device")):
+        ours = Ours(policy, uneven.loaded, uneven.policy(policy, options), context, context.forks())
+        for layer, kv in enumerate(uneven.synthetic.layers()):
+            ours.fill(layer, kv)
+        logits.append(torch.cat([logits_of(ours) for _ in range(3)]))
+        crossed.append(ours.facts()["link_bytes_per_token"])
+    # The same rows in another order: float32 sums of a hundred rows differ in the last bits.
+    assert (logits[0] - logits[1]).abs().max() / logits[0].abs().max() < 1e-5
+    assert crossed[0] > crossed[1] == 0
+
+
+def test_a_batch_decodes_what_its_sequences_decode_alone(field: Field, uneven: Field) -> None:
+    for name in ("full", "infinigen", "h2o", "int4"):
+        rows = logits_of(filled(uneven, name))
+        assert rows.shape[0] == 2
+        # Products over a batch sum in another order than over one sequence.
+        assert (rows[0] - rows[1]).abs().max() / rows.abs().max() < 1e-5
+    peer: Peer = filled(uneven, "static")
+    peer.step()
+    assert peer._tokens.shape == (2, 1)
+
+
+def test_h2o_attends_to_as_much_and_int4_crosses_an_eighth(field: Field) -> None:
+    attended, crossed = {}, {}
+    for name in ("infinigen", "h2o", "full", "int4"):
+        ours: Ours = filled(field, name)
+        ours.step()
+        facts = ours.facts()
+        attended[name], crossed[name] = facts["exact_fraction"], facts["link_bytes_per_token"]
+    assert attended["h2o"] == pytest.approx(attended["infinigen"], rel=0.02)
+    # Groups of four-bit numbers have a scale and a zero each.
+    assert 1 / 8 < crossed["int4"] / crossed["full"] < 0.45
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_a_peer_grows_by_the_token_it_decodes(field: Field, name: str) -> None:
+    peer: Peer = filled(field, name)
+    for steps in (1, 2):
+        peer.step()
+        assert int(peer._cache.get_seq_length()) == LENGTH + steps
+
+
+def test_baselines_on_one_pool_do_not_touch_each_other(field: Field) -> None:
+    alone, other = filled(field, "full"), filled(field, "full")
+    expected = [logits_of(alone) for _ in range(3)]
+    disturbed = filled(field, "full")
+    for logits in expected:
+        assert torch.equal(logits_of(disturbed), logits)
+        other.step()
+    field.context.pool.check_integrity()
+
+
+def test_the_floor_has_no_context(field: Field) -> None:
+    for name in ("floor", "floor-ours"):
+        baseline = filled(field, name)
+        baseline.step()
+        facts = baseline.facts()
+        assert facts.get("link_bytes_per_token", 0) == 0
+
+
+def test_what_cannot_run_here_is_skipped_with_its_reason(field: Field) -> None:
+    console = Console(record=True, width=200)
+    skipped: dict[str, None] = {}
+    made = bench._baselines(("static", "offloaded", "accelerate"), field, console, skipped)
+    assert [c.name for c in made] == ["StaticCache"]
+    assert list(skipped) == [
+        "offloaded: it offloads from a CUDA device, and this is a CPU",
+        "accelerate: it keeps weights in host memory for a CUDA device, and this is a CPU",
+    ]
+    assert "skipped offloaded: it offloads from a CUDA device" in console.export_text()
+
+
+def test_accelerates_offload_is_exact_and_every_weight_crosses(field: Field) -> None:
+    """What the baseline is made of, with the CPU as the device that computes."""
+    peer = OffloadedPeer(field.model, LENGTH, field.tokens)
+    for layer, kv in enumerate(field.synthetic.layers()):
+        peer.fill(layer, kv)
+    with torch.inference_mode():
+        found = peer._model(field.tokens, past_key_values=copy.deepcopy(peer._cache), use_cache=True).logits
+        expected = field.model(field.tokens, past_key_values=copy.deepcopy(peer._cache), use_cache=True).logits
+    assert torch.equal(found, expected)
+    peer.step()
+    assert int(peer._cache.get_seq_length()) == LENGTH + 1
+    assert {weight.device.type for weight in peer._model.parameters()} == {"meta"}, "none stays"
+    weights = sum(weight.nbytes for weight in field.model.parameters())
+    assert peer.facts() == {"exact_fraction": 1.0, "link_bytes_per_token": weights / field.batch}
+    assert all(weight.device.type == "cpu" for weight in field.model.parameters()), "the model itself is as it was"
+
+
+# -------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_stages_add_up_and_attention_is_what_follows_the_wait() -> None:
+    ticks = itertools.count()
+    clock = StageClock(lambda: float(next(ticks)))
+
+    class Thing:
+        bytes = 5
+
+        def wait(self) -> list[int]:
+            return [1]
+
+        def model(self) -> int:
+            return 2
+
+        def repair(self) -> None:
+            return None
+
+    thing = Thing()
+    model: Any = Staged(thing, clock, {"model": "model"}, after=REST)
+    state: Any = Staged(thing, clock, {"repair": "selection"})
+    clock.reset()
+    assert StagedTicket(thing, clock).wait() == [1]
+    state.repair()
+    assert model.model() == 2 and model.bytes == 5
+    clock.enter("end")
+    # One tick passes between two readings.
+    assert clock.seconds == {REST: 2, GATHER: 1, ATTENTION: 2, "selection": 1, "model": 1}
+
+
+def test_stages_of_a_step_cover_what_it_calls(field: Field) -> None:
+    ticks = itertools.count()
+    ours: Ours = filled(field, "infinigen")
+    stages = ours.stages(2, lambda: float(next(ticks)))
+    parts = {stage for names in BREAKDOWN.values() for stage in names}
+    assert stages.keys() == parts - {"speculated query"} | {"embedding and head"}, "a CPU speculates on nothing"
+    assert all(ticks > 0 for ticks in stages.values())
+    layer = breakdown(stages, 3)
+    assert sum(layer.values()) * 3 + stages["embedding and head"] == pytest.approx(sum(stages.values()))
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def test_a_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.SHAPES, "small", SHAPES["gqa"])
+    names = ("static", "full", "infinigen", "floor", "offloaded")
+    config = BenchConfig(contexts=(512, 1024), repeats=1, spread=0.0, baselines=names)
+    threads = torch.get_num_threads()
+    timings = run_bench(config, tmp_path / "new", Console(quiet=True))
+    assert torch.get_num_threads() == threads
+    assert [(t.name, t.context) for t in timings] == [
+        (name, n) for n in (512, 1024) for name in ("StaticCache", "full", "infinigen", "floor: transformers")
+    ]
+    report = json.loads((tmp_path / "new" / "decode_step.json").read_text())
+    assert report["shape"]["kv_heads"] == 2 and report["config"]["threads"] == 1
+    sparse = next(t for t in report["timings"] if t["name"] == "infinigen" and t["context"] == 1024)
+    assert sparse["samples"] == bench.BURST and sparse["facts"]["dense_layers"] == []
+    resident, n = sum(RESIDENT), round(FRACTION * (1024 - sum(RESIDENT)))
+    assert sparse["facts"]["sparse_exact_fraction"] == pytest.approx((resident + n) / 1024, rel=0.01)
+    assert (
+        sparse["facts"]["link_bytes_per_token"] == 3 * 2 * n * 2 * 32 * 4
+    )  # layers, KV heads, rows, K and V, d, bytes
+    page = (tmp_path / "new" / "decode_step.md").read_text()
+    assert "## small, 1,024 tokens" in page and "| StaticCache |" in page
+    assert "- skipped offloaded: it offloads from a CUDA device" in page and "| prediction |" in page
+    for picture in ("decode_step.png", "breakdown.png"):
+        assert (tmp_path / "new" / picture).stat().st_size > 1000
+
+
+def test_sweeps_over_batches_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.SHAPES, "small", SHAPES["mha"])
+    monkeypatch.setitem(bench.SHAPES, "medium", SHAPES["gqa"])
+    config = BenchConfig(contexts=(512,), batches=(1, 2), repeats=1, baselines=("static", "ideal"))
+    timings = run_bench(config, tmp_path, Console(quiet=True), "medium")
+    expected = [(shape, batch) for shape in ("small", "medium") for batch in (1, 2) for _ in range(2)]
+    assert [(t.shape, t.batch) for t in timings] == expected
+    page = (tmp_path / "decode_step.md").read_text()
+    assert "## medium, 512 tokens, 2 sequences" in page
+    assert json.loads((tmp_path / "decode_step.json").read_text())["shapes"].keys() == {"small", "medium"}
+
+
+def test_median_and_quartiles() -> None:
+    timing = Timing.of(_Fake(), Point("small", 1, 64), [0.001 * i for i in (5, 1, 4, 2, 3)], {}, 3)
+    assert (timing.lower, timing.median, timing.upper) == pytest.approx((2, 3, 4))
+
+
+class _Fake:
+    name = "fake"
+
+    def fill(self, layer: int, kv: Any) -> None:
+        raise AssertionError
+
+    def step(self) -> None:
+        raise AssertionError
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": "lama-8b"}, "did you mean 'llama-8b'"),
+        ({"contexts": (100,)}, "multiple of 64"),
+        ({"contexts": (64,)}, "at least 128"),
+        ({"baselines": ("statik",)}, "did you mean 'static'"),
+        ({"fraction": 0.0}, "fraction=0.0"),
+        ({"fraction": 0.5}, "fraction=0.5"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"spread": 1.0}, "spread=1.0"),
+        ({"batches": (0,)}, "batches=0"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BenchConfig(**options)
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write to"):
+        run_bench(BenchConfig(), tmp_path / "file", Console(quiet=True))
+
+
+def test_the_command_refuses_bad_options_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--contexts", "100"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "offload-rt: contexts=100 must be a multiple of 64, at least 128\n"

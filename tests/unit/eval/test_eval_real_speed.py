@@ -1,0 +1,138 @@
+"""A trained model's speed beside transformers': everybody gets the same prompts; prompt and tokens are timed apart."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import main
+from offload_rt.errors import ConfigError, InputError
+from offload_rt.eval.speed import worker
+from offload_rt.eval.speed.competitors import COMPETITORS, FIRST, FLOAT32, SpeedConfig
+from offload_rt.eval.speed.real_speed import run_real_speed
+from offload_rt.eval.speed.worker import Answer, Child, Here
+
+BOOK = (Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:4000]
+STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
+
+
+class Scripted:
+    """A competitor that takes a second for a prompt and a quarter of one for a token, and says what it was asked."""
+
+    def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
+        if name == LLAMA:
+            raise ImportError("no llama_cpp")
+        self.name, self.tokens = name, config.tokens
+        self.prompts: list[list[int]] = []
+        self.open = True
+        MADE[name] = self
+
+    def ask(self, prompt: list[int]) -> Answer:
+        assert self.open
+        self.prompts.append(list(prompt))
+        tokens = [7] * (self.tokens + 1)
+        if self.name == "full":
+            tokens[2] = 8
+        return Answer(1.0, [0.25] * self.tokens, tokens, 2**20 * len(prompt))
+
+    def close(self) -> None:
+        self.open = False
+
+
+MADE: dict[str, Scripted] = {}
+
+
+def test_all_are_asked_the_same_prompts(tmp_path: Path) -> None:
+    """Float32 once for each length; who does not start is said, and left out."""
+    said: list[str] = []
+    config = SpeedConfig((40, 64), 3, 2, "float32", 1, (STATIC, LLAMA, "full", FLOAT32))
+    report = run_real_speed("reference", BOOK, config, tmp_path, said.append, Scripted)
+    assert [line for line in said if "left out" in line] == ["left out: no llama_cpp"]
+    assert not any(one.open for one in MADE.values())
+    assert MADE["full"].prompts == MADE[FIRST].prompts and [len(p) for p in MADE[FIRST].prompts] == [40, 40, 64, 64]
+    assert MADE[FLOAT32].prompts == MADE[FIRST].prompts[::2]
+    assert [(row["context"], row["who"]) for row in report.rows] == [
+        (context, who) for context in (40, 64) for who in (FIRST, STATIC, "full", FLOAT32)
+    ]
+    assert {(row["prefill"], row["step"], row["peak"]) for row in report.rows[:4]} == {(1.0, 250.0, 40.0)}
+    assert [row["same"] for row in report.rows[:4]] == ["4 of 4", "4 of 4", "2 of 4", "4 of 4"]
+    assert (tmp_path / "real_speed.md").is_file()
+
+
+def test_time_is_that_of_prompt_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick of this clock for each token."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(worker.time, "process_time", lambda: float(next(clock)))
+    answer = Here("full", "reference", SpeedConfig((), 3, 1, "float32")).ask([5, 6, 7])
+    assert (answer.prefill, answer.steps) == (1.0, [1.0] * 3) and answer.peak_bytes > 2**20
+
+
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a process of its own: make stress PART=composition")
+def test_a_process_answers_for_its_competitor() -> None:
+    """And says what went wrong there, where something does."""
+    config = SpeedConfig((), 3, 1, "float32")
+    child = Child("full", "reference", config)
+    assert child.ask([5, 6, 7]).tokens == Here("full", "reference", config).ask([5, 6, 7]).tokens
+    with pytest.raises(InputError, match="token id 99999 is not"):
+        child.ask([99_999])
+    child.close()
+
+
+class _Llama:
+    """As llama-cpp-python's class, of a model that says twice what it was given last."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        assert path == "model.gguf" and options["n_ctx"] > 64 and options["type_k"] == options["type_v"] == "q8"
+        self._ctx, self.given = self, [0]
+
+    def reset(self) -> None:
+        self.given = []
+
+    def eval(self, tokens: list[int]) -> None:
+        self.given += tokens
+
+    def n_vocab(self) -> int:
+        return 64
+
+    def get_logits_ith(self, which: int) -> Any:
+        import ctypes
+
+        logits = (ctypes.c_float * 64)()
+        logits[2 * self.given[which] % 64] = 1.0
+        return ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+
+
+def test_llama_cpp_is_asked_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(Llama=_Llama, GGML_TYPE_F16="f16", GGML_TYPE_Q8_0="q8", GGML_TYPE_Q4_0="q4")
+    monkeypatch.setitem(sys.modules, "llama_cpp", made)
+    make = COMPETITORS["llama.cpp, 8-bit KV"]
+    ask = make("reference", SpeedConfig((64,), 4, 1, "float32", gguf="model.gguf"))
+    for _ in range(2):
+        assert list(islice(ask([9, 3]), 4)) == [6, 12, 24, 48], "the second time as the first"
+    with pytest.raises(ConfigError, match="--gguf"):
+        make("reference", SpeedConfig((64,), 4, 1, "float32"))
+
+
+def test_everybody_computes_what_is_timed() -> None:
+    config = SpeedConfig((), 6, 1, "float32")
+    ids = LLM("reference", policy="full").encode(BOOK)[:50]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    ours = [event.token_id for event in LLM("reference", policy="full").stream(ids, params)]
+    for name in (FIRST, STATIC, FLOAT32):
+        assert list(islice(COMPETITORS[name]("reference", config)(ids), 6)) == ours
+
+
+def test_its_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="competitor='vllm' is unknown"):
+        SpeedConfig(who=("vllm",))
+    with pytest.raises(InputError, match="the text has"):
+        run_real_speed("reference", "short", SpeedConfig((64,), 2, 1, "float32"), tmp_path, print)
+    assert main(["eval", "real-speed", "reference", "--text", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
+    assert "cannot read" in capsys.readouterr().err

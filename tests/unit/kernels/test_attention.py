@@ -1,0 +1,226 @@
+"""Attention over slices and scattered parts against a plain softmax in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cuda_simulator import Lazy, simulated
+
+from offload_rt.core import KVPart, ScatteredRows
+from offload_rt.kernels import causal_cpu
+from offload_rt.kernels.causal import attend_causal
+from offload_rt.kernels.causal_blocks import BlockedAttention
+from offload_rt.model_runner.attention import attend, group_weights, scores_lse
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
+    """q `[H, m, d]`, k, v `[Hkv, n, d]`, seen bool `[m, n]`."""
+    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0).double() for x in (k, v))
+    return torch.softmax((q.double() @ k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf), -1) @ v
+
+
+def random_rows(seed: int, heads: int, group: int, m: int, n: int, d: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(heads * group, m, d), (heads, n, d), (heads, n, d)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+ERRORS = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+"""A few units in the last place of values up to about 3: sums of n products of rounded numbers."""
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("window", [None, 5, 33, 500])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 90), (16, 16), (16, 90), (64, 70)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_causal_slices(
+    device: torch.device, dtype: torch.dtype, window: int | None, m: int, n: int, group: int
+) -> None:
+    q, k, v = random_rows(m * n, 2, group, m, n, 32, dtype)
+    ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
+    seen = (ago >= 0) & (ago < (window or n))
+    out = attend_causal(q.to(device), k.to(device), v.to(device), 0.3, window)
+    assert out.dtype == dtype and out.shape == q.shape
+    assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 4)], ids=str)
+def test_a_device_reads_keys_once_for_a_group_in_half_precision(dtype: torch.dtype, launches: int) -> None:
+    """A slice behind 26 tokens, and one that begins a text."""
+    for m, n in ((64, 90), (90, 90)):
+        q, k, v = random_rows(3, 2, 4, m, n, 32, dtype)
+        seen = torch.arange(n - m, n)[:, None] >= torch.arange(n)
+        with simulated(Lazy()) as sim:
+            out = attend_causal(q.to("cuda"), k.to("cuda"), v.to("cuda"), 0.3, None)
+            assert sim.launched["attention"] == launches
+            assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("d", "m", "n"), [(64, 70, 333), (64, 4, 200), (96, 40, 129)])
+@pytest.mark.parametrize(("window", "cap", "sunk"), [(None, None, False), (70, 2.0, True), (3, None, True)])
+def test_bfloat16_on_a_processor_with_its_products(
+    d: int,
+    m: int,
+    n: int,
+    window: int | None,
+    cap: float | None,
+    sunk: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The C code: packed before or while it is read, rows that lie apart, a caller's threads; and torch where there is
+    none. Outputs are rounded to 8 bits, weights too: half of ERRORS."""
+    q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, torch.bfloat16))
+    monkeypatch.setattr(causal_cpu, "WORTH_THREADS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    sinks = torch.linspace(-1, 3, 6) if sunk else None
+    ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
+    scores = q.double() @ k.repeat_interleave(3, 0).double().mT * 0.3
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill((ago < 0) | (ago >= (window or n)), -math.inf)
+    sink = torch.full((6, m, 1), -math.inf) if sinks is None else sinks.view(6, 1, 1).expand(6, m, 1)
+    weights = torch.cat((sink, scores), -1).softmax(-1)[:, :, 1:]
+    found = [attend_causal(q, k, v, 0.3, window, cap, sinks)]
+    if causal_cpu.takes(q) is not None:
+        monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+        found.append(attend_causal(q, k, v, 0.3, window, cap, sinks))
+    for out in found:
+        assert out.dtype == torch.bfloat16 and out.shape == q.shape
+        error = (out.double() - weights @ v.repeat_interleave(3, 0).double()).abs().max()
+        assert error < ERRORS[torch.bfloat16] / 2
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(("d", "m", "edges"), [(64, 70, (0, 100, 101, 333)), (96, 40, (0, 129)), (32, 1, (0, 64, 90))])
+def test_blocks_of_bfloat16_rows(
+    d: int, m: int, edges: tuple[int, ...], cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries over blocks of keys and then their own, behind the last edge, with a few that the block before does not
+    hold: by the C code and by torch, against float64. Scores lie so far apart that the first block has nearly all of
+    some softmax and none of another."""
+    n = edges[-1] + 7 + m
+    q, k, v = random_rows(n, 2, 3, m, n, d, torch.bfloat16)
+    q = q * torch.linspace(0.1, 4, m).to(q.dtype).view(1, m, 1)
+    sinks, scores = torch.linspace(-1, 9, 6), q.double() @ k.repeat_interleave(3, 0).double().mT * 0.3
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(torch.arange(n - m, n)[:, None] < torch.arange(n), -math.inf)
+    weights = torch.cat((sinks.view(6, 1, 1).expand(6, m, 1), scores), -1).softmax(-1)[:, :, 1:]
+    expected, found = weights @ v.repeat_interleave(3, 0).double(), []
+    for library in (True, False):
+        if not library:
+            monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+        elif causal_cpu.takes(q) is None:
+            continue
+        each = BlockedAttention(q, 2, 0.3, cap)
+        for first, stop in itertools.pairwise(edges):
+            each.add(k[:, first:stop], v[:, first:stop])
+        each.add_own(k[:, edges[-1] :], v[:, edges[-1] :])
+        found.append(each.result(sinks))
+    for out in found:
+        assert out.dtype == torch.bfloat16 and out.shape == q.shape
+        assert (out.double() - expected).abs().max() < ERRORS[torch.bfloat16] / 2
+
+
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 50), max_size=4), group=st.sampled_from([1, 2, 7]), seed=st.integers(0, 99))
+def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: int) -> None:
+    """Out, LSE and weights of the union from any partition, empty parts included."""
+    q, k, v = random_rows(seed, 3, group, 1, 50, 16, torch.float64)
+    edges = [0, *sorted(cuts), 50]
+    parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(edges)]
+    out, lse = attend(q[:, 0], parts, 0.5)
+    expected = plain(q, k, v, 0.5, torch.ones(1, 50, dtype=torch.bool))[:, 0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, scores_lse(q[:, 0], k, 0.5), rtol=0, atol=1e-12)
+    weights = group_weights(q[:, 0], parts, 0.5, lse)
+    scores = q.view(3, group, 16) @ k.transpose(1, 2) * 0.5
+    torch.testing.assert_close(weights, torch.softmax(scores, -1).sum(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(("group", "n"), [(1, 1), (7, 130), (120, 64)])
+def test_parts_of_bfloat16_rows(group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out and LSE of a decode step, by the C code, of rows that lie anywhere too, and by torch, against float64; 120
+    queries are two tiles."""
+    q, k, v = random_rows(n, 2, group, 1, n, 64, torch.bfloat16)
+    scores = q.double().view(2, group, 64) @ k.double().mT * 0.3
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    found = [attend(q[:, 0], [KVPart(k, v)], 0.3, cap)]
+    if (library := causal_cpu.takes(q)) is not None:
+        ids, (keys, values) = torch.randperm(2 * n).view(2, n), torch.zeros(2, 2 * n, 64, dtype=torch.bfloat16)
+        keys[ids], values[ids] = k, v
+        rows = ScatteredRows(keys, values, ids)
+        out, lse = causal_cpu.attend_scattered(library, q.view(2, group, 64), rows, 0.3, cap)
+        found.append((out.to(q.dtype), lse))
+        monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+        found.append(attend(q[:, 0], [KVPart(k, v)], 0.3, cap))
+    for out, lse in found:
+        torch.testing.assert_close(lse.view(2, group), scores.logsumexp(-1).float(), rtol=0, atol=1e-5)
+        error = (out.view(2, group, 64).double() - scores.softmax(-1) @ v.double()).abs().max()
+        assert out.dtype == torch.bfloat16 and error < ERRORS[torch.bfloat16] / 2
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    q = torch.full((1, 4), 100.0)
+    k = torch.stack([torch.full((4,), 100.0), torch.full((4,), -100.0)])[None]
+    out, lse = attend(q, [KVPart(k[:, :1], k[:, :1]), KVPart(k[:, 1:], k[:, 1:])], 1.0)
+    assert torch.equal(out, torch.full((1, 4), 100.0)) and lse.item() == 40000
+
+
+@pytest.mark.parametrize("group", [1, 4, 9])
+def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either order of the product, against float64: 1e-5 is float32's rounding of 32 products of unit normals."""
+    from offload_rt.kernels import reference
+
+    q, k = torch.randn(2, group, 32), torch.randn(2, 100, 40)[:, :, :32]
+    want = (q.double() @ k.double().mT).float()
+    for cached in (0, 1 << 30):
+        monkeypatch.setattr(reference, "CACHED", cached)
+        got = reference.scaled_scores(q, k, 1.0)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        wider = torch.zeros(2, group, 103)
+        reference.scaled_scores(q, k, 1.0, out=wider[:, :, 3:])
+        assert torch.equal(wider[:, :, 3:], got) and not wider[:, :, :3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several blocks of rows, the last one shorter. Scores of 20 rounded to bfloat16 would be off by up to 0.06."""
+    from offload_rt.kernels import reference
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 3, 32) * 8).to(dtype), torch.randn(2, 100, 32).to(dtype)
+    want = q.double() @ k.double().mT * 0.5
+    monkeypatch.setattr(reference, "WIDENED", 32 * 2 * 32)
+    scores = reference.scaled_scores(q, k, 0.5)
+    assert scores.dtype == torch.float32 and want.abs().max() > 20
+    torch.testing.assert_close(scores.double(), want, rtol=0, atol=1e-4)
+    out, lse = reference.attend_part(q, k, k, 0.5)
+    torch.testing.assert_close(lse.double(), want.logsumexp(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(out.double(), torch.softmax(want, -1) @ k.double(), rtol=0, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch computes them, as on a device: outputs are off by what rounding them, and weights, costs."""
+    monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+    q, k, v = random_rows(0, 2, 2, 40, 100, 64, dtype)
+    q *= 4
+    out = attend_causal(q, k, v, 0.125, None, softcap=30.0)
+    expected = attend_causal(q.double(), k.double(), v.double(), 0.125, None, softcap=30.0)
+    assert (out.double() - expected).abs().max() < 2 * torch.finfo(dtype).eps
+
+
+def test_of_a_part_none_may_be_meant() -> None:
+    q, k, v = random_rows(1, 2, 2, 1, 30, 16, torch.float32)
+    nothing = KVPart(k * math.nan, v, torch.zeros(2, dtype=torch.int32))
+    for cap in (None, 2.0):
+        whole, alone = (attend(q[:, 0], parts, 0.3, cap) for parts in ([KVPart(k, v), nothing], [KVPart(k, v)]))
+        torch.testing.assert_close(whole, alone)

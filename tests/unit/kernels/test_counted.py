@@ -1,0 +1,128 @@
+"""Selections whose counts stay on the device: the path of a CUDA device, run on a CPU with the torch definitions and
+with the Triton kernels under the interpreter, gives what the path gives that asks for the counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.asking import NobodyAsks
+from support.device_link import staged
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine.runner import Runner
+from offload_rt.errors import EngineError
+from offload_rt.kernels import dispatch
+from offload_rt.outputs import CompletionOutput
+from offload_rt.policies.infinigen.key_lists import Rule
+from offload_rt.policies.infinigen.policy import InfiniGen
+
+OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
+
+
+def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set: int = 0, **settings: Any) -> LLM:
+    model = tiny_model("llama", dtype=dtype)
+    name: Any = str(dtype).removeprefix("torch.")
+    llm = LLM(
+        model, policy_options=OPTIONS | options, host_memory="16MiB", dtype=name, working_set=working_set, **settings
+    )
+    llm = llm if working_set or settings else staged(llm)
+    policy = llm.runner.policy
+    assert isinstance(policy, InfiniGen)
+    policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
+    return llm
+
+
+def counts_of(done: list[CompletionOutput]) -> list[Any]:
+    """What was written, what crossed, and shares, which may differ in their last bits."""
+    facts = []
+    for one in done:
+        s = one.stats
+        shares = [
+            s.fetched_fraction,
+            s.sparse_fetched_fraction,
+            *(share for step in s.attended_by_step for share in step),
+        ]
+        facts.append((one.token_ids, s.h2d_bytes, s.working_set_hit_rate, [round(x, 12) for x in shares]))
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("options", "working_set", "settings"),
+    [
+        ({}, 0, {}),
+        ({"scorer": "partial", "alpha": 1.0}, 9, {}),
+        ({"scorer": "int4", "source": "attention_input", "max_fraction": 0.4, "alpha": 2.0}, 0, {}),
+        ({"preset": "paper", "alpha": 1.5}, 30, {}),
+        ({"alpha": 1.0}, 9, {"kv_cache_dtype": "int4"}),
+        ({"alpha": 1.0}, 9, {"eviction": "lru"}),
+    ],
+)
+def test_counts_on_the_device_change_nothing(
+    options: dict[str, Any], working_set: int, settings: dict[str, Any]
+) -> None:
+    """A ragged batch, two of which share a prefix; tokens, bytes, hits and fractions."""
+    prompts = [tiny_prompt(1), tiny_prompt(150), tiny_prompt(130) + tiny_prompt(9, seed=1)]
+    params = SamplingParams(max_tokens=10, temperature=0)
+    runs = [
+        completed(make(counted, torch.float64, options, working_set, **settings).generate(prompts, params))
+        for counted in (True, False)
+    ]
+    assert counts_of(runs[0]) == counts_of(runs[1])
+
+
+def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model's sparse steps with every kernel as Triton compiles it for a device, under the interpreter."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled on this machine")
+    options, prompt = {"dense_layers": (), "alpha": 2.0, "max_fraction": 0.3}, tiny_prompt(90)
+    params = SamplingParams(max_tokens=4, temperature=0)
+    [plain] = completed(
+        make(False, torch.float32, options, missed_mass_every=0, kv_cache_dtype="auto").generate([prompt], params)
+    )
+    llm = make(True, torch.float32, options, 7, missed_mass_every=0)
+    monkeypatch.setattr(dispatch, "_compiled", lambda tensor: tensor.dtype != torch.float64)
+    decode, steps = Runner.decode, []
+
+    def watched(self: Runner, *args: Any) -> torch.Tensor:
+        with NobodyAsks():
+            steps.append(decode(self, *args))
+        return steps[-1]
+
+    monkeypatch.setattr(Runner, "decode", watched)
+    [done] = completed(llm.generate([prompt], params))
+    assert len(steps) == 3 and done.token_ids == plain.token_ids
+    assert done.stats.exact_fraction == plain.stats.exact_fraction
+    assert 0 < (done.stats.working_set_hit_rate or 0) < 1
+
+    with pytest.raises(EngineError, match="AskedError"):  # eviction has to know what was selected
+        make(True, torch.float32, options, eviction="lru").generate([prompt], params)
+
+
+@pytest.mark.gpu
+@pytest.mark.hardware
+def test_a_sparse_step_never_waits_for_the_device() -> None:
+    """In the profiler's trace of a decode step nothing waits for the device, from the embedding to the logits."""
+    from torch.profiler import ProfilerActivity, profile
+
+    options = OPTIONS | {"dense_layers": ()}
+    model = tiny_model("llama").to("cuda")
+    llm = LLM(model, policy_options=options, device="cuda", working_set=9, missed_mass_every=0)
+    runner = llm.runner
+    sequence = runner.new_sequence(tiny_prompt(220), 256)
+    runner.prefill(sequence, 200)
+    for _ in range(5):  # compiles the kernels
+        runner.decode([sequence])
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
+        runner.decode([sequence])
+    names = [event.name for event in trace.events()]
+    runner.free(sequence)
+    assert any("Launch" in name for name in names), "the profiler saw no kernels"
+    # The profiler itself waits for the whole device when it ends.
+    waiting = ("cudaStreamSynchronize", "cudaEventSynchronize", "_local_scalar_dense", "nonzero")
+    assert not [name for name in names if any(word in name for word in waiting)]

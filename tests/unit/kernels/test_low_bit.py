@@ -1,0 +1,235 @@
+"""Low-bit rows and the attention over them, against plain implementations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.low_bit import copied, joined, ragged_lists, stored_rows
+
+from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, selection
+from offload_rt.kernels.low_bit import (
+    KEY_BITS,
+    Layout,
+    decode_steps,
+    dequantise_rows,
+    encode_steps,
+    low_bit_scores,
+    mixing,
+    quantise_rows,
+    tail_attention,
+    unpack_rows,
+)
+from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
+from offload_rt.kernels.reference import merge_lse
+from offload_rt.kernels.selection import quantise_query
+from offload_rt.utils.allocator import RecycledMemory
+
+
+@pytest.mark.parametrize("d", [12, 16, 20, 64, 80, 128])
+def test_mixing_is_orthogonal_and_spreads(d: int) -> None:
+    mixed = mixing(d)
+    torch.testing.assert_close(mixed @ mixed.T, torch.eye(d, dtype=torch.float64), rtol=0, atol=1e-14)
+    odd = d // (d & -d)
+    assert mixed.abs().max() <= (2 / d) ** 0.5 + 1e-12 if odd > 1 else mixed.abs().max() <= d**-0.5 + 1e-12
+
+
+def test_steps_round_up_by_at_most_an_eighth() -> None:
+    steps = torch.cat((torch.logspace(-5, 3, 999), torch.tensor([1.0, 2.0, 1.875, 2.0**-20])))
+    decoded = decode_steps(encode_steps(steps))
+    assert (decoded >= steps).all() and (decoded <= steps * 1.125).all()
+    assert decode_steps(encode_steps(decoded)).equal(decoded), "a step that has a code keeps it"
+    assert decode_steps(encode_steps(torch.tensor([0.0, 1e-30]))).eq(2.0**-20).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_rows_come_back_within_half_a_step(bits: int) -> None:
+    rows = torch.randn(3, 50, 16) * torch.logspace(-3, 2, 50)[:, None]
+    packed, steps = quantise_rows(rows, bits)
+    assert packed.shape == (3, 50, 16 * bits // 8) and packed.dtype == steps.dtype == torch.uint8
+    error = (dequantise_rows(packed, steps, bits, torch.float32) - rows).abs()
+    assert (error <= decode_steps(steps).unsqueeze(-1) * (0.5 + 1e-5)).all()
+    assert unpack_rows(packed, bits).amax() == 2**bits - 1 and unpack_rows(packed, bits).amin() == 0
+
+
+def plain_tail(
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Everything dequantised in float64, one softmax; the query rounded as it is there."""
+    weights, scale = quantise_query(q)
+    keys, values = (
+        dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
+        for parts, bits in ((layout.keys(joined(pages)), KEY_BITS), (layout.values(joined(pages)), layout.value_bits))
+    )
+    shift = torch.einsum("hgd,hd->hg", q.double(), mean.double()).unsqueeze(-1)
+    scores = torch.einsum("hgd,hnd->hgn", weights.double() * scale, keys) + shift
+    hidden = torch.ones(keys.shape[:2], dtype=torch.bool)
+    hidden[:, tokens.start : tokens.stop] = False
+    for head, row in enumerate(skip.tolist()):
+        hidden[head, [token for token in row if token >= 0]] = True
+    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ values), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("value_bits", [2, 4])
+@pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(500, 530), range(512, 1024)])
+def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, tokens: range) -> None:
+    layout = Layout(32, value_bits)
+    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
+    skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
+    skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
+    out, lse = tail_attention(q, mean, pages, layout, tokens, skip)
+    expected, expected_lse = plain_tail(q, mean, pages, layout, tokens, skip)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
+
+
+def test_without_a_token_the_tail_is_nothing() -> None:
+    layout = Layout(16, 2)
+    pages, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
+    out, lse = tail_attention(q, torch.zeros(2, 16), pages, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
+    assert out.eq(0).all() and lse.isneginf().all()
+
+
+def test_lists_are_the_sequences_by_themselves() -> None:
+    layout = Layout(16, 2)
+    pages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 600)]
+    q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
+    starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 580, 580])
+    found = low_bit_lists.scores(q, mean, layout, PageTable.of(pages), starts, stops, 600)
+    for b, stop in enumerate((90, 580)):
+        own = slice(2 * b, 2 * b + 2)
+        scores = low_bit_scores(q[own], mean, pages[b], layout, range(2, stop))
+        torch.testing.assert_close(found.scores[own, :, 2:stop], scores, rtol=0, atol=1e-5)
+        assert found.scores[own, :, stop:].isneginf().all() and found.scores[own, :, :2].isneginf().all()
+
+
+@pytest.mark.parametrize("value_bits", [2, 4])
+def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> None:
+    """With the exact rows by one softmax; tokens behind a count do not matter."""
+    q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
+        Layout(16, value_bits), 3, torch.device("cpu")
+    )
+    joined, total = low_bit_lists.join_tail(
+        q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse
+    )
+    for b, pages in enumerate(table.pages):
+        own, span = slice(2 * b, 2 * b + 2), range(int(starts[2 * b]), int(stops[2 * b]))
+        skip = chosen[own, : int(counts[2 * b])]
+        want, want_lse = out[own].double(), lse[own].double()
+        if skip.shape[1] < len(span):
+            tail, tail_lse = plain_tail(q[own], mean, pages, layout, span, skip)
+            want, want_lse = merge_lse([want, tail @ mixed.double().T], [want_lse, tail_lse])
+        torch.testing.assert_close(joined[own].double(), want, rtol=0, atol=2e-5)
+        torch.testing.assert_close(total[own].double(), want_lse, rtol=0, atol=2e-5)
+
+
+def test_a_batch_appends_as_each_sequence_does() -> None:
+    layout = Layout(16, 4)
+    pages = [stored_rows(layout, 2, PAGE_TOKENS + 64), stored_rows(layout, 2, 128)]
+    before = [joined(own) for own in pages]
+    slots = torch.tensor([PAGE_TOKENS + 63] * 2 + [5, 5])
+    basis, mean, k, v = torch.randn(2, 16, 16), torch.randn(2, 16), torch.randn(4, 16), torch.randn(4, 16)
+    mixed = mixing(16).float()
+    low_bit_lists.append_rows(k, v, basis, mean, mixed, layout, PageTable.of(pages), slots)
+    for b, (own, old) in enumerate(zip(pages, before, strict=True)):
+        for head in range(2):
+            p = 2 * b + head
+            block, row = divmod(int(slots[p]), BLOCK)
+            keys = quantise_rows((k[p] @ basis[head] - mean[head]).unsqueeze(0), KEY_BITS)
+            values = quantise_rows((v[p] @ mixed).unsqueeze(0), layout.value_bits)
+            parts = zip((*layout.keys(old), *layout.values(old)), (*keys, *values), strict=True)
+            for part, data in parts:
+                part[head, block, row] = data[0]
+        assert joined(own).equal(old), "only the new rows have changed"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("value_bits", [2, 4])
+@pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3)])
+@pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])
+def test_a_processor_computes_what_is_defined(
+    monkeypatch: pytest.MonkeyPatch, tokens: range, d: int, group: int, value_bits: int, compiled: bool
+) -> None:
+    """Weights of values are rounded to bfloat16, eight bits (in C where the processor multiplies it)."""
+    if not compiled:
+        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
+    elif native.low_bit(d, value_bits, group) is None:
+        pytest.skip("no C compiler")
+    layout = Layout(d, value_bits)
+    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
+    skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
+    skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
+    expected = low_bit_scores(q, mean, pages, layout, tokens)
+    asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
+    torch.testing.assert_close(asked.scores, expected, rtol=1e-6, atol=1e-5)
+    softcap = None if group == 1 else 1.5
+    out, lse = asked.tail(skip, softcap)
+    expected, expected_lse = tail_attention(q, mean, pages, layout, tokens, skip, softcap)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
+    packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
+    largest = dequantise_rows(packed, steps, value_bits, torch.float32)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2**-8 * float(largest.abs().max()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_a_token_a_processor_finds_nothing(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
+    layout = Layout(32, 2)
+    pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
+    skip = torch.arange(3, 120).repeat(2, 1)
+    out, lse = low_bit_cpu.ask(q, torch.zeros(2, 32), pages, layout, range(3, 120)).tail(skip)
+    assert out.eq(0).all() and lse.isneginf().all()
+
+
+def test_a_guess_of_what_is_high_can_be_wrong() -> None:
+    """The n-th largest score is guessed from every sixteenth: here these are the largest."""
+    if (library := native.low_bit(32, 2, 1)) is None:
+        pytest.skip("no C compiler")
+    scores = torch.randn(1, 1, 1600) - 20
+    scores[..., ::16] += 20
+    found = native.ScoredTokens(scores, scores.amax(-1), scores.logsumexp(-1))
+    for alpha, limit in ((math.inf, 300), (math.inf, 1600), (18.0, 300)):
+        expected = selection.select_tokens_reference(scores, alpha, limit / 1600)
+        assert library.select(found, alpha, limit).equal(expected.sort(1).values)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("alpha", "max_fraction"), [(1.0, 0.3), (4.0, 0.5), (float("inf"), 1.0)])
+@pytest.mark.parametrize(("group", "tokens"), [(1, range(5, 177)), (7, range(5, 600)), (3, range(64, 65))])
+def test_a_processor_selects_and_stores_what_is_defined(
+    monkeypatch: pytest.MonkeyPatch, group: int, tokens: range, alpha: float, max_fraction: float, compiled: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "low_bit", lambda *shape: None)
+    layout = Layout(64, 2)
+    pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
+    both = [ask(q, mean, pages, layout, tokens) for ask in (low_bit.LowBitQuery, low_bit_cpu.ask)]
+    chosen = [asked.select(alpha, max_fraction).sort(1).values for asked in both]
+    assert chosen[0].equal(chosen[1])
+    best = [asked.top(len(tokens) // 3).sort(1).values for asked in both]
+    assert best[0].equal(best[1])
+    rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
+    rows[:, 3] = 0
+    other = copied(pages)
+    for values in (False, True):
+        low_bit.store_rows(pages, layout, rows, 461, values=values)
+        low_bit_cpu.store_rows(other, layout, rows, 461, values=values)
+    assert joined(pages).equal(joined(other))
+
+
+def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a long context; from the allocator they would not always get it."""
+    monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
+    layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
+    pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
+    if native.low_bit(32, 4, 7) is None:
+        pytest.skip("without compiled code torch's products do it")
+    for _ in range(3):
+        asked = low_bit_cpu.ask(q, mean, pages, layout, tokens)
+        assert asked.top(5).shape == (2, 5) and asked.tail(skip)[1].isfinite().all()
+        assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
+        del asked
+        assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"

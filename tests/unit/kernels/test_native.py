@@ -1,0 +1,163 @@
+"""C code compiled on first use: kept for the next process, and done without where it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.low_bit import stored_rows
+
+from offload_rt.errors import ConfigError
+from offload_rt.kernels import low_bit, low_bit_cpu, native
+from offload_rt.kernels.low_bit import Layout
+from offload_rt.models.cache_folder import cache_folder
+from offload_rt.utils import native_code
+
+LAYOUT = Layout(32, 2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and a process that has loaded nothing; compiled quickly."""
+    monkeypatch.setattr(native, "FLAGS", ("-O0", "-std=gnu11"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._load.cache_clear()
+    yield tmp_path / "offload-rt" / "native"
+    native._load.cache_clear()
+
+
+def scores() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the same rows, as a processor computes them and as they are defined."""
+    storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
+    given = (q, mean, storage, LAYOUT, range(3, 90))
+    return low_bit_cpu.ask(*given).scores, low_bit.low_bit_scores(*given)
+
+
+def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+    assert [path.suffix for path in cache.iterdir()] == [".so", ".so"], "and no temporary file stays behind"
+
+    def run(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    native._load.cache_clear()
+    assert native.low_bit(32, 2, 1) is not None
+
+
+def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder is shared by machines: the name of the code says which processors run it."""
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    for level in native_code.available_levels():
+        monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
+        native._load.cache_clear()
+        assert native.low_bit(32, 2, 1) is not None and len(list(cache.glob(f"*-{level}-*"))) == 2
+
+
+def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native_code.LEVEL_VARIABLE, "avx1024")
+    with pytest.raises(ConfigError, match="OFFLOAD_RT_CPU_LEVEL='avx1024': this processor runs the levels "):
+        native_code.processor_level()
+
+
+def test_shapes_that_the_code_does_not_take() -> None:
+    assert native.low_bit(48, 2, 1) is None and native.low_bit(64, 2, native.MOST_QUERIES + 1) is None
+
+
+def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert native.low_bit(32, 2, 1) is None and not cache.exists()
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["it fails", "it writes no library", "no place to write"])
+def test_a_compiler_that_fails_is_said_and_done_without(
+    fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "no place to write":
+        cache.parent.write_text("a file")
+    else:
+        compiler = cache.parents[1] / "cc"
+        does = "exit 1" if fault == "it fails" else 'for last; do :; done; echo no > "$last"'
+        compiler.write_text(f"#!/bin/sh\n{does}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+    with caplog.at_level(logging.INFO, native_code.__name__):
+        assert native.low_bit(32, 2, 1) is None
+    assert "low_bit.c is done without, torch computes instead" in caplog.text
+    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+
+
+def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and nothing changes."""
+    if native.low_bit(32, 2, 1) is None:
+        pytest.skip("no C compiler")
+    storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
+    monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
+    found = []
+    for threads in (1, 2, 5, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        asked = low_bit_cpu.ask(q, mean, storage, LAYOUT, range(70, 190))
+        chosen = asked.top(9) + 70
+        found.append((asked.scores, chosen, *asked.tail(chosen)))
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+
+
+@pytest.mark.parametrize("named", ["env cc", "a folder/cc", " "])
+def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `ccache cc`; or a path with spaces in it; or nothing."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    folder = cache.parents[1] / "a folder"
+    folder.mkdir()
+    (folder / "cc").symlink_to(str(shutil.which("cc")))
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("CC", named)
+    assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 2
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with caplog.at_level(logging.INFO, native_code.__name__):
+        assert native.low_bit(32, 2, 1) is None
+    assert "low_bit.c is done without, torch computes instead: there is no compiler no-such-compiler" in caplog.text
+
+
+def test_who_has_no_home_has_a_folder_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id of a container that no file knows."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache_folder().is_dir() and cache_folder() == native_code.user_cache()
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "levels"),
+    [
+        ("x86_64", "flags : sse2 avx\n", ("scalar",)),
+        ("x86_64", "flags : avx2 fma bmi1 bmi2 f16c avx512_bf16\n", ("scalar", "avx2")),
+        ("AMD64", "", ("scalar",)),
+        ("aarch64", "Features : fp sve\n", ("neon",)),
+        ("riscv64", "", ("scalar",)),
+    ],
+)
+def test_levels_of_a_processor(
+    machine: str, cpuinfo: str, levels: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpuinfo:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{cpuinfo}")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(native_code, "Path", lambda _: tmp_path / "cpuinfo")
+    native_code.available_levels.cache_clear()
+    assert native_code.available_levels() == levels
+    native_code.available_levels.cache_clear()

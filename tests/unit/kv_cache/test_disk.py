@@ -1,0 +1,467 @@
+"""The disk tier against a plain model, and against everything that happens to files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.disk_chunks import (
+    FILE_BYTES,
+    KILLS,
+    LAYER_BYTES,
+    LAYERS,
+    blocks_of,
+    chunk_files,
+    fork_saver,
+    load,
+    named,
+    open_store,
+    save,
+    tokens_of,
+)
+
+from offload_rt.config import LIVE_POLICIES
+from offload_rt.errors import StoreError
+from offload_rt.kv_cache.prefix_tree import chunk_key
+from offload_rt.storage.chunk_file import ChunkHeader
+from offload_rt.storage.chunk_store import Document
+from offload_rt.storage.disk_store import DiskStore
+
+
+class StoreAgainstModel(RuleBasedStateMachine):
+    """With room for all: every chunk saved and not removed is found. With a limit: never above it, never wrong bytes,
+    and what leaves is the least recently used of what no waiting turn wants, then what is wanted last."""
+
+    limited = False
+
+    @initialize(policy=st.sampled_from(LIVE_POLICIES))
+    def start(self, policy: str) -> None:
+        import tempfile
+
+        self.home = tempfile.TemporaryDirectory()
+        self.now = 10**18
+        self.policy = policy
+        self.limit = 4 * FILE_BYTES + 100 if self.limited else None
+        self.stamps: dict[int, int] = {}  # number -> when it was marked last
+        self.others: list[int] = []  # oldest first
+        self.wanted: list[int] = []  # soonest first
+        self.window: list[int] = []
+        self.clock = itertools.count()
+        self.reopen()
+
+    def reopen(self) -> None:
+        self.store = open_store(Path(self.home.name), self.limit, policy=self.policy, clock=lambda: self.now)
+
+    def key(self, number: int) -> bytes:
+        return chunk_key(self.store.root, "exact", tokens_of(number))
+
+    def make_room(self) -> None:
+        if self.limited and len(self.stamps) == 4:
+            self.forget(self.others[0] if self.others else self.wanted[-1])
+
+    def forget(self, number: int) -> None:
+        del self.stamps[number]
+        (self.others if number in self.others else self.wanted).remove(number)
+
+    @rule(number=st.integers(0, 9))
+    def save_one(self, number: int) -> None:
+        assert save(self.store, number) == (number not in self.stamps)
+        if number not in self.stamps:
+            self.make_room()
+            self.stamps[number] = next(self.clock)
+            (self.wanted if number in self.window else self.others).append(number)
+
+    @rule(number=st.integers(0, 9))
+    def load_one(self, number: int) -> None:
+        assert load(self.store, number) == (blocks_of(number) if number in self.stamps else None)
+
+    @rule(numbers=st.lists(st.integers(0, 9), max_size=3, unique=True))
+    def touch_some(self, numbers: list[int]) -> None:
+        self.store.touch([self.key(number) for number in numbers])
+        for number in reversed([n for n in numbers if n in self.stamps and self.policy != "fifo"]):
+            self.stamps[number] = next(self.clock)
+            if number in self.others:
+                self.others.remove(number)
+                self.others.append(number)
+
+    @rule(numbers=st.lists(st.integers(0, 9), max_size=4, unique=True))
+    def expect_some(self, numbers: list[int]) -> None:
+        self.store.expect([self.key(number) for number in numbers])
+        if self.policy != "lookahead":
+            return
+        self.window = numbers
+        for number in [n for n in self.wanted if n not in numbers]:
+            self.stamps[number] = next(self.clock)
+            self.others.append(number)
+        self.wanted = [n for n in numbers if n in self.stamps]
+        self.others = [n for n in self.others if n not in self.wanted]
+
+    @rule(number=st.integers(0, 9))
+    def remove_one(self, number: int) -> None:
+        self.store.remove([self.key(number)])
+        if number in self.stamps:
+            self.forget(number)
+
+    @rule(number=st.integers(0, 9))
+    def abort_one(self, number: int) -> None:
+        writer = self.store.begin(self.store.root, "exact", tokens_of(number), LAYER_BYTES)
+        if writer is not None:
+            self.make_room()
+            writer.write(1, memoryview(bytes(LAYER_BYTES)))
+            writer.abort()
+
+    @rule(step=st.integers(-5 * 10**9, 10**10))
+    def clock_moves(self, step: int) -> None:
+        """Also backwards."""
+        self.now += step
+
+    @rule()
+    def restart(self) -> None:
+        """What was wanted is known no more; ages are."""
+        self.store.close()
+        self.reopen()
+        self.others, self.wanted, self.window = sorted(self.stamps, key=self.stamps.__getitem__), [], []
+
+    @invariant()
+    def holds(self) -> None:
+        self.store.check_integrity()
+        assert chunk_files(Path(self.home.name)) == len(self.stamps)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            self.home.cleanup()
+
+
+class LimitedStoreAgainstModel(StoreAgainstModel):
+    limited = True
+
+
+_settings = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+TestStore = StoreAgainstModel.TestCase
+TestStore.settings = _settings
+TestLimitedStore = LimitedStoreAgainstModel.TestCase
+TestLimitedStore.settings = _settings
+
+
+def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
+    header = ChunkHeader(b"k" * 32, 1 << 40, tuple(range(2**63, 2**63 + 80)))
+    data = header.encode()
+    assert len(data) == header.data_offset and len(data) % 4096 == 0
+    assert ChunkHeader.decode(data) == header
+
+
+def test_every_flipped_bit_is_a_miss_or_changes_nothing(tmp_path: Path) -> None:
+    """2,000 sampled single-bit flips: the answer is a miss or the right bytes, and no exception."""
+    store = open_store(tmp_path)
+    save(store, 1)
+    [path] = tmp_path.glob("*/*/*.kv")
+    whole, rng, right = path.read_bytes(), random.Random(0), blocks_of(1)
+    used = len(ChunkHeader.decode(whole).encode().rstrip(b"\0"))  # type: ignore[union-attr]
+    misses = 0
+    for _ in range(2000):
+        bit = rng.randrange(8 * len(whole))
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        store._folder.enter(path, len(whole))
+        answer = load(store, 1)
+        assert answer in (None, right)
+        in_padding = used <= bit // 8 < 4096
+        assert (answer is None) != in_padding, "only the zeros behind the header are nobody's"
+        misses += answer is None
+    assert misses > 500
+
+
+@pytest.mark.parametrize("size", [0, 1, 23, 24, 200, 4095, 4096, 4097, FILE_BYTES - 1, FILE_BYTES + 1])
+def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, size: int) -> None:
+    store = open_store(tmp_path)
+    save(store, 1)
+    [path] = tmp_path.glob("*/*/*.kv")
+    path.write_bytes(path.read_bytes().ljust(size, b"x")[:size])
+    store.close()
+    store = open_store(tmp_path)
+    assert load(store, 1) is None
+    store.check_integrity()
+    assert save(store, 1) and load(store, 1) == blocks_of(1)
+
+
+def test_other_tokens_parents_lineages_models_and_layouts_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the file has the name that is looked for: the key in its header counts. Such a file is removed."""
+    store = open_store(tmp_path)
+    save(store, 1)
+    [path] = tmp_path.glob("*/*/*.kv")
+    for parent, lineage, tokens in (
+        (b"x" * 16, "exact", tokens_of(1)),
+        (store.root, "other", tokens_of(1)),
+        (store.root, "exact", tokens_of(2)),
+        (store.root, "exact", tokens_of(1, 63)),
+    ):
+        disguise = store._path(chunk_key(parent, lineage, tokens))
+        disguise.parent.mkdir(exist_ok=True)
+        disguise.write_bytes(path.read_bytes())
+        store._folder.enter(disguise, FILE_BYTES)
+        assert store.find(parent, lineage, tokens) is None and not disguise.exists()
+    store.close()
+    other = DiskStore(tmp_path, "model b", LAYERS)
+    assert load(other, 1) is None
+    other._path(chunk_key(other.root, "exact", tokens_of(1))).parent.mkdir(parents=True)
+    forged = other._path(chunk_key(other.root, "exact", tokens_of(1)))
+    forged.write_bytes(path.read_bytes())
+    other._folder.enter(forged, FILE_BYTES)
+    assert load(other, 1) is None
+    other.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("offload_rt.storage.chunk_file.FILE_VERSION", 4)
+        newer = open_store(tmp_path)
+        save(newer, 5)
+        newer.close()
+    store = open_store(tmp_path)
+    assert load(store, 5) is None and load(store, 1) == blocks_of(1)
+
+
+def test_a_clock_that_went_back_between_starts_does_not_change_who_leaves(tmp_path: Path) -> None:
+    """Chunk 1 is from the future of the second start, whose own chunks are younger all the same: the third knows."""
+    first = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18)
+    save(first, 1)
+    first.close()
+    second = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
+    save(second, 2)
+    save(second, 3)
+    second.close()
+    third = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
+    save(third, 4)
+    assert load(third, 1) is None and load(third, 2) == blocks_of(2)
+    third.close()
+
+
+def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 3 * FILE_BYTES)
+    writers = [store.begin(store.root, "exact", tokens_of(n), LAYER_BYTES) for n in range(5)]
+    assert [writer is not None for writer in writers] == [True] * 3 + [False] * 2
+    assert store.bytes_used == 3 * FILE_BYTES
+    for writer in writers[:3]:
+        assert writer is not None
+        writer.abort()
+    assert store.bytes_used == 0
+    store.check_integrity()
+
+
+def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 3 * FILE_BYTES + 100)
+    store.put(named("session"), b"x" * 50)
+    for number in range(3):
+        save(store, number)
+    store.pin([chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 2)])
+    assert not save(store, 7)
+    store.unpin([chunk_key(store.root, "exact", tokens_of(1))])
+    assert save(store, 7)
+    assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
+    assert store.get(named("session")) == Document(b"x" * 50)
+    with pytest.raises(StoreError, match="full"):
+        store.put(named("huge"), bytes(5 * FILE_BYTES))
+
+
+def test_documents_come_before_chunks_that_are_in_use(tmp_path: Path) -> None:
+    """Or a session whose chunks fill the store could not write down what was said."""
+    store = open_store(tmp_path, 2 * FILE_BYTES)
+    keys = [chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
+    store.pin(keys)
+    assert save(store, 0) and save(store, 1) and not save(store, 2)
+    store.put(named("history"), bytes(100))
+    assert [load(store, n) is not None for n in (0, 1)] == [False, True] and store.get(named("history")) == Document(
+        bytes(100)
+    )
+    store.check_integrity()
+
+
+def test_what_waiting_turns_want_leaves_last_and_from_its_tail(tmp_path: Path) -> None:
+    for policy, kept in (("lookahead", [0, 1, 4, 9]), ("lru", [3, 4, 8, 9]), ("fifo", [3, 4, 8, 9])):
+        store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
+        for number in range(4):
+            save(store, number)
+        store.expect([chunk_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 4, 9, 8)])
+        for number in (4, 8, 9):
+            save(store, number)
+        assert [n for n in range(10) if load(store, n)] == kept, policy
+        store.check_integrity()
+
+
+def test_a_path_leaves_from_its_end(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 4 * FILE_BYTES)
+    keys, parent = [], store.root
+    for number in range(4):
+        save(store, number, parent)
+        parent = chunk_key(parent, "exact", tokens_of(number))
+        keys.append(parent)
+    store.touch(keys)
+    save(store, 9)
+    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
+
+
+def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:
+    now = 10**18
+    store = open_store(tmp_path, ttl=60, clock=lambda: now)
+    save(store, 1)
+    now += 50 * 10**9
+    save(store, 2)
+    now -= 3600 * 10**9
+    assert save(store, 3) and load(store, 1) and load(store, 2)
+    store.close()
+    store = open_store(tmp_path, ttl=60, clock=lambda: now)
+    assert load(store, 1) and load(store, 2) and load(store, 3)
+    store.check_integrity()
+    now += 2 * 3600 * 10**9
+    save(store, 4)
+    assert [load(store, n) is not None for n in (1, 2, 3, 4)] == [False, False, False, True]
+
+
+def test_time_to_live_of_fifo_counts_from_the_writing(tmp_path: Path) -> None:
+    now = 10**18
+    stores = {
+        policy: open_store(tmp_path / policy, policy=policy, ttl=60, clock=lambda: now) for policy in LIVE_POLICIES
+    }
+    for store in stores.values():
+        save(store, 1)
+    now += 50 * 10**9
+    for store in stores.values():
+        assert load(store, 1) and store.find(store.root, "exact", tokens_of(1)) is not None
+        store.touch([chunk_key(store.root, "exact", tokens_of(1))])
+    now += 20 * 10**9
+    for policy, store in stores.items():
+        save(store, 2)
+        assert (load(store, 1) is None) == (policy == "fifo"), policy
+
+
+def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(StoreError, match=f"written by another process .process {os.getpid()}"):
+        open_store(tmp_path)
+    readers = [open_store(tmp_path, read_only=True) for _ in range(3)]
+    save(store, 1)
+    assert all(load(reader, 1) == blocks_of(1) for reader in readers)
+    found = readers[0].find(store.root, "exact", tokens_of(1))
+    assert found is not None
+    store.remove([found.key])
+    assert not readers[0].read_layer(found, 0, memoryview(bytearray(LAYER_BYTES)))
+    store.close()
+    open_store(tmp_path).close()
+
+
+def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    names = ("thesis.doc", "a/b.kv", f"{'0' * 32}/note.txt", f"{'0' * 32}/ab/thesis.kv")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    store = open_store(tmp_path, FILE_BYTES, ttl=1e-9)
+    save(store, 1)
+    save(store, 2)
+    assert store.bytes_used == FILE_BYTES
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+
+
+@pytest.mark.parametrize("level", ["namespace", "fan"])
+def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path) -> None:
+    """Files outside the store that have names like its own are neither read into it nor written, removed or changed."""
+    store = open_store(tmp_path / "store")
+    save(store, 1)
+    [path] = (tmp_path / "store").glob("*/*/*.kv")
+    place = path.parent if level == "fan" else path.parent.parent
+    place.rename(tmp_path / "outside")
+    place.symlink_to(tmp_path / "outside")
+    before = {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()}
+    store.remove([chunk_key(store.root, "exact", tokens_of(1))])
+    store.retain(set())
+    save(store, 1)
+    if level == "namespace":
+        with pytest.raises(StoreError, match="a link is in the place of a folder"):
+            store.put(named("one"), b"text")
+    store.close()
+    store = open_store(tmp_path / "store")
+    assert load(store, 1) is None
+    store.check_integrity()
+    assert {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()} == before
+
+
+def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot use the store"):
+        open_store(tmp_path / "file")
+
+
+def test_a_document_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes, then its name, then the folder that holds the name: a loss of power leaves the old one or the new."""
+    store, done = open_store(tmp_path), []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "bytes")
+        fsync(handle)
+
+    def renamed(*paths: Any) -> None:
+        done.append("name")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    store.put(named("one"), b"history")
+    assert done == ["bytes", "name", "folder"]
+
+
+def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refuses at every call that writes, one after the other: nothing half-written is ever found."""
+    import errno
+
+    store = open_store(tmp_path)
+    for name in ("pwrite", "fsync", "replace", "open"):
+        save(store, 1)
+        real = getattr(os, name)
+
+        def refuse(*args: object, name: str = name, real: object = real, **options: object) -> object:
+            if name == "open" and not args[1] & os.O_WRONLY:  # type: ignore[operator]
+                return real(*args, **options)  # type: ignore[operator]
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            store._folder.last_error = ""
+            assert not save(store, 2) and "No space" in store.last_error
+            if name != "pwrite":
+                with pytest.raises(StoreError):
+                    store.put(named("d"), b"x")
+        store.check_integrity()
+        assert load(store, 2) is None
+        assert load(store, 1) in (blocks_of(1), None), "a document may have taken its place"
+    store.delete(named("d"))
+    assert save(store, 2)
+
+
+def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
+    """kill -9, again and again: what is found afterwards is right, nothing is above the limit, the lock is free, and
+    temporaries are gone. (`make stress` does it 200 times.)"""
+    rng, saved, cut = random.Random(1), 0, 0
+    for start in range(0, KILLS * 1000, 1000):
+        child = fork_saver(tmp_path, start)
+        time.sleep(rng.random() * 0.03)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        cut += len(list(tmp_path.rglob("*.tmp")))
+        store = open_store(tmp_path, 40 * FILE_BYTES)
+        store.check_integrity()
+        assert not list(tmp_path.rglob("*.tmp"))
+        for number in range(start, start + 100):
+            blocks = load(store, number)
+            assert blocks in (None, blocks_of(number))
+            saved += blocks is not None
+        store.close()
+    assert saved > 0 and cut > 0

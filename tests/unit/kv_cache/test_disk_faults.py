@@ -1,0 +1,236 @@
+"""Contexts on a disk that fails, and processes that are killed over them: a process's rows go with it, what was said is
+in its session, an error ends what needs the lost rows, and whatever comes next has the tokens it always had.
+
+`make stress PART=disk` fails every write, and kills a hundred times."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.disk_chunks import KILLS
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine import segments
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.speculative import drafting
+from offload_rt.errors import DiskError
+from offload_rt.kv_cache.disk.block_file import BlockFile
+from offload_rt.sessions.session import Session
+
+EVERY = "OFFLOAD_RT_STRESS" in os.environ
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+TURNS = [tiny_prompt(150, seed=i) for i in range(4)]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+def make(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
+    """With a quarter of the context in memory where there is a disk."""
+    limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
+    chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
+    return LLM(MODEL, dtype="float64", prefill_chunk_size=32, policy=policy, policy_options=chosen, **limits, **options)
+
+
+def written(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, GREEDY)]
+
+
+def send(session: Session, turn: list[int]) -> None:
+    list(session.send(turn, GREEDY))
+    session.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The tokens of a session in memory that has had all turns."""
+    with make(None) as llm:
+        session = llm.session("s", tmp_path_factory.mktemp("right"))
+        for turn in TURNS:
+            send(session, turn)
+        return session.tokens
+
+
+# ------------------------------------------------------------------------------------------------------------- killed
+
+
+def turns_of(session: Session) -> int:
+    """How many turns a session has had; it never has a part of one."""
+    turns, rest = divmod(len(session.tokens), len(TURNS[0]) + 12)
+    assert not rest
+    return turns
+
+
+def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
+    """A process that takes the turns that a session has not had, and what it says: p, a prompt; d, a token; t, a turn
+    has ended."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child computes with one
+        child = os.fork()
+    if child == 0:
+        try:
+            session: Any = make(rows).session("s", store)
+            for turn in TURNS[turns_of(session) :]:
+                os.write(writing, b"p")
+                for _ in session.send(turn, GREEDY):
+                    os.write(writing, b"d")
+                os.write(writing, b"t")
+        finally:
+            os._exit(1)
+    os.close(writing)
+    return child, reading
+
+
+def killed(child: int, reading: int, phase: str, after: int, seconds: float) -> str:
+    """What a process said that was killed so many seconds into the phase, once it had said `after` things."""
+    said = os.read(reading, 1).decode()
+    while len(said) < after or not said.endswith(phase):
+        if not (more := os.read(reading, 1).decode()):
+            break
+        said += more
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(reading, 100).decode():
+        said += more
+    os.close(reading)
+    return said
+
+
+def test_killed_while_a_context_on_disk_is_read_and_written(
+    right: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At random moments of prompts, which go through in segments, and of answers. A session goes on from kill to kill,
+    and another begins when it has had all turns."""
+    monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
+    rng, rows, number, last = random.Random(4), tmp_path / "rows", 0, set()
+    with make(rows) as llm:
+        for kill in range(max(4, KILLS // 2 * EVERY)):
+            store = tmp_path / f"store{number}"
+            said = killed(*fork_talker(rows, store), "pd"[kill % 2], rng.randrange(14), 0.01 * rng.random())
+            last.add(said[-1:])
+            assert list(rows.iterdir()) == [], "nothing of its rows stays"
+            session = llm.session("s", store)
+            assert said.count("t") <= turns_of(session), "what was said to the end is durable"
+            assert session.tokens == right[: len(session.tokens)] and not list(store.rglob("*.tmp"))
+            session.context.storage.check_integrity()  # type: ignore[attr-defined]
+            number += turns_of(session) == len(TURNS)
+            session.close()
+        assert {"p", "d"} <= last
+        session = llm.session("s", store)
+        for turn in TURNS[turns_of(session) :]:
+            send(session, turn)
+        assert session.tokens == right
+        llm.runner.check_integrity()
+
+
+# ---------------------------------------------------------------------------------------------------------- full disk
+
+
+class FullDisk:
+    """Writes of rows that fail from the `at`-th on, as long as the disk is full."""
+
+    def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at, self.writes = at, 0
+        real = BlockFile.write
+
+        def write(file: BlockFile, offset: int, data: torch.Tensor) -> None:
+            self.writes += 1
+            if self.writes > self.at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(file, offset, data)
+
+        monkeypatch.setattr(BlockFile, "write", write)
+
+    def free(self) -> None:
+        """There is room again."""
+        self.at = 1 << 30
+
+
+@pytest.mark.parametrize(("policy", "places"), [("full", (3, 40)), ("infinigen", (25,))])
+def test_a_disk_that_is_full_at_any_write(
+    policy: str, places: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs ends with an error that says so, and gives its room back; when there is room on the disk again the same
+    prompts are answered as ever, whatever of them had been published."""
+    prompts, failed = TURNS[:2], 0
+    right = written(make(None, policy), prompts)
+    for at in range(60) if EVERY else places:
+        with make(tmp_path, policy) as llm, monkeypatch.context() as patch:
+            full = FullDisk(at, patch)
+            try:
+                assert written(llm, prompts) == right
+            except DiskError as error:
+                failed += "No space left" in str(error)
+            full.free()
+            assert llm.runner.pool.bytes_held == 0
+            assert written(llm, prompts) == right
+            llm.runner.check_integrity()
+            assert not llm.runner.pool.lost
+    assert failed > (15 if EVERY else 0)
+
+
+@pytest.mark.parametrize("at", range(20) if EVERY else (2, 17))
+def test_a_session_goes_on_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which took no rows from some write of its second turn on: that turn has an answer, a part of one or none, with an
+    error then, and what of the session can nowhere be read is computed again with the next one."""
+    memory = make(None, "full")
+    with make(tmp_path / "rows", "full") as llm:
+        session = llm.session("s", tmp_path / "store")
+        send(session, TURNS[0])
+        full = FullDisk(at, monkeypatch)
+        with suppress(DiskError):
+            send(session, TURNS[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not saved whole
+            session.save()
+        full.free()
+        for turn in TURNS[2:]:
+            [wanted] = written(memory, [[*session.tokens, *turn]])
+            send(session, turn)
+            assert session.tokens[-12:] == wanted
+        tokens = session.tokens
+        llm.runner.check_integrity()
+        session.close()
+    with make(tmp_path / "rows", "full") as llm:
+        assert llm.session("s", tmp_path / "store").tokens == tokens
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "verify", "reload"])
+def test_a_disk_error_ends_what_it_is_of(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's own, or all that share a step, or of a wrong draft its own; what waits or runs beside it goes on."""
+    failed, ended = [], {}
+    drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}
+    with make(tmp_path, **drafts) as llm:
+        engine = Engine(llm.runner, max_num_seqs=2, on_failure=lambda request, error: failed.append((request, error)))
+        first = engine.add(TURNS[0], GREEDY)
+        while not first.completions()[0].token_ids:
+            engine.step()
+        others = [engine.add(turn, GREEDY) for turn in TURNS[1:3]]
+
+        def fails(*args: object) -> None:
+            monkeypatch.undo()
+            raise DiskError("cannot read rows")
+
+        where, name = {"prefill": (llm.runner, "advance_prefill"), "decode": (llm.runner, "decode"),
+                       "verify": (drafting, "verify"), "reload": (llm.runner, "reload")}[phase]  # fmt: skip
+        monkeypatch.setattr(where, name, fails)
+        while not engine.idle:
+            ended |= {event.request_id: event for event in engine.step() if event.finish_reason}
+        gone = others[:1] if phase == "prefill" else [first]
+        assert [request for request, _ in failed] == gone and isinstance(failed[0][1], DiskError)
+        left = [one for one in (first, *others) if one not in gone]
+        assert len(ended) == len(left) == 2 and llm.runner.pool.bytes_held == 0
+        said = [one.completions()[0].token_ids for one in left]
+        assert said == written(llm, [list(one.prompt.token_ids) for one in left])
+        engine.check_integrity()

@@ -1,0 +1,362 @@
+"""Sessions over a pool on disk have their rows once, in the store's files: rows are those that were written, tokens
+those of a run in memory, whatever is overwritten, evicted, refused or fails, and no file of a store ever changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.disk_arena import LAYOUT, WIDTH, arena
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.engine import segments
+from offload_rt.errors import DiskError
+from offload_rt.kv_cache.disk import homes
+from offload_rt.kv_cache.disk.block_file import BlockFile
+from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
+from offload_rt.kv_cache.disk.file_arena import FileArena
+from offload_rt.kv_cache.disk.homes import Home
+from offload_rt.sessions.session import Session
+from offload_rt.storage.chunk_store import read_through
+from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.home_saver import HomeSaver
+from offload_rt.storage.saver import Saver
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+OFFSET = 8192
+
+
+class Chunks:
+    """Files of chunks, of which none is written twice in a place, nor anywhere but in layers."""
+
+    def __init__(self, folder: Path, made: FileArena) -> None:
+        self._folder, self._layer = folder, made.places.layer
+        self.wrong: list[int] = []
+
+    def new(self) -> Home:
+        file = BlockFile(os.open(self._folder, os.O_TMPFILE | os.O_RDWR, 0o600))
+        file.allocate(0, OFFSET + LAYOUT.layers * self._layer)
+        seen: set[int] = set()
+
+        def once(layer: int, block: memoryview) -> None:
+            if layer in seen or layer >= LAYOUT.layers or len(block) != self._layer:
+                self.wrong.append(layer)
+            seen.add(layer)
+
+        return Home(file, OFFSET, self._layer, once)
+
+    def stored(self, rows: torch.Tensor) -> Home:
+        """The file of a chunk with rows `[layers, Hkv, 64, width]`."""
+        home = self.new()
+        data = aligned(LAYOUT.layers * self._layer)
+        blocks = data.view(LAYOUT.layers, -1)
+        flat = rows.reshape(LAYOUT.layers, -1).view(torch.uint8)
+        blocks[:, : flat.shape[1]] = flat
+        home.file.write(OFFSET, data)
+        return home
+
+
+class Model:
+    """What an arena has, and which of it was ever written since its chunk was somebody's."""
+
+    def __init__(self, made: FileArena, chunks: Chunks) -> None:
+        self.made, self.chunks = made, chunks
+        self.rows = torch.zeros(LAYOUT.layers, LAYOUT.chunks, LAYOUT.kv_heads, CHUNK, WIDTH)
+        self.known = torch.zeros(self.rows.shape[:-1], dtype=torch.bool)
+
+    def fill(self, number: int, slab: int, place: int, first: int, count: int) -> None:
+        count = min(count, 192 - first)
+        rows = torch.full((LAYOUT.kv_heads, count, WIDTH), float(number + 1)) + torch.arange(count)[:, None] / 256
+        self.made.fill(slab, place, first, rows[..., : LAYOUT.head_dim], rows[..., LAYOUT.head_dim :])
+        for i in range(count):
+            chunk, slot = slab * 3 + (first + i) // CHUNK, (first + i) % CHUNK
+            self.rows[place, chunk, :, slot], self.known[place, chunk, :, slot] = rows[:, i], True
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        self.made.copy(source, target, tokens)
+        for each in (self.rows, self.known):
+            each[:, target, :, :tokens] = each[:, source, :, :tokens]
+
+    def home(self, kind: int, chunk: int, number: int) -> None:
+        """A chunk gets a home, if it may: for what will be written, with what is in memory, or as it was stored."""
+        if kind == 1 and self.made.buffered(chunk):
+            self.made.bring_home(chunk, self.chunks.new(), LAYOUT.layers)
+        elif kind == 0 and self.made.blank(chunk):
+            self.made.house(chunk, self.chunks.new())
+        elif kind == 2 and self.made.blank(chunk):
+            self.rows[:, chunk] = torch.arange(self.rows[:, chunk].numel()).view_as(self.rows[:, chunk]) / 64 - number
+            self.known[:, chunk] = True
+            self.made.house(chunk, self.chunks.stored(self.rows[:, chunk]), range(LAYOUT.layers))
+
+    def discard(self, chunk: int) -> None:
+        self.made.discard([chunk])
+        self.known[:, chunk] = False
+
+    def gather(self, place: int, seed: int, count: int) -> None:
+        chosen = np.random.default_rng(seed).permutation(LAYOUT.chunks * 2 * CHUNK)[:count]
+        chunks, rest = np.divmod(chosen, 2 * CHUNK)
+        heads, slots = np.divmod(rest, CHUNK)
+        known = self.known[place, chunks, heads, slots].numpy()
+        chunks, heads, slots = chunks[known], heads[known], slots[known]
+        out = torch.full((len(chunks), WIDTH), -1.0)
+        self.made.gather(place, self.made.places.ids(place, chunks, slots, heads), out, np.arange(len(chunks)))
+        assert torch.equal(out, self.rows[place, chunks, heads, slots])
+
+    def view(self, slab: int, place: int, first: int, count: int) -> None:
+        count = min(count, 192 - first)
+        part = self.made.view(slab, place, first, count)
+        whole = (each[place, slab * 3 : slab * 3 + 3].transpose(0, 1).flatten(1, 2) for each in (self.rows, self.known))
+        rows, known = (each[:, first : first + count] for each in whole)
+        assert torch.equal(torch.cat((part.k, part.v), dim=2)[known], rows[known])
+
+
+SLABS, LAYERS, CHUNKS = st.integers(0, 1), st.integers(0, 1), st.integers(0, 5)
+STEPS = st.one_of(
+    st.tuples(st.just("fill"), SLABS, LAYERS, st.integers(0, 191), st.integers(1, 192)),
+    st.tuples(st.just("fill"), SLABS, LAYERS, st.sampled_from([0, 64]), st.sampled_from([64, 128, 192])),
+    st.tuples(st.just("copy"), CHUNKS, CHUNKS, st.integers(0, 64)),
+    st.tuples(st.just("home"), st.integers(0, 2), CHUNKS),
+    st.tuples(st.just("home"), st.integers(0, 2), CHUNKS),
+    st.tuples(st.just("discard"), CHUNKS),
+    st.tuples(st.just("gather"), LAYERS, st.integers(0, 2**31), st.integers(1, 40)),
+    st.tuples(st.just("view"), SLABS, LAYERS, st.integers(0, 191), st.integers(1, 192)),
+)
+
+
+@given(st.lists(STEPS, min_size=10, max_size=30))
+@example([("home", 2, 1), ("gather", 0, 5, 40)])
+@example([("fill", 0, 0, 64, 64), ("gather", 0, 5, 600), ("discard", 1), ("home", 2, 1)])
+@example([("home", 2, 1), ("fill", 0, 0, 70, 3), ("view", 0, 0, 64, 64)])
+@example([("home", 0, 1), ("fill", 0, 0, 0, 192), ("fill", 0, 0, 64, 64), ("home", 1, 1)])
+@settings(max_examples=12, deadline=None)
+def test_rows_are_those_that_were_written_wherever_they_lie(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("rows", numbered=True)
+    made = arena(folder)
+    model = Model(made, Chunks(folder, made))
+    for number, (kind, *where) in enumerate(steps):
+        if kind == "fill":
+            model.fill(number, *where)
+        elif kind == "home":
+            model.home(*where, number)
+        elif kind != "copy" or where[0] != where[1]:
+            getattr(model, kind)(*where)
+    made.check_integrity()
+    assert not model.chunks.wrong
+    for place in range(LAYOUT.layers):
+        model.gather(place, 0, LAYOUT.chunks * 2 * CHUNK)
+    made.discard(range(LAYOUT.chunks))
+    assert not len(made._homes) and made.file.files.handles.max() == made.file.handle, "files of nobody are closed"
+
+
+# ---------------------------------------------------------------------------------------------------------- sessions
+
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, seed=3)]
+
+
+def make(folder: Path | None, **named: Any) -> LLM:
+    """With a quarter of the context in memory where there is a disk."""
+    limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
+    return LLM(MODEL, **{"dtype": "float64", "policy": "full", **limits, **named})
+
+
+def say(session: Session, turn: list[int]) -> list[int]:
+    """The tokens of an answer; everything agrees behind it."""
+    said = [event.token_id for event in session.send(turn, GREEDY)]
+    session.context.saver.flush()
+    session.check_integrity()
+    session.kv.runner.check_integrity()
+    return said
+
+
+def at_home(llm: LLM) -> int:
+    """How many chunks have homes."""
+    assert llm.runner.pool.file is not None
+    return len(llm.runner.pool.file._homes)
+
+
+def life(folder: Path | None, store: Path, **options: Any) -> list[list[int]]:
+    """A session that goes on, is forked, forgets and says again, and comes back in another process, as it were."""
+    told = []
+    with make(folder) as llm:
+        session = llm.session("s", store, **options)
+        told += [say(session, TURNS[0]), say(session, TURNS[1])]
+        fork = session.fork("t")
+        told += [say(fork, TURNS[2]), say(session, TURNS[2])]
+        if not options:  # or rows that are lost are those of another text
+            session.truncate(keep_last=150)
+        told += [say(session, TURNS[1]), say(fork, TURNS[1])]
+    with make(folder) as llm:
+        told += [say(llm.session(name, store, **options), TURNS[2]) for name in ("s", "t")]
+    return told
+
+
+def tampered(store: Path, before: dict[Path, bytes]) -> list[Path]:
+    """Files of chunks that are no longer what they were; those that came are noted."""
+    now = {path: path.read_bytes() for path in store.rglob("*.kv")}
+    wrong = [path for path, data in before.items() if path in now and now[path] != data]
+    before.update(now)
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
+    """What is said in memory, in a store with room and in one with a limit."""
+    folders = tmp_path_factory.mktemp("room"), tmp_path_factory.mktemp("limit")
+    return {False: life(None, folders[0]), True: life(None, folders[1], limit=1 << 30)}
+
+
+LAYERS_BYTES = MODEL.config.num_hidden_layers * 2 * CHUNK * MODEL.config.hidden_size // 2 * 8
+"""Of a chunk: K and V, with half as many heads as queries have."""
+
+
+def test_tokens_are_those_in_memory_whatever_becomes_of_a_session(
+    right: dict[bool, list[list[int]]], tmp_path: Path
+) -> None:
+    assert life(tmp_path / "rows", tmp_path / "store") == right[False]
+
+
+def test_rows_are_written_once_and_come_back_without_being_written(tmp_path: Path) -> None:
+    before: dict[Path, bytes] = {}
+    with make(tmp_path / "rows") as llm:
+        session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
+        say(session, TURNS[0])
+        assert file is not None and at_home(llm) == len(TURNS[0]) // CHUNK == 4
+        steps_read = (GREEDY.max_tokens - 1) * 4 * LAYERS_BYTES
+        assert (file.file.bytes_written, file.use.bytes_written) == (0, 4 * LAYERS_BYTES)
+        assert file.use.bytes_read == steps_read, "by decode steps alone"
+        tampered(tmp_path / "store", before)
+    with make(tmp_path / "rows") as llm:
+        session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
+        say(session, TURNS[1][:10])
+        assert file is not None and at_home(llm) >= session.loaded_tokens // CHUNK == 4
+        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the chunk behind what came back, and the next"
+        session.truncate(keep_last=100)
+        say(session, TURNS[2])
+        assert not tampered(tmp_path / "store", before) and len(before) > 4
+
+
+@pytest.mark.parametrize("case", ["evicted", "no room", "few files", "parts", "no file"])
+def test_where_a_store_has_no_home_for_a_chunk(
+    case: str, right: dict[bool, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store takes a few chunks, which then leave it for others, or none; files may be open for two; prompts go
+    through in parts that end anywhere; a file cannot be opened."""
+    room = {"evicted": 5 * (LAYERS_BYTES + 4096) + 50_000, "no room": LAYERS_BYTES}
+    if case == "few files":
+        monkeypatch.setattr(homes, "most_files", lambda: homes.SPARE_FILES + 2)
+    if case == "parts":
+        monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
+    if case == "no file":
+        monkeypatch.setattr(BlockFile, "allocate", refusing(BlockFile.allocate))
+    limit = {"limit": room[case]} if case in room else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a session is not saved whole
+        assert life(tmp_path / "rows", tmp_path / "store", **limit) == right[bool(limit)]
+
+
+def refusing(real: Any) -> Any:
+    """Takes room for the pool's own file, and for no other."""
+
+    def allocate(file: BlockFile, offset: int, size: int) -> None:
+        if not isinstance(file, DirectFile):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file, offset, size)
+
+    return allocate
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_home_that_takes_no_rows(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some write on: the prompt ends with an error, or not where nobody reads these rows; what appears in the
+    store is whole, and the next turn has the tokens that it always had."""
+    with make(tmp_path / "rows") as llm, make(None) as memory:
+        session, count = llm.session("s", tmp_path / "store"), 0
+        say(session, TURNS[0])
+        with monkeypatch.context() as patch:
+            real = BlockFile.write
+
+            def write(file: BlockFile, offset: int, data: torch.Tensor) -> None:
+                nonlocal count
+                count += 1
+                if count > at:
+                    raise OSError(errno.EIO, "Input/output error")
+                real(file, offset, data)
+
+            patch.setattr(BlockFile, "write", write)
+            with pytest.raises(DiskError, match="cannot write rows"):
+                say(session, TURNS[0])
+        [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
+        assert say(session, TURNS[2]) == list(wanted.outputs[0].token_ids)
+        session.close()
+    store = DiskStore(tmp_path / "store", session.context.storage.namespace, 2)  # type: ignore[attr-defined]
+    store.check_integrity()
+    assert all(read_through(store, name) for name in session.kv.names(len(session.tokens) // CHUNK * CHUNK))
+
+
+def test_damage_at_home_is_computed_again(tmp_path: Path) -> None:
+    """A flipped bit in the rows of a file that would be a chunk's home: what was said is said again."""
+    with make(tmp_path / "rows") as llm, make(None) as memory:
+        session = llm.session("s", tmp_path / "store")
+        say(session, TURNS[0])
+        [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
+        session.close()
+    broken = max((tmp_path / "store").rglob("*.kv"), key=lambda path: path.stat().st_size)  # a full block
+    data = bytearray(broken.read_bytes())
+    data[-5000] ^= 1
+    broken.write_bytes(data)
+    with make(tmp_path / "rows") as llm:
+        assert say(llm.session("s", tmp_path / "store"), TURNS[2]) == list(wanted.outputs[0].token_ids)
+        assert broken.read_bytes() != data, "the chunk was stored anew"
+
+
+def test_a_chunk_that_is_loaded_gets_no_home(tmp_path: Path) -> None:
+    """One whose rows are still to come, from the store's own thread, may look as if nothing were ever to be there."""
+    with make(tmp_path / "rows") as llm:
+        session, pool = llm.session("s", tmp_path / "store"), llm.runner.pool
+        say(session, TURNS[0])
+        other = DiskStore(tmp_path / "other", "t", 2)
+        saver, blocks = HomeSaver(other, pool, llm.runner.link.storage), pool.new_block_table(256)
+        pool.commit(blocks, 140)
+        saving = saver.begin(blocks, session.kv.names(256))
+        assert saving is not None and set(saving.homes) == {3} and at_home(llm) == 4 + 1
+        saver.abort(saving)
+        assert at_home(llm) == 4 and other.bytes_used == 0
+        saver.close()
+        pool.release(blocks)
+        other.close()
+
+
+def test_a_turn_that_is_given_up_leaves_its_chunks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of its prompt: the next one's rows go to homes again, and are not read to leave the old ones."""
+    with make(tmp_path / "rows") as llm, make(None) as memory:
+        session = llm.session("s", tmp_path / "store")
+        with monkeypatch.context() as patch:
+            real = Saver.layer_done
+
+            def stop(saver: Saver, saving: Any, layer: int) -> None:
+                real(saver, saving, layer)
+                raise KeyboardInterrupt
+
+            patch.setattr(Saver, "layer_done", stop)
+            with pytest.raises(KeyboardInterrupt):
+                say(session, TURNS[0])
+        file = llm.runner.pool.file
+        assert file is not None and at_home(llm) == 0 and not list((tmp_path / "store").rglob("*.tmp"))
+        [wanted] = memory.generate([TURNS[2] + TURNS[1]], GREEDY)
+        assert say(session, TURNS[2] + TURNS[1]) == list(wanted.outputs[0].token_ids)
+        assert at_home(llm) == 3

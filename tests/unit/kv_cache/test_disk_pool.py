@@ -1,0 +1,575 @@
+"""Contexts on disk: rows in a file are the rows that were written, whatever is in memory of them; every policy writes
+the same tokens; a disk that fails is said, and what it still has is right."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.disk_arena import LAYOUT, WIDTH, arena
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.cli import main
+from offload_rt.cli.tables import stats_table
+from offload_rt.core import CHUNK, KVPart
+from offload_rt.engine import build, segments
+from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
+from offload_rt.kernels.causal import attend_causal
+from offload_rt.kernels.causal_blocks import BlockedAttention
+from offload_rt.kv_cache.disk import block_file, direct_file, extents, requests, row_cache, row_copy, speed
+from offload_rt.kv_cache.disk.direct_file import BLOCK, DirectFile, aligned
+from offload_rt.kv_cache.disk.disk_tier import DiskTier
+from offload_rt.kv_cache.disk.extents import Reads, merged
+from offload_rt.kv_cache.disk.requests import Reader, Requests, RingReader, ThreadReader
+from offload_rt.kv_cache.disk.row_cache import RowCache
+from offload_rt.kv_cache.pool import HostPool
+from offload_rt.model_runner.prefill import Prefill
+from offload_rt.transfer.disk import DiskState
+from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
+
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+LIMITS: dict[str, Any] = {"host_memory": "128KiB", "disk_limit": "1MiB"}
+"""A quarter of the context's rows, and a few of these in slots: everything else of host memory is on its way."""
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [tiny_prompt(300, seed=1), tiny_prompt(260, seed=2)]
+
+
+def written(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)]
+
+
+def make(folder: Path | None, **named: Any) -> LLM:
+    limits = {} if folder is None else {"disk": folder, **LIMITS}
+    return LLM(MODEL, **{"dtype": "float64", **limits, **named})
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+@given(
+    places=st.lists(st.integers(0, 4000), unique=True, max_size=60),
+    size=st.sampled_from([68, 256, 1024]),
+    gap=st.sampled_from([0, 4096, 40_960]),
+    most=st.sampled_from([2 * BLOCK, 10 * BLOCK, 1 << 30]),
+)
+@settings(max_examples=60, deadline=None)
+def test_merged_requests_cover_every_piece_and_skip_what_costs_more_than_a_request(
+    places: list[int], size: int, gap: int, most: int
+) -> None:
+    offsets = np.array(places, np.int64) * size
+    reads = merged(offsets, size, gap, most)
+    requests, (own, first) = reads.requests, (np.repeat(np.arange(len(reads.requests.size)), np.diff(reads.first)), 0)
+    assert sorted(reads.pieces.tolist()) == list(range(len(places)))
+    assert not (requests.offset % BLOCK).any() and not (requests.size % BLOCK).any()
+    ends, ordered = requests.offset + requests.size, offsets[reads.pieces]
+    assert (requests.offset[own] <= ordered).all() and (ordered + size <= ends[own]).all()
+    assert np.array_equal(reads.places - requests.at[own], ordered - requests.offset[own])
+    assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size) and (requests.size <= most).all()
+    apart, joined = requests.offset[1:] - ends[:-1], ends[1:] - requests.offset[:-1]
+    assert ((apart > gap) | (joined > most)).all()
+    blocks = {block for offset in offsets.tolist() for block in range(offset // BLOCK, -(-(offset + size) // BLOCK))}
+    if most == 1 << 30:
+        assert requests.size.sum() <= len(blocks) * BLOCK + gap * max(0, len(places) - 1)
+    for plain, compiled in zip(_flat(extents._merged(offsets, size, gap, most)), _flat(reads), strict=True):
+        assert np.array_equal(plain, compiled)
+    for part in reads.batches(most):
+        assert int(part.requests.size.sum()) <= most and int(part.requests.at[0]) == 0 == part.first[0]
+        assert np.array_equal(part.pieces, reads.pieces[first : first + len(part.pieces)])
+        first += len(part.pieces)
+    assert first == len(places)
+
+
+def _flat(reads: Reads) -> list[np.ndarray[Any, Any]]:
+    return [*reads.requests, *reads[1:]]
+
+
+READERS: dict[str, Callable[[], Reader | None]] = {"ring": RingReader.open, "threads": lambda: ThreadReader(3)}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_many_reads_at_once_give_what_was_written(kind: str, tmp_path: Path) -> None:
+    if (reader := READERS[kind]()) is None:
+        pytest.skip("no ring here")
+    file = DirectFile(tmp_path, lambda: reader)
+    file.allocate(0, 64 * BLOCK)
+    data = aligned(64 * BLOCK)
+    data.copy_(torch.arange(64).repeat_interleave(BLOCK))
+    file.write(0, data)
+    blocks = np.random.default_rng(0).permutation(64)
+    buffer = aligned(64 * BLOCK)
+    at = np.arange(64, dtype=np.int64) * BLOCK
+    file.read(Requests(blocks * BLOCK, np.full(64, BLOCK, np.int64), at), buffer)
+    assert torch.equal(buffer.view(64, BLOCK), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, BLOCK))
+    rows, row = aligned(64 * 96).view(64, 96), np.arange(64)
+    copies = row_copy.RowCopies(np.arange(65), at + row, row[::-1].copy(), rows)
+    file.read(Requests(blocks * BLOCK, np.full(64, BLOCK, np.int64), at), buffer, copies)
+    assert torch.equal(rows.flip(0), torch.from_numpy(blocks).to(torch.uint8)[:, None].expand(-1, 96))
+    beyond = Requests(np.array([63, 70]) * BLOCK, np.full(2, BLOCK, np.int64), at[:2])
+    with pytest.raises(OSError, match="ends early"):
+        file.read(beyond, buffer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_rows_are_copied_from_anywhere_to_anywhere(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compiled code where there is a compiler, and by torch."""
+    source = torch.arange(50 * 34 + 1).to(dtype)
+    rows = source[:-1].view(50, 34)
+    chosen, into = np.array([49, 3, 0, 7]), np.array([2, 0, 5, 4])
+    wanted = torch.zeros(6, 34, dtype=dtype)
+    wanted[into] = rows[chosen]
+    for _ in range(2):
+        row_copy.copy_rows(source, chosen * 34 * source.itemsize, out := torch.zeros(6, 34, dtype=dtype), into)
+        assert torch.equal(out, wanted)
+        monkeypatch.setattr(row_copy, "_library", lambda: None)
+
+
+def test_nobody_sees_the_file_and_it_goes_with_its_owner(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path)
+    file.allocate(0, 1 << 20)
+    assert list(tmp_path.iterdir()) == []
+    (other := tmp_path / "other").write_bytes(b"")
+    try:
+        os.close(os.open(other, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("a file system that knows no direct access")
+    assert file.direct
+    handle = file.handle
+    del file
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(handle)
+
+
+def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no")
+        return real(path, flags, *args, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(block_file, "_set_direct", lambda handle: False)
+    (tmp_path / f"{direct_file.NAMED}left.rows").write_bytes(b"of a process that was killed before it could unlink")
+    file = DirectFile(tmp_path)
+    assert list(tmp_path.iterdir()) == [] and not file.direct
+    data = aligned(BLOCK)
+    data.fill_(7)
+    file.write(BLOCK, data)
+    read = aligned(BLOCK)
+    one = np.array([BLOCK], np.int64)
+    file.read(Requests(one, one, one * 0), read)
+    assert torch.equal(read, data)
+
+
+def test_a_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
+    found = speed.measured_speed(tmp_path, 4 << 20)
+    assert found.byte > 0 and found.seek >= 0 and found.gap >= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 60), st.booleans()), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_rows_stay_by_the_same_rule_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
+    """The same rows, in the same slots, with the same scores; those that are here are those that were entered."""
+    plain, compiled = RowCache(50, 5, torch.float32), RowCache(50, 5, torch.float32)
+    assert plain.slots == 48
+    rows = torch.randn(60, 5)
+    for seed, count, forget in steps:
+        ids, given = np.random.default_rng(seed).permutation(60)[:count], torch.zeros(2, 60, 5)
+        into, found = np.arange(count)[::-1].copy(), []
+        for cache, out in zip((plain, compiled), given, strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                if cache is plain:
+                    patch.setattr(row_cache, "_library", lambda: None)
+                    patch.setattr(row_copy, "_library", lambda: None)
+                if forget:
+                    cache.forget(range(count, count + 7))
+                cache.pass_time(60.0)
+                found.append(cache.take(ids, out, into))
+                cache.enter(found[-1][0], rows, found[-1][0])
+                cache.check_integrity()
+        here = np.flatnonzero(~np.isin(ids, found[0][0]))
+        assert np.array_equal(*found) and torch.equal(given[0], given[1])
+        assert torch.equal(given[0, into[here]], rows[ids[here]])
+        assert torch.equal(plain.rows[plain.held], rows[plain.owners(plain.held)])
+        for name in ("_owner", "_score", "_last", "used"):
+            assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
+
+
+def test_what_leaves_scores_least_and_was_not_used_just_now() -> None:
+    """However long ago scores began."""
+    cache, rows, out = RowCache(4, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
+    for steps, wanted in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
+        cache.pass_time(steps)
+        missing, _ = cache.take(ids := np.array(wanted), out, ids)
+        cache.enter(missing, rows, missing)
+        cache.check_integrity()
+        held = set(cache.owners(cache.held).tolist())
+        assert held >= set(wanted)
+        assert wanted[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
+
+
+FILL = st.tuples(st.just("fill"), st.integers(0, 1), st.integers(0, 1), st.integers(0, 191), st.integers(1, 192))
+COPY = st.tuples(st.just("copy"), st.integers(0, 5), st.integers(0, 5), st.just(0), st.integers(0, 64))
+GATHER = st.tuples(st.just("gather"), st.integers(0, 1), st.integers(0, 2**31), st.just(0), st.integers(1, 40))
+VIEW = st.tuples(st.just("view"), st.integers(0, 1), st.integers(0, 1), st.integers(0, 191), st.integers(1, 192))
+
+
+@given(st.lists(st.one_of(FILL, COPY, GATHER, VIEW), max_size=25))
+@settings(max_examples=15, deadline=None)
+def test_rows_are_those_that_were_written(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
+    _check_rows(tmp_path_factory, steps)
+
+
+@given(st.lists(st.one_of(FILL, GATHER), max_size=12))
+@settings(max_examples=10, deadline=None)
+def test_rows_are_those_that_were_written_without_a_compiler(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (row_cache, row_copy, extents, requests):
+            patch.setattr(module, "_library", lambda: None)
+        _check_rows(tmp_path_factory, steps)
+
+
+def _check_rows(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
+    """Against an array. The cache has 16 slots, and one chunk is filled at a time."""
+    made = arena(tmp_path_factory.mktemp("rows", numbered=True))
+    model = torch.zeros(LAYOUT.layers, LAYOUT.chunks, LAYOUT.kv_heads, CHUNK, WIDTH)
+    for number, (kind, a, b, c, d) in enumerate(steps):
+        if kind == "fill":
+            count = min(d, 192 - c)
+            rows = torch.full((LAYOUT.kv_heads, count, WIDTH), float(number + 1)) + torch.arange(count)[:, None] / 256
+            made.fill(a, b, c, rows[..., : LAYOUT.head_dim], rows[..., LAYOUT.head_dim :])
+            flat = model[b, a * 3 : a * 3 + 3].transpose(0, 1).flatten(1, 2).clone()
+            flat[:, c : c + count] = rows
+            model[b, a * 3 : a * 3 + 3] = flat.view(LAYOUT.kv_heads, 3, CHUNK, WIDTH).transpose(0, 1)
+        elif kind == "copy" and a != b:
+            made.copy(a, b, d)
+            model[:, b, :, :d] = model[:, a, :, :d]
+        elif kind == "gather":
+            chosen = np.random.default_rng(b).permutation(LAYOUT.chunks * 2 * CHUNK)[:d]
+            chunks, rest = np.divmod(chosen, 2 * CHUNK)
+            heads, slots = np.divmod(rest, CHUNK)
+            out = torch.full((d + 3, WIDTH), -1.0)
+            made.gather(a, made.places.ids(a, chunks, slots, heads), out, np.arange(d)[::-1].copy() + 2)
+            assert torch.equal(out[2 : d + 2].flip(0), model[a, chunks, heads, slots]) and bool((out[:2] == -1).all())
+        elif kind == "view":
+            count = min(d, 192 - c)
+            part = made.view(a, b, c, count)
+            want = model[b, a * 3 : a * 3 + 3].transpose(0, 1).flatten(1, 2)[:, c : c + count]
+            assert torch.equal(torch.cat((part.k, part.v), dim=2), want)
+    made.check_integrity()
+    assert made.shares.slots < 25 and made.shares.chunk_buffers == 1, "or nothing ever leaves memory"
+
+
+def test_rows_that_are_used_come_from_memory(tmp_path: Path) -> None:
+    made = arena(tmp_path)
+    made.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
+    rows = made.places.ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
+    for _ in range(3):
+        made.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
+    assert (made.use.wanted, made.use.cached) == (9, 6)
+
+
+def test_a_row_that_is_written_again_is_not_the_one_that_stayed(tmp_path: Path) -> None:
+    """By a whole chunk, and by a single slot; the row that was read before has another value."""
+    made = arena(tmp_path)
+    rows = made.places.ids(0, np.array([1]), np.array([9]), np.array([1]))
+    for value, first, count in ((1.0, 0, 192), (2.0, 64, 64), (3.0, 73, 1)):
+        made.fill(0, 0, first, *torch.full((2, LAYOUT.kv_heads, count, LAYOUT.head_dim), value))
+        for _ in range(2):
+            made.gather(0, rows, out := torch.empty(1, WIDTH), np.arange(1))
+            assert bool((out == value).all())
+
+
+def test_a_run_is_read_ahead_and_leaves_again() -> None:
+    read: list[range] = []
+
+    def block(tokens: range) -> KVPart:
+        read.append(tokens)
+        return KVPart(torch.full((1, len(tokens), 1), float(tokens.start)), torch.zeros(1, len(tokens), 1))
+
+    thread, blocks = ReadingThread(), [range(start, start + 10) for start in range(0, 50, 10)]
+    run = BlockRun(thread, block, blocks, ahead=1)
+    thread.wait()
+    assert read == blocks[:2], "before anybody asks"
+    for number, part in enumerate(run.parts):
+        assert float(part.k[0, 0, 0]) == 10 * number and part.v.shape == (1, 10, 1)
+        thread.wait()
+        assert read == blocks[: number + 2] and len(run._reading) <= 1
+    assert float(run.parts[1].k[0, 0, 0]) == 10, "and again"
+
+
+def test_a_block_of_a_run_lies_in_one_piece(tmp_path: Path) -> None:
+    """However slabs cut what there is: putting blocks together filled the allocator with hundreds of MB."""
+    geometry = LLM(MODEL, dtype="float64").geometry
+    pool = HostPool(geometry, torch.float64, 16 << 20, slab_tokens=2 * CHUNK, disk=DiskTier(tmp_path, 2 << 20))
+    blocks = pool.new_block_table(1000)
+    state = DiskState(pool, geometry, torch.device("cpu"))
+    run = state.run(blocks, 0, range(4, 990))
+    assert [token for block in run._blocks for token in block] == list(range(4, 990))
+    assert all(len(pool.spans(blocks, 0, block)) == 1 for block in run._blocks)
+    assert len(pool.spans(blocks, 0, range(990))) > 4
+    state.wait()
+
+
+# ----------------------------------------------------------------------------------------------------------- runtime
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "infinigen": {"policy_options": {"preset": "rows", "recent": 8, "budget": 0.2}},
+    "infinigen, tail": {"policy_options": {"recent": 8, "tail": "int4", "budget": 0.2}},
+    "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_cache_dtype": "int4"},
+    "infinigen, missed mass": {"policy_options": {"recent": 8, "max_missed_mass": 0.2}},
+    "oracle": {"policy": "oracle", "policy_options": {"budget": 0.2, "recent": 8}},
+    "streaming": {"policy": "streaming", "policy_options": {"budget": 0.2}},
+    "quest": {"policy": "quest", "policy_options": {"budget": 0.2, "recent": 8}},
+    "h2o": {"policy": "h2o", "policy_options": {"budget": 0.2, "recent": 8}},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(policy: str, tmp_path: Path) -> None:
+    said = []
+    for folder in (None, tmp_path):
+        with make(folder, **POLICIES[policy]) as llm:
+            said.append(written(llm, PROMPTS))
+            if folder is not None:
+                file = llm.runner.pool.file
+                assert file is not None
+                if llm.runner.pool.format.exact:
+                    assert 8 * file.shares.slots < llm.runner.pool.bytes_peak // file.places.pair_bytes
+                assert file.file.bytes_read > 0 and list(tmp_path.iterdir()) == []
+                llm.runner.check_integrity()
+    assert said[0] == said[1]
+
+
+def test_statistics_say_what_a_disk_was_read(tmp_path: Path) -> None:
+    with make(tmp_path, **POLICIES["infinigen"]) as llm:
+        for _ in range(2):
+            list(llm.stream(PROMPTS[0], GREEDY))
+            stats = llm.last_stats
+            assert stats is not None and stats.kv_bytes_disk > 3 * stats.kv_bytes_host > 0
+            assert stats.disk_bytes_read > 0 and stats.disk_hit_rate is not None and 0 < stats.disk_hit_rate < 1
+        file = llm.runner.pool.file
+        assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "of the second run alone"
+        shown = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
+        assert "KV on disk" in shown and "selected rows in host memory" in shown
+
+
+def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
+    model = tiny_model("mistral", dtype=torch.float64, num_hidden_layers=2, sliding_window=24)
+    several = SamplingParams(max_tokens=6, temperature=0.8, seed=3, n=3)
+    said = []
+    for limits in ({}, {"disk": tmp_path, **LIMITS}):
+        with LLM(model, dtype="float64", **limits) as llm:
+            said.append([[one.token_ids for one in each.outputs] for each in llm.generate([PROMPTS[0]], several)])
+            llm.runner.check_integrity()
+    assert said[0] == said[1]
+
+
+def test_eviction_overwrites_rows_on_disk(tmp_path: Path) -> None:
+    """The pool takes a prompt and 20 tokens more."""
+    said = []
+    size = 5 * LLM(MODEL, dtype="float64").runner.pool.chunk_bytes
+    long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
+    options = POLICIES["infinigen"]
+    for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "128KiB", "disk_limit": size}):
+        with LLM(MODEL, dtype="float64", eviction="counter", **limits, **options) as llm:
+            said.append(written(llm, PROMPTS[:1], long))
+            llm.runner.check_integrity()
+    assert said[0] == said[1]
+
+
+def test_sessions_come_back_from_their_store(tmp_path: Path) -> None:
+    said = []
+    for name, folder in (("memory", None), ("disk", tmp_path / "rows")):
+        tokens = []
+        for turn in PROMPTS:
+            with make(folder, policy="full") as llm:
+                session = llm.session("ada", tmp_path / name)
+                tokens += [event.token_id for event in session.send(turn, GREEDY)]
+        said.append(tokens)
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
+    """The seven last of 50 tokens: blocks of the past, own tokens and three before; with capped scores and sinks."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float64), torch.randn(2, 2, 50, 16, dtype=torch.float64)
+    sinks = torch.randn(6, dtype=torch.float64) if sunk else None
+    each = BlockedAttention(q, 2, 0.3, softcap)
+    for first, stop in ((20, 40), (0, 20)):
+        each.add(k[:, first:stop], v[:, first:stop])
+    each.add_own(k[:, 40:], v[:, 40:])
+    torch.testing.assert_close(each.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen, tail", "quest"])
+def test_a_prompt_goes_through_in_segments(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 tokens, in slices of 32; the second prompt begins with what the first one has left."""
+    monkeypatch.setitem(segments.SEGMENT_BYTES, "cpu", 1)
+    prompts = [PROMPTS[0], PROMPTS[0][:200] + PROMPTS[1][:61]]
+    said, heard, passes = [], [], []
+    real = Prefill._begin_segment
+    monkeypatch.setattr(Prefill, "_begin_segment", lambda self, start: passes.append(start) or real(self, start))
+    for folder in (None, tmp_path):
+        passes.clear()
+        with make(folder, prefill_chunk_size=32, **POLICIES[policy]) as llm:
+            said.append([written(llm, [prompt]) for prompt in prompts])
+            [told] = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+            heard.append(
+                [each[token].logprob for token, each in zip(PROMPTS[1], told.prompt_logprobs, strict=True) if each]
+            )
+            llm.runner.check_integrity()
+    assert said[0] == said[1]
+    assert heard[1] == pytest.approx(heard[0], abs=1e-9) and len(heard[0]) == len(PROMPTS[1]) - 1
+    assert passes[:10] == list(range(0, 300, 32)) and passes[10] == 192, "ten segments, then a shared prefix"
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+
+class FailingReader(ThreadReader):
+    """Fails from the `at`-th read on, or finds the file short."""
+
+    def __init__(self, at: int, code: int = errno.EIO) -> None:
+        super().__init__(2)
+        self.at, self.code = at, code
+
+    def read(self, files: Any, requests: Requests, buffer: memoryview, copies: Any = None) -> None:
+        self.at -= 1
+        if self.at < 0:
+            raise OSError(self.code, os.strerror(self.code))
+        super().read(files, requests, buffer, copies)
+
+
+def test_a_read_that_fails_ends_the_request_and_not_the_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = FailingReader(10)
+    monkeypatch.setattr(direct_file, "reader", lambda: failing)
+    with make(tmp_path, **POLICIES["infinigen"]) as llm:
+        with pytest.raises(DiskError, match="cannot read rows"):
+            llm.generate(PROMPTS, GREEDY)
+        llm.runner.check_integrity() if failing.at > 0 else None
+        failing.at = 1 << 30
+        again = written(llm, PROMPTS)
+        llm.runner.check_integrity()
+    assert again == written(make(None, **POLICIES["infinigen"]), PROMPTS)
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left"), MemoryError("No space left")])
+def test_rows_that_could_not_be_written_are_never_read(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = arena(tmp_path)
+    rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
+    made.fill(0, 0, 0, *rows)
+    made._writer.drain()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(fault))
+        made.fill(0, 0, 64, *rows[:, :, :64])
+        made._writer.drain()
+    names = made.places.ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
+    with pytest.raises(DiskError, match="No space left"):
+        made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
+    with pytest.raises(DiskError, match="No space left"):
+        made.view(0, 0, 64, 64)
+    assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "what was written before is there"
+    assert made.lost == {1}
+    made.fill(0, 0, 64, *rows[:, :, :64])
+    assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64]) and not made.lost
+
+
+def test_the_next_holder_of_a_chunk_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever became of what the one before wrote there: also of what fails when nobody wants it any more."""
+    made, held = arena(tmp_path, 2_000_000), threading.Event()
+    rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
+    for late in (False, True):
+        with monkeypatch.context() as patch:
+            held.clear() if late else held.set()
+            patch.setattr(os, "pwrite", lambda *args: held.wait(60) and os.close(1 << 20))
+            made.fill(0, 0, 64, *rows[:, :, :64])
+            if not late:
+                made._writer.drain()
+                assert made.lost == {1}
+            made.discard([1])
+            held.set()
+            made._writer.drain()
+        assert not made.lost
+        for place in range(LAYOUT.layers):
+            made.fill(0, place, 64, *rows[:, :, :1])
+        assert torch.equal(made.view(0, 0, 64, 1).k, rows[0, :, :1])
+        made.check_integrity()
+        made.discard([1])
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.posix_fallocate
+    monkeypatch.setattr(build, "HostPool", partial(HostPool, slab_tokens=2 * CHUNK))
+
+    def allocate(file: int, offset: int, size: int) -> None:
+        if offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file, offset, size)
+
+    with make(tmp_path, policy="full") as llm:
+        short = written(llm, [PROMPTS[0][:90]])
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        with pytest.raises(PoolFullError, match="gives no"):
+            llm.generate([tiny_prompt(900, seed=9)], GREEDY)
+        assert written(llm, [PROMPTS[0][:90]]) == short
+        llm.runner.check_integrity()
+
+
+def test_info_plans_a_context_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "llama", max_position_embeddings=1 << 20)
+    flags = ["--host-memory", "64MiB", "--disk", str(tmp_path / "rows"), "--disk-limit", "512MiB"]
+    assert main(["info", model, "--context", "400000", *flags]) == 0
+    told = capsys.readouterr().out
+    assert "disk: KV of the context" in told and "host: rows that stay" in told and "It fits here." in told
+    assert main(["info", model, "--context", "1000000", *flags]) == 0
+    assert "raise --disk-limit" in capsys.readouterr().out and not (tmp_path / "rows").exists()
+
+
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="disk_limit"):
+        make(None, disk_limit="1GiB")
+    with pytest.raises(ConfigError, match="working_set"):
+        make(tmp_path, working_set=8)
+    with pytest.raises(MemoryLimitError, match="raise host_memory"):
+        make(tmp_path, host_memory="100KiB")
+    with pytest.raises(MemoryLimitError, match="has left"):
+        make(tmp_path, disk_limit="900TiB")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot keep rows"):
+        make(tmp_path / "file")
+
+
+def test_what_a_prompt_leaves_with_the_allocator_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each prompt, where host memory is limited."""
+    given = list[None]()
+    monkeypatch.setattr("offload_rt.engine.runner.give_back", lambda: given.append(None))
+    written(make(None), PROMPTS)
+    assert not given
+    written(make(tmp_path), PROMPTS)
+    assert len(given) == len(PROMPTS)

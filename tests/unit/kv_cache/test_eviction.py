@@ -1,0 +1,266 @@
+"""A pool that is really bounded: memory never passes the limit, and what is evicted is what the plain model evicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.plain_decode import Kept, plain_step
+from support.tiny_models import depth, tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
+from offload_rt.config import EvictionOptions
+from offload_rt.core import CHUNK
+from offload_rt.model_runner.sequence import Sequence
+from offload_rt.model_runner.slot_table import InPlaceEviction
+
+CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+"""Of four layers."""
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {"recent": 8}),
+    ("infinigen", {"preset": "paper"}),
+    ("infinigen", {"preset": "rows", "recent": 5, "sinks": 3, "scorer": "int4", "dense_layers": ()}),
+    ("infinigen", {"preset": "rows", "recent": 5, "scorer": "int2", "source": "attention_input"}),
+    ("infinigen", {"recent": 8, "tail": "int2", "budget": 0.3}),
+    ("oracle", {"budget": 0.3, "recent": 16}),
+]
+
+
+def make_llm(
+    policy: str, options: dict[str, Any], chunks: int, eviction: Any, name: str = "llama", layers: int = 4
+) -> LLM:
+    return LLM(
+        tiny_model(name, dtype=torch.float64, **depth(name, layers)),
+        policy=policy,
+        policy_options=options,
+        dtype="float64",
+        host_memory=chunks * CHUNK_BYTES * layers // 4,
+        eviction=eviction,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "eviction"),
+    [(*chosen, "counter") for chosen in POLICIES] + [(*POLICIES[1], "fifo"), (*POLICIES[1], "lru")],
+)
+def test_generation_goes_on_far_past_the_limit_in_flat_memory(
+    policy: str, options: dict[str, Any], eviction: str
+) -> None:
+    """Nearly twice as many tokens as the pool holds; the arena's own count is checked at every step."""
+    llm = make_llm(policy, options, 2, eviction, layers=2)
+    pool, runner = llm.runner.pool, llm.runner
+    for event in llm.stream(tiny_prompt(50), SamplingParams(max_tokens=3 * CHUNK, temperature=0)):
+        assert pool.bytes_used <= CHUNK_BYTES
+        if event.index % 50 == 0:
+            runner.check_integrity()
+    stats = llm.last_stats
+    assert stats is not None and stats.new_tokens == 3 * CHUNK
+    assert stats.kv_bytes_host == CHUNK_BYTES and pool.bytes_held == 0
+
+
+@pytest.mark.parametrize(("policy", "options"), POLICIES)
+def test_eviction_changes_nothing_while_there_is_room(policy: str, options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0)
+    [bounded] = completed(make_llm(policy, options, 3, "counter").generate([tiny_prompt(150)], params))
+    [free] = completed(make_llm(policy, options, 30, None).generate([tiny_prompt(150)], params))
+    assert bounded.token_ids == free.token_ids
+
+
+@pytest.mark.parametrize("protect", ["window", "none"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_full_with_fifo_equals_attention_over_the_newest_tokens(name: str, protect: str) -> None:
+    """Policy full has no window (sinks 0, recent 1), so FIFO keeps the newest tokens, whose K and V were computed when
+    the older ones were still there: a plain model with lists gives the same logits for 90 steps."""
+    tokens = tiny_prompt(210)
+    llm = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name=name)
+    if name != "llama":
+        chunk_bytes = llm.runner.pool.chunk_bytes
+        llm = LLM(
+            tiny_model(name, dtype=torch.float64),
+            policy="full",
+            dtype="float64",
+            host_memory=2 * chunk_bytes,
+            eviction={"policy": "fifo", "protect": protect},
+        )
+    runner = llm.runner
+    kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
+    plain_step(runner.adapter, tokens[:120], 0, kept)
+    sequence = runner.new_sequence(tokens[:120], 120)
+    sequence.tokens += tokens[120:]
+    runner.prefill(sequence, 120)
+    for position, token in enumerate(tokens[120:], start=120):
+        for layer in kept:
+            if len(layer) == 2 * CHUNK:
+                layer.pop(0)
+        expected = plain_step(runner.adapter, [token], position, kept)
+        torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=1e-6)
+    runner.check_integrity()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    policy=st.sampled_from(["fifo", "lru", "counter"]),
+    protect=st.sampled_from(["window", "none"]),
+    sinks=st.integers(0, 5),
+    recent=st.integers(1, 70),
+    prompt=st.integers(1, 120),
+    steps=st.integers(1, 150),
+    given_at=st.integers(0, 150),
+    seed=st.integers(0, 9),
+)
+def test_slots_hold_what_a_plain_list_says(
+    policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, given_at: int, seed: int
+) -> None:
+    """Every layer's rows after random selections, and after a chunk was given away: keys in the pool equal the keys of
+    the positions that a plain model keeps, sinks first, the ring last; protected tokens are always there."""
+    llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
+    pool = llm.runner.pool
+    blocks = pool.new_block_table(prompt)
+    slots = InPlaceEviction(pool, EvictionOptions(policy, protect), sinks, recent)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(seed)
+    rows = [[float(p) for p in range(prompt)] for _ in range(4)]
+    for layer in range(4):
+        value = torch.tensor(rows[layer]).double()[None, :, None].expand(2, -1, 16)
+        pool.write(blocks, layer, 0, value, -value)
+    pool.commit(blocks, prompt)
+    for position in range(prompt, prompt + steps):
+        slots.begin_step(blocks, position)
+        for layer in range(4):
+            value = torch.full((2, 1, 16), float(position), dtype=torch.float64)
+            if (moved := slots.displaced(layer)) is not None:
+                [row] = pool.runs(blocks, layer, range(moved[0], moved[0] + 1))
+                pool.write(blocks, layer, moved[1], row.k, row.v)
+                rows[layer][moved[1]] = rows[layer][moved[0]]
+            pool.write(blocks, layer, slots.newest, value, -value)
+            rows[layer][slots.newest :] = [float(position), *rows[layer][slots.newest + 1 :]]
+            chosen = torch.randint(0, slots.context, (2, 7), generator=generator)
+            slots.selected(layer, chosen)
+        pool.commit(blocks, slots.context)
+        if position == prompt + given_at and (moves := slots.shrink(blocks)) is not None:
+            before = slots.context + CHUNK if prompt + given_at >= 2 * CHUNK else position + 1
+            for layer, pairs in enumerate(moves):
+                for source, target in pairs:
+                    pool.move(blocks, layer, source, target)
+                    rows[layer][target] = rows[layer][source]
+                lost = set(range(position + 1)) - set(rows[layer][: slots.context])
+                assert len(rows[layer]) == before and len(lost) >= position + 1 - slots.context
+                del rows[layer][slots.context :]
+            pool.truncate(blocks, slots.context)
+            assert blocks.capacity == slots.context == CHUNK and not slots.grows
+    state = slots._state
+    for layer in range(4):
+        [run] = pool.runs(blocks, layer, range(slots.context))
+        assert run.k[0, :, 0].tolist() == rows[layer] == state.position[layer, : slots.context].tolist()
+        assert len(set(rows[layer])) == slots.context, "a token is held twice"
+        newest = set(range(max(0, prompt + steps - recent), prompt + steps))
+        spared = newest | (set(range(min(sinks, prompt))) if protect == "window" else set())
+        assert spared <= set(rows[layer])
+        assert set(rows[layer][-min(recent, slots.context) :]) == set(
+            sorted(rows[layer])[-min(recent, slots.context) :]
+        )
+    pool.release(blocks)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "more"),
+    [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_cache_dtype": "int8"})],
+)
+def test_the_longest_sequence_gives_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
+    """A prompt of three chunks and one of nearly a chunk in a pool of four: the short one grows at the expense of the
+    long one until they are of a size. Nothing is lost of the short one before it overwrites: its tokens are those that
+    it generates alone."""
+    row = 16 + 4 if more else 16 * 8
+    settings = {"policy": policy, "policy_options": options, "dtype": "float64", "eviction": "counter", **more}
+    llm = LLM(
+        tiny_model("llama", dtype=torch.float64, num_hidden_layers=2),
+        host_memory=4 * 2 * 2 * 2 * CHUNK * row,
+        **settings,
+    )
+    runner, prompts = llm.runner, [tiny_prompt(180), tiny_prompt(60, seed=3)]
+
+    def run(prompts: list[list[int]], steps: int) -> list[Sequence]:
+        sequences = [runner.new_sequence(prompt, len(prompt)) for prompt in prompts]
+        for sequence in sequences:
+            runner.prefill(sequence, len(sequence.tokens) - 1)
+        for _ in range(steps):
+            for sequence, logits in zip(sequences, runner.decode(sequences), strict=True):
+                if sequence.position == len(sequence.tokens):
+                    sequence.tokens.append(int(logits.argmax()))
+            chunks.append([len(sequence.blocks.chunks) for sequence in sequences])
+            assert runner.pool.bytes_used <= runner.pool.limit_bytes
+        runner.check_integrity()
+        assert [sequence.slots.grows for sequence in sequences] == [len(sequences) == 1] * len(sequences)
+        for sequence in sequences:
+            runner.free(sequence)
+        assert runner.pool.bytes_held == 0
+        return sequences
+
+    chunks: list[list[int]] = []
+    _, short = run(prompts, 80)
+    assert [c for i, c in enumerate(chunks) if i == 0 or c != chunks[i - 1]] == [[3, 1], [2, 2]]
+    [alone] = run(prompts[1:], 2 * CHUNK - 60)
+    assert short.tokens[: 2 * CHUNK] == alone.tokens[: 2 * CHUNK]
+
+
+def test_rows_that_a_fork_holds_are_spared() -> None:
+    """Two sequences share the first chunk of a prompt in a pool that holds no more than both: the first overwrites its
+    own chunks only, and the second still gives what it gives alone."""
+    alone = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
+    llm = make_llm("full", {}, 5, "fifo")
+    runner = llm.runner
+    first = runner.new_sequence(tiny_prompt(128), 129)
+    runner.prefill(first, 127)
+    second = runner.fork(first, 168)
+    first.tokens += tiny_prompt(200, seed=4)
+    second.tokens += tiny_prompt(40, seed=5)
+    logprobs: list[float] = []
+    runner.decode([second])
+    for step in range(140):
+        logits = runner.decode([first])
+        if step < 39:
+            logprobs.append(torch.log_softmax(runner.decode([second])[0], -1)[second.tokens[second.position]].item())
+    runner.check_integrity()
+    assert isinstance(first.slots, InPlaceEviction) and not first.slots.grows and logits.isfinite().all()
+    assert logprobs[:38] == pytest.approx(alone.logprobs[1:39], abs=1e-9)
+    for sequence in (first, second):
+        runner.free(sequence)
+    assert runner.pool.bytes_held == 0
+
+
+def test_what_cannot_be_evicted_is_refused() -> None:
+    with pytest.raises(ConfigError, match="moves them"):
+        make_llm("h2o", {"budget": 0.2}, 3, "lru")
+    with pytest.raises(ConfigError, match="did you mean 'lru'"):
+        make_llm("full", {}, 3, "lrru")
+    with pytest.raises(ConfigError, match="protects"):
+        make_llm("full", {}, 3, {"policy": "fifo", "protects": "none"})
+    llm = make_llm("infinigen", {"recent": 200}, 3, "counter")
+    with pytest.raises(PoolFullError, match="none to overwrite: 4 sinks, 200 recent"):
+        llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=200))
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("eviction", [None, "counter"])
+def test_scoring_goes_in_smaller_batches_where_the_pool_is_small(eviction: str | None) -> None:
+    """Windows longer than a bounded pool, and more continuations of a prompt than fit at once."""
+    prompt, rest = tiny_prompt(100), tiny_prompt(130, seed=3)
+    roomy = make_llm("full", {}, 40, None)
+    tight = make_llm("full", {}, 4, eviction)
+    prompts, continuations = [prompt] * 5 + [prompt[:90]], [rest[i : i + 30] for i in range(6)]
+    expected = [score.logprobs for score in roomy.score(prompts, continuations)]
+    assert [s.logprobs for s in tight.score(prompts, continuations)] == [pytest.approx(row) for row in expected]
+    if eviction is None:
+        with pytest.raises(PoolFullError):
+            tight.score([prompt], [tiny_prompt(200)])
+    else:
+        [long] = tight.score([prompt], [tiny_prompt(250, seed=7)])
+        assert len(long.logprobs) == 250
+    assert tight.runner.pool.bytes_held == 0
+    tight.runner.check_integrity()

@@ -1,0 +1,119 @@
+"""Stored rows: sizes, error bounds, and numbers that survive being stored twice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.kv_cache.kv_format import Quantised, make_kv_format
+
+DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
+
+
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_row_sizes(head_dim: int, bits: int) -> None:
+    """d = 128 in int4: 64 bytes of codes and two groups of 4 bytes, against 256 bytes in 16 bit."""
+    stored = make_kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
+    rows = torch.randn(3, 5, head_dim)
+    assert stored.encode(rows).shape == (3, 5, stored.width) and stored.storage == torch.uint8
+    assert stored.width == -(-head_dim * bits // 8) + 4 * -(-head_dim // 64)
+    assert stored.decode(stored.encode(rows)).shape == rows.shape
+
+
+@settings(deadline=None)
+@given(
+    head_dim=st.sampled_from(DIMS),
+    bits=st.sampled_from([8, 4, 2]),
+    scale=st.floats(1e-3, 1e2),
+    offset=st.floats(-50, 50),
+    seed=st.integers(0, 99),
+)
+def test_errors_are_half_a_step(head_dim: int, bits: int, scale: float, offset: float, seed: int) -> None:
+    """Half a step of the group's range, widened by what float16 does to minimum and step: relative 2^-11 each, of the
+    largest magnitude and of the range."""
+    stored = Quantised(bits, torch.float32, head_dim)
+    rows = torch.randn(7, head_dim, generator=torch.Generator().manual_seed(seed)) * scale + offset
+    errors = (stored.decode(stored.encode(rows)) - rows).abs()
+    size = -(-head_dim // stored.groups)
+    for group, error in zip(rows.split(size, -1), errors.split(size, -1), strict=True):
+        span = group.amax(-1) - group.amin(-1)
+        bound = span / (2 * (2**bits - 1)) + 2.0**-10 * (group.abs().amax(-1) + span) + 1e-4
+        assert (error.amax(-1) <= bound).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_constant_rows_stay_constant(bits: int) -> None:
+    stored = Quantised(bits, torch.float32, 64)
+    for value in (0.0, 1.5, -3.0):
+        assert torch.equal(stored.decode(stored.encode(torch.full((2, 64), value))), torch.full((2, 64), value))
+
+
+def test_native_rows_are_the_rows() -> None:
+    rows = torch.randn(2, 3, 8, dtype=torch.bfloat16)
+    stored = make_kv_format("auto", torch.bfloat16, 8)
+    assert stored.encode(rows) is rows and stored.decode(rows) is rows and stored.exact
+    with pytest.raises(ConfigError, match="did you mean 'int8'"):
+        make_kv_format("int9", torch.float32, 64)  # type: ignore[arg-type]
+
+
+def make_llm(kv_cache_dtype: str, policy: str = "full", **options: Any) -> LLM:
+    model = tiny_model("llama")
+    return LLM(model, policy=policy, policy_options=options, host_memory="8MiB", kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+
+
+def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
+    """Log-probabilities of 40 tokens after an exact prefill: int8 loses next to nothing, int2 most; bytes in the pool
+    and on the link are those of the rows' width."""
+    tokens = tiny_prompt(120)
+    [exact] = make_llm("auto").score([tokens[:80]], [tokens[80:]])
+    losses = []
+    for name, width in (("int8", 16 + 4), ("int4", 8 + 4), ("int2", 4 + 4)):
+        llm = make_llm(name)
+        [rounded] = llm.score([tokens[:80]], [tokens[80:]])
+        assert rounded.stats.h2d_bytes * 64 == exact.stats.h2d_bytes * width
+        assert rounded.stats.kv_bytes_host * 64 == exact.stats.kv_bytes_host * width
+        assert llm.runner.pool.chunk_bytes == 2 * 4 * 2 * CHUNK * width
+        # The first scored token sees 79 rounded rows and one exact; no row is rounded in the prefill that made them.
+        losses.append(max(abs(a - b) for a, b in zip(rounded.logprobs, exact.logprobs, strict=True)))
+    assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int2"])
+def test_formats_go_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
+    """A budget of everything is full, with full's window (resident rows are not rounded); a batch gives what each gets
+    alone; forks and a bounded pool work on rounded rows."""
+    params = SamplingParams(max_tokens=12, temperature=0)
+    prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 120)]
+    full = [c.token_ids for c in completed(make_llm(kv_cache_dtype).generate(prompts, params))]
+    options = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "sinks": 0, "recent": 1}
+    everything = make_llm(kv_cache_dtype, "infinigen", **options)
+    assert [c.token_ids for c in completed(everything.generate(prompts, params))] == full
+    assert [completed(make_llm(kv_cache_dtype).generate([prompt], params))[0].token_ids for prompt in prompts] == full
+    twice = make_llm(kv_cache_dtype).score([prompts[1]] * 2, [full[1]] * 2)
+    assert twice[0].logprobs == twice[1].logprobs
+    bounded = LLM(
+        tiny_model("llama"),
+        policy_options={"recent": 8},
+        host_memory=2 * everything.runner.pool.chunk_bytes,
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
+        eviction="lru",
+    )
+    [long] = completed(bounded.generate([prompts[1]], SamplingParams(max_tokens=90, temperature=0)))
+    assert len(long.token_ids) == 90 and bounded.runner.pool.bytes_used == 0
+
+
+def test_results_do_not_depend_on_what_ran_before() -> None:
+    """A rounded prefix is not reused: its rows are not what an exact prefill would attend to."""
+    llm, params = make_llm("int4"), SamplingParams(max_tokens=20, temperature=0)
+    first, second = (completed(llm.generate([tiny_prompt(150)], params))[0] for _ in range(2))
+    assert first.token_ids == second.token_ids and second.stats.reused_tokens == 0

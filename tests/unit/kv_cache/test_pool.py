@@ -1,0 +1,309 @@
+"""The host pool's facade: block tables, rows, contiguity, limits, copy-on-write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.pools import CHUNK_BYTES, append, geometry, kv, make_pool, read
+
+from offload_rt.core import CHUNK, BlockTable
+from offload_rt.errors import MemoryLimitError, PoolFullError
+from offload_rt.kv_cache import machine
+from offload_rt.kv_cache.layout import PAGE, ArenaLayout
+from offload_rt.kv_cache.pool import HostPool
+from offload_rt.utils.control_groups import processor_limit
+
+
+def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[Hkv, length, d]` gathered by row id."""
+    tokens = torch.arange(blocks.length)
+    base = pool.row_base(blocks)[tokens // CHUNK] + tokens % CHUNK
+    rows = torch.tensor([[pool.layout.row(layer, head, side) for head in range(2)] for side in range(2)])
+    k, v = pool.rows[base + rows[..., None]]
+    return k, v
+
+
+def test_rows_and_runs_show_what_was_written() -> None:
+    pool = make_pool(12)
+    blocks = pool.new_block_table(600)
+    for layer in (0, 1):
+        for start, stop in ((0, 250), (250, 251), (251, 600)):  # slices of a prefill, over chunks and slabs
+            k, v = kv(range(600), layer)
+            pool.write(blocks, layer, start, k[:, start:stop], v[:, start:stop])
+    pool.commit(blocks, 600)
+    for layer in (0, 1):
+        k, v = kv(range(600), layer)
+        for first, last in ((0, 600), (63, 65), (255, 513), (599, 600), (10, 10)):
+            parts = pool.runs(blocks, layer, range(first, last))
+            if first == last:
+                assert parts == []
+                continue
+            got = read(parts)
+            assert torch.equal(got[0], k[:, first:last])
+            assert torch.equal(got[1], v[:, first:last])
+        got = addresses(pool, blocks, layer)
+        assert torch.equal(got[0], k)
+        assert torch.equal(got[1], v)
+    pool.check_integrity()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say what a process holds")
+def test_a_short_prompt_holds_pages_of_its_rows_not_a_slab() -> None:
+    """32 planes of 2 MiB: a huge page each where the first slab had them."""
+    pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
+    before, (k, v) = resident(), torch.ones(2, 2, CHUNK, 64, dtype=torch.bfloat16)
+    blocks = pool.new_block_table(CHUNK)
+    for layer in range(8):
+        pool.write(blocks, layer, 0, k, v)
+    assert pool.layout.plane_rows * pool.layout.row_bytes == 2 << 20
+    assert resident() - before < 8 << 20, "3 MiB, tables and tensors included, where 64 MiB were cleared"
+
+
+def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
+    pool = make_pool(12)
+    at_once = pool.new_block_table(9 * CHUNK)
+    assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
+    pool.release(at_once)
+    growing = pool.new_block_table(1)
+    for _ in range(9):
+        append(pool, growing, CHUNK)
+    assert [part.k.shape[1] for part in pool.runs(growing, 0, range(9 * CHUNK))] == [4 * CHUNK, 4 * CHUNK, CHUNK]
+
+
+def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
+    pool = make_pool(12)
+    pool.new_block_table(3 * CHUNK)
+    second = pool.new_block_table(3 * CHUNK)
+    assert len(pool.spans(second, 0, range(3 * CHUNK))) == 1
+    assert pool.new_block_table(CHUNK).chunks == [3], "and what was left over is used by what fits it"
+
+
+def test_views_are_contiguous_matrices_without_copies() -> None:
+    pool = make_pool(12)
+    blocks = pool.new_block_table(200)
+    (part,) = pool.runs(blocks, 1, range(3, 200))
+    for rows in (*part.k, *part.v):
+        assert rows.is_contiguous()
+        assert rows.untyped_storage().data_ptr() == pool.rows.untyped_storage().data_ptr()
+    assert part.k.data_ptr() == pool.rows[int(pool.row_base(blocks)[0]) + pool.layout.row(1, 0, 0, 3)].data_ptr()
+
+
+def test_sequences_that_grow_together_keep_long_runs() -> None:
+    pool = make_pool(64, slab_chunks=64)
+    block_tables = [pool.new_block_table(CHUNK) for _ in range(4)]
+    for _ in range(15):
+        for blocks in block_tables:
+            append(pool, blocks, CHUNK)
+    pool.check_integrity()
+    assert pool.free_chunks == 4
+    pieces = [len(pool.spans(blocks, 0, range(blocks.capacity))) for blocks in block_tables]
+    assert max(pieces) <= 5, pieces  # 15 where each takes the next free chunk
+
+
+def test_waste_is_less_than_a_chunk_for_each_sequence() -> None:
+    pool = make_pool(32)
+    blocks = pool.new_block_table(1)
+    for length in range(1, 200):
+        append(pool, blocks, 1)
+        assert pool.bytes_used == -(-length // CHUNK) * CHUNK_BYTES
+        assert blocks.capacity - length <= 63
+    assert pool.bytes_peak == pool.bytes_used
+
+
+def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(32)
+    first = pool.new_block_table(0)
+    append(pool, first, 100)
+    pool.reserve(first, 300)  # slots beyond the tokens are not shared
+    before = pool.bytes_used
+    second = pool.fork(first)
+    assert pool.bytes_used == before
+    copies: list[tuple[int, int, int]] = []
+    copy = pool._arena.copy
+    monkeypatch.setattr(pool._arena, "copy", lambda *where: (copies.append(where), copy(*where)))
+    append(pool, second, 5, sequence=1)
+    append(pool, first, 5)
+    append(pool, second, 5, sequence=1)
+    assert [where[2] for where in copies] == [36], "only the filled slots of the tail, once"
+    assert first.chunks[0] == second.chunks[0] and first.chunks[1] != second.chunks[1]
+    for blocks, sequence in ((first, 0), (second, 1)):
+        for layer in range(2):
+            got, _ = read(pool.runs(blocks, layer, range(105)))
+            assert torch.equal(got[:, :100], kv(range(100), layer)[0])
+            assert torch.equal(got[:, 100:], kv(range(100, 105), layer, sequence)[0])
+    pool.check_integrity()
+    pool.release(first)
+    pool.release(second)
+    pool.release(second)
+    assert pool.bytes_used == 0 and second == BlockTable()
+
+
+def test_writing_to_a_shared_chunk_is_caught() -> None:
+    pool = make_pool(4)
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, 10)
+    pool.fork(blocks)
+    with pytest.raises(AssertionError, match="shared"):
+        pool.write(blocks, 0, 10, *kv(range(10, 11), 0))
+
+
+def test_truncate_gives_chunks_back_and_the_rest_is_kept() -> None:
+    pool = make_pool(8)
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, 300)
+    pool.truncate(blocks, 65)
+    assert (blocks.length, blocks.capacity, pool.free_chunks) == (65, 128, 6)
+    append(pool, blocks, 100)
+    assert torch.equal(read(pool.runs(blocks, 1, range(165)))[0], kv(range(165), 1)[0])
+    pool.check_integrity()
+
+
+def test_a_full_pool_says_what_is_missing() -> None:
+    pool = make_pool(6, slab_chunks=6)
+    blocks = pool.new_block_table(5 * CHUNK)
+    with pytest.raises(PoolFullError) as caught:
+        pool.new_block_table(3 * CHUNK)
+    for text in ("3 chunks of 64 tokens (24 KiB)", "of 6 only 1", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
+        assert text in str(caught.value)
+    pool.commit(blocks, 5 * CHUNK - 1)
+    fork = pool.fork(blocks)
+    with pytest.raises(PoolFullError):
+        pool.reserve(fork, 6 * CHUNK)  # the copy of the tail and one more
+    assert fork == blocks
+    pool.check_integrity()
+
+
+def test_limits_that_cannot_be() -> None:
+    with pytest.raises(MemoryLimitError, match=r"cannot hold one chunk.*8192 bytes"):
+        HostPool(geometry(), torch.float32, CHUNK_BYTES - 1)
+    with pytest.raises(MemoryLimitError, match=r"more than the .* available here; lower host_memory"):
+        HostPool(geometry(), torch.float32, 1 << 60)
+    assert HostPool(geometry(), torch.float32, CHUNK_BYTES).chunk_count == 1
+
+
+def test_address_space_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 1 << 61)
+    with pytest.raises(MemoryLimitError, match=r"cannot reserve .* of address space .*ulimit"):
+        HostPool(geometry(), torch.float32, 1 << 60)
+
+
+def test_without_a_limit_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 100 * CHUNK_BYTES)
+    assert HostPool(geometry(), torch.float32, None).chunk_count == 50
+    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 1 << 60)
+    pool = HostPool(geometry(1, 1, 1), torch.float16, None)
+    assert pool.chunk_count == (1 << 24) // CHUNK
+
+
+def test_control_groups_limit_what_is_available(tmp_path: machine.Path) -> None:
+    def group(folder: machine.Path, names: tuple[str, str], limit: str, used: int, cache: str) -> None:
+        folder.mkdir(parents=True)
+        (folder / names[0]).write_text(limit + "\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{cache} 10\n")
+
+    two, one = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group(tmp_path / "v2/a/b", two, "max", 50, "inactive_file")
+    (tmp_path / "v2/a").joinpath("memory.max").write_text("100\n")
+    (tmp_path / "v2/a").joinpath("memory.current").write_text("70\n")
+    (tmp_path / "v2/a").joinpath("memory.stat").write_text("inactive_file 10\n")
+    (tmp_path / "two").write_text("0::/a/b\n")
+    assert list(machine._cgroup_headroom(tmp_path / "v2", tmp_path / "two")) == [40]
+    group(tmp_path / "v1/memory/job", one, "200", 260, "total_inactive_file")
+    (tmp_path / "one").write_text("9:name=systemd:/\n4:cpu,memory:/job\n0::/nowhere\n")
+    assert list(machine._cgroup_headroom(tmp_path / "v1", tmp_path / "one")) == [0]
+    assert list(machine._cgroup_headroom(tmp_path, tmp_path / "absent")) == []
+    assert machine.available_memory() > 0
+
+
+def test_control_groups_limit_processors(tmp_path: machine.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    for name, text in {
+        "two": "0::/a/b\n", "v2/a/b/cpu.max": "max 100000\n", "v2/a/cpu.max": "250000 100000\n",
+        "one": "4:cpu,cpuacct:/job\n", "v1/cpu/job/cpu.cfs_quota_us": "1000\n",
+        "v1/cpu/job/cpu.cfs_period_us": "50000\n", "v1/cpu/cpu.cfs_quota_us": "-1\n",
+        "v1/cpu/cpu.cfs_period_us": "50000\n", "free": "4:cpu:/\n",
+        "odd/cpu.max": "5 0\n", "odder/cpu.max": "a b\n", "root": "0::/\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for root, membership, limit in (
+        ("v2", "two", 3), ("v1", "one", 1), ("v1", "free", None), ("odd", "root", None),
+        ("odder", "root", None), ("v2", "absent", None),
+    ):  # fmt: skip
+        assert processor_limit(tmp_path / root, tmp_path / membership) == limit, (root, membership)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    assert processor_limit(tmp_path / "v2", tmp_path / "two") is None
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 255, 256, 257, 1000, 1025])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float16), (80, torch.bfloat16), (64, torch.float32)])
+def test_layout_wastes_less_than_a_chunk_a_slab(chunks: int, head_dim: int, dtype: torch.dtype) -> None:
+    shape = geometry(3, 2, head_dim)
+    limit = chunks * shape.kv_bytes(CHUNK, dtype) + 17
+    layout = ArenaLayout.fit(shape, dtype, limit)
+    assert layout.chunk_bytes == shape.kv_bytes(CHUNK, dtype)
+    assert layout.chunks <= chunks < layout.chunks + layout.slabs
+    assert layout.slab_chunks * CHUNK <= 16_384
+    assert layout.slab_rows * layout.row_bytes % PAGE == 0
+    last_slot = (layout.slab_chunks - 1) * CHUNK
+    last = (layout.slabs - 1) * layout.slab_rows + last_slot + layout.row(2, 1, 1, CHUNK - 1)
+    assert layout.rows - layout.slab_rows < last < layout.rows
+    assert layout.bytes - layout.chunks * layout.chunk_bytes < layout.slabs * (PAGE * layout.row_bytes)
+
+
+def test_slabs_are_made_ready_at_admission() -> None:
+    pool = make_pool(12)
+    pool.prepare(9 * CHUNK)
+    ready = pool._arena.active
+    assert ready == 3 and pool.bytes_used == 0
+    blocks = pool.new_block_table(10)
+    for _ in range(8):
+        append(pool, blocks, CHUNK)
+    assert pool._arena.active == ready
+    pool.prepare(1 << 30)
+    assert pool._arena.active == ready
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+def test_slabs_are_pinned_when_they_are_needed() -> None:
+    pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
+    blocks = pool.new_block_table(5 * CHUNK)
+    for part in pool.runs(blocks, 0, range(5 * CHUNK)):
+        assert part.k.is_pinned()
+    k, v = kv(range(5 * CHUNK), 0)
+    pool.write(blocks, 0, 0, k.cuda(), v.cuda())
+    assert torch.equal(read(pool.runs(blocks, 0, range(5 * CHUNK)))[0], k)
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+def test_no_slab_is_made_ready_before_it_is_needed() -> None:
+    """Where memory says so of itself: an H100's driver calls all of a mapping pinned once a part of it is."""
+    shape = geometry(head_dim=512)
+    pool = HostPool(shape, torch.float32, 3 * shape.kv_bytes(4 * CHUNK, torch.float32), pin=True, slab_tokens=4 * CHUNK)
+    pool.new_block_table(5 * CHUNK)
+    slabs = [pool.rows[slab * pool.layout.slab_rows] for slab in range(3)]
+    assert pool._arena.active == 2 and [slab.is_pinned() for slab in slabs][:2] == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+def test_memory_that_cannot_be_pinned_is_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clear one, and not also the next kernel's."""
+    pool = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
+    again = HostPool(geometry(), torch.float32, 12 * CHUNK_BYTES, pin=True, slab_tokens=4 * CHUNK)
+    pool.prepare(1)
+    monkeypatch.setattr(again._arena, "rows", pool._arena.rows)  # memory that is pinned already
+    with pytest.raises(MemoryLimitError, match="cannot pin"):
+        again.prepare(1)
+    assert torch.ones(3, device="cuda").sum().item() == 3

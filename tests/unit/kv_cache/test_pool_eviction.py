@@ -1,0 +1,118 @@
+"""Victims against a plain Python model of InfiniGen §4.4's policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_rt.kv_cache.eviction import COUNTER_LIMIT, PRIOR_STEPS, RANKINGS, SlotState, victims
+
+SLOTS, LAYERS, RECENT = 7, 2, 3
+
+
+@dataclass
+class Slot:
+    position: int = -1
+    last_used: int = -1
+    counter: int = 0
+
+    def rank(self, policy: str, step: int) -> tuple[int, int]:
+        steps = max(0, step - (self.position - 10 + RECENT)) + PRIOR_STEPS
+        share = (self.counter + 1) * 2**16 // steps
+        return {"fifo": 0, "lru": self.last_used, "counter": share}[policy], self.position
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("place"), st.lists(st.integers(0, SLOTS - 1), min_size=LAYERS, max_size=LAYERS)),
+        st.tuples(st.sampled_from([0, 1]), st.lists(st.integers(0, SLOTS - 1), max_size=6)),
+    ),
+    min_size=8,
+    max_size=50,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=STEPS,
+    repeat=st.sampled_from([1, 100]),
+    guarded=st.sets(st.integers(0, SLOTS - 1)),
+    count=st.integers(1, SLOTS),
+)
+def test_victims_are_those_of_the_plain_model(
+    steps: list[tuple[str | int, list[int]]], repeat: int, guarded: set[int], count: int
+) -> None:
+    state = SlotState.empty(LAYERS, SLOTS)
+    model = [[Slot() for _ in range(SLOTS)] for _ in range(LAYERS)]
+    step = 0
+    for action, slots in steps:
+        for _ in range(1 if action == "place" else repeat):
+            step += 1
+            if action == "place":
+                state.place(torch.tensor(slots), position=step + 10, step=step, recent=RECENT)
+                for layer, slot in enumerate(slots):
+                    model[layer][slot] = Slot(step + 10, step)
+            else:
+                state.touch(int(action), torch.tensor(slots, dtype=torch.int64).view(1, -1), step)
+                for slot in set(slots):
+                    model[int(action)][slot].last_used = step
+                    model[int(action)][slot].counter += 1
+                if any(slot.counter >= COUNTER_LIMIT for slot in model[int(action)]):
+                    for slot_state in model[int(action)]:
+                        slot_state.counter //= 2
+    protected = torch.zeros(LAYERS, SLOTS, dtype=torch.bool)
+    protected[:, list(guarded)] = True
+    for policy in RANKINGS:
+        got = victims(policy, state, protected, step + 5, count)
+        for layer in range(LAYERS):
+            free = [i for i in range(SLOTS) if i not in guarded and model[layer][i].position >= 0]
+            want = sorted(free, key=lambda i: model[layer][i].rank(policy, step + 5))[:count]
+            assert got[layer].tolist() == want + [-1] * (count - len(want)), policy
+
+
+def test_a_saturated_counter_halves_its_layer_only() -> None:
+    state = SlotState.empty(2, 3)
+    state.place(torch.tensor([0, 0]), 0, 0, 1)
+    state.place(torch.tensor([1, 1]), 1, 0, 1)
+    state.touch(0, torch.tensor([1, 1, 1]), 1)
+    state.touch(1, torch.tensor([1]), 1)
+    for step in range(COUNTER_LIMIT - 1):
+        state.touch(0, torch.tensor([0]), step)
+    assert state.counter.tolist() == [[254, 1, 0], [0, 1, 0]]
+    state.touch(0, torch.tensor([0]), 300)
+    assert state.counter.tolist() == [[127, 0, 0], [0, 1, 0]]
+
+
+def test_each_policy_compares_its_own_quantity_first() -> None:
+    state = SlotState.empty(1, 3)
+    for slot, position in ((0, 1), (1, 1000), (2, 2_000_000)):
+        state.place(torch.tensor([slot]), position, step=slot, recent=1)
+    state.touch(0, torch.tensor([0]), 3)
+    state.touch(0, torch.tensor([0, 1]), 4)
+    state.touch(0, torch.tensor([0]), 5)
+    protected = torch.zeros(1, 3, dtype=torch.bool)
+    order = {policy: victims(policy, state, protected, 6, 3).tolist() for policy in RANKINGS}
+    assert order == {"fifo": [[0, 1, 2]], "lru": [[2, 1, 0]], "counter": [[2, 1, 0]]}
+
+
+def test_a_token_is_not_a_victim_for_having_had_no_time() -> None:
+    """Selected in 2 of 40 steps, against never in the 4 since it left the window of 8: the older one gives way; after
+    40 more steps without a selection the newer one does."""
+    state = SlotState.empty(1, 2)
+    state.fill(range(1), 8, 8)
+    for step in (10, 11):
+        state.touch(0, torch.tensor([0]), step)
+    state.place(torch.tensor([1]), 36, step=36, recent=8)
+    protected = torch.zeros(1, 2, dtype=torch.bool)
+    assert victims("counter", state, protected, 48).tolist() == [[0]]
+    assert victims("counter", state, protected, 88).tolist() == [[1]]
+
+
+@pytest.mark.parametrize("policy", RANKINGS)
+def test_an_empty_state_has_no_victims(policy: str) -> None:
+    protected = torch.zeros(2, 3, dtype=torch.bool)
+    assert victims(policy, SlotState.empty(2, 3), protected, 9, 2).tolist() == [[-1, -1], [-1, -1]]

@@ -1,0 +1,265 @@
+"""The prefix tree: what matches, what is evicted and when, and sharing through the pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.pools import append, kv, make_pool, read
+
+from offload_rt.core import CHUNK, ranges_of
+from offload_rt.kv_cache import prefix_tree
+from offload_rt.kv_cache.prefix_tree import PrefixTree, chunk_key, pack_tokens, root_key
+
+
+def text(*letters: int) -> list[int]:
+    """One chunk of equal tokens for each letter."""
+    return [letter for letter in letters for _ in range(CHUNK)]
+
+
+def alone(chunk: int) -> bool:
+    return True
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=200), st.integers(0, 220))
+def test_packed_tokens_are_chunks_of_little_endian_numbers(tokens: list[int], stop: int) -> None:
+    packed = pack_tokens(tokens, stop)
+    assert b"".join(packed) == b"".join(token.to_bytes(8, "little") for token in tokens[:stop])
+    assert all(len(data) == 8 * CHUNK for data in packed[:-1]) and all(0 < len(data) <= 8 * CHUNK for data in packed)
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranges_are_the_fewest_that_hold_the_numbers(numbers: set[int]) -> None:
+    ranges = ranges_of(sorted(numbers))
+    assert [number for run in ranges for number in run] == sorted(numbers)
+    assert all(run for run in ranges)
+    assert all(before.stop < after.start for before, after in pairwise(ranges))
+
+
+def test_at_most_all_but_the_last_token_matches() -> None:
+    tree = PrefixTree()
+    assert tree.insert(text(1, 2, 3), [7, 8, 9], "exact", alone) == ([7, 8, 9], {})
+    assert tree.match([], "exact") == tree.match([1], "exact") == tree.match(text(1), "exact") == []
+    assert tree.match([*text(1), 2], "exact") == [7]
+    assert tree.match(text(1, 2, 3), "exact") == [7, 8]
+    assert tree.match([*text(1, 2, 3), 5], "exact") == [7, 8, 9]
+    assert tree.match([*text(1, 3), 5], "exact") == [7]
+    assert tree.match([*text(2), 5], "exact") == []
+
+
+def test_lineages_and_namespaces_never_match_each_other() -> None:
+    tree = PrefixTree("model a")
+    tree.insert(text(1), [7], "exact", alone)
+    tree.insert(text(1, 2), [7, 8], "infinigen", alone)  # what came after an exact prefill was decoded sparsely
+    tokens = [*text(1, 2), 0]
+    assert tree.match(tokens, "exact") == [7]
+    assert tree.match(tokens, "infinigen") == []
+    assert tree.match(tokens, "infinigen", "exact") == [7, 8]
+    assert chunk_key(root_key("model a"), "exact", b"x") != chunk_key(root_key("model b"), "exact", b"x")
+    assert chunk_key(b"p", "ab", b"c" * 512) != chunk_key(b"p", "a", b"bc" + b"c" * 510)
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    key = chunk_key(root_key("model"), "exact", pack_tokens(range(64), 64)[0])
+    assert key.hex() == "78758bfd1bea1c3853b645de785c4ef27f2d3d070ef38e90eaad57d161989de1", (
+        "keys are on disks: never change them"
+    )
+
+
+def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "chunk_key", lambda parent, lineage, tokens: parent[:1] + tokens[:1])
+    tree = PrefixTree()
+    tree.insert(text(1, 5), [7, 8], "exact", alone)
+    twin = text(257)  # the same lowest byte, so the same digest here
+    assert tree.match([*twin, 0], "exact") == []
+    assert tree.insert(twin + text(6), [4, 5], "exact", alone) == ([], {})
+    assert tree.match([*text(1), 0], "other lineage") == []
+    assert tree.match([*text(1, 5), 0], "exact") == [7, 8]
+
+
+def test_a_leaf_that_was_used_last_goes_last() -> None:
+    tree = PrefixTree()
+    tree.insert(text(1, 2), [0, 1], "exact", alone)
+    tree.insert(text(1, 3), [0, 2], "exact", alone)
+    tree.insert(text(4), [3], "exact", alone)
+    assert tree.evict(9) == [], "all are held"
+    tree.release([3])
+    tree.release([0, 1])
+    tree.release([2])
+    assert tree.match([*text(4), 0], "exact") == [3]
+    tree.release([3])
+    assert tree.idle == 4
+    assert tree.evict(1) == [1]
+    assert tree.evict(2) == [2, 0], "a parent becomes a leaf; it was used before chunk 3"
+    assert tree.evict(9) == [3]
+    assert len(tree) == tree.idle == 0
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["publish", "match", "end", "evict", "unkey"]), st.integers(0, 2**20)), max_size=60
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS)
+def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> None:
+    """The model: a dictionary from prefix to chunk with the time of its last use, and who holds what."""
+    tree = PrefixTree()
+    known: dict[tuple[int, ...], int] = {}
+    used: dict[tuple[int, ...], int] = {}
+    refs: Counter[int] = Counter()
+    holders: list[list[int]] = []
+    fresh = 0
+
+    def drop(chunks: list[int]) -> None:
+        gone = [key for key, chunk in known.items() if chunk in chunks]
+        assert sorted(known[key] for key in gone) == sorted(chunks)
+        for key in gone:
+            refs[known.pop(key)] -= 1
+
+    for clock, (action, number) in enumerate(steps):
+        letters = tuple(number >> i & 1 for i in range(1 + number % 4))
+        prefixes = [letters[: i + 1] for i in range(len(letters))]
+        if action == "publish":
+            mine = list(range(fresh, fresh + len(letters)))
+            fresh += len(letters)
+            taken, instead = tree.insert(text(*letters), mine, "exact", alone)
+            assert taken == [chunk for key, chunk in zip(prefixes, mine, strict=True) if key not in known]
+            assert instead == {i: known[key] for i, key in enumerate(prefixes) if key in known}
+            for key, chunk in zip(prefixes, mine, strict=True):
+                refs[known.setdefault(key, chunk)] += 1 + (chunk in taken)
+                used[key] = clock
+            holders.append([known[key] for key in prefixes])
+        elif action == "match":
+            found = tree.match([*text(*letters), 9], "exact")
+            assert found == [known[key] for key in prefixes if key in known]
+            for key, chunk in zip(prefixes, found, strict=False):
+                refs[chunk] += 1
+                used[key] = clock
+            holders.append(found)
+        elif action == "end" and holders:
+            ended = holders.pop(number % len(holders))
+            refs.subtract(ended)
+            tree.release([chunk for chunk in ended if refs[chunk] == 1])
+            used |= {key: clock for key, chunk in known.items() if chunk in ended and refs[chunk] == 1}
+        elif action == "evict":
+            for _ in range(number % 3):
+                leaves = {
+                    key: used[key]
+                    for key, chunk in known.items()
+                    if refs[chunk] == 1 and not any(other[:-1] == key for other in known)
+                }
+                gone = tree.evict(1)
+                assert len(gone) == min(1, len(leaves))
+                assert [used[key] for key, chunk in known.items() if chunk in gone] == sorted(leaves.values())[:1]
+                drop(gone)
+        elif action == "unkey" and known:
+            key = list(known)[number % len(known)]
+            behind = [chunk for other, chunk in known.items() if other[: len(key)] == key]
+            gone = tree.unkey(known[key])
+            assert sorted(gone) == sorted(behind)
+            drop(gone)
+            holders = [[chunk for chunk in chunks if chunk not in gone] for chunks in holders]
+        tree.check_integrity(lambda chunk: refs[chunk])
+        assert len(tree) == len(known) and all(chunk in tree for chunk in known.values())
+        assert tree.idle == sum(refs[chunk] == 1 for chunk in known.values())
+
+
+def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
+    pool = make_pool(12)
+    tokens = [*text(1, 2, 3), 4, 4, 4]
+    first = pool.new_block_table(0)
+    append(pool, first, len(tokens))
+    assert pool.publish(first, tokens, "exact") == []
+    used = pool.bytes_used
+    second = pool.match([*tokens, 5], "exact")
+    assert second.length == 3 * CHUNK and second.chunks == first.chunks[:3]
+    assert pool.bytes_used == used, "what is shared is stored once"
+    append(pool, second, 10, sequence=1)
+    pool.release(first)
+    pool.release(second)
+    assert pool.idle_chunks == 3 and pool.bytes_used == 3 * pool.chunk_bytes
+    third = pool.match([*tokens, 5], "exact")
+    for layer in (0, 1):
+        assert torch.equal(read(pool.runs(third, layer, range(192)))[0], kv(range(192), layer)[0])
+    pool.check_integrity()
+
+
+def test_equal_prompts_computed_side_by_side_end_up_shared() -> None:
+    pool = make_pool(12)
+    tokens = text(1, 2)
+    block_tables = [pool.new_block_table(128) for _ in range(2)]
+    for i, blocks in enumerate(block_tables):
+        append(pool, blocks, 128, sequence=i)
+    assert pool.publish(block_tables[0], tokens, "exact") == []
+    assert pool.publish(block_tables[1], tokens, "exact") == [0, 1]
+    assert block_tables[0].chunks == block_tables[1].chunks and pool.bytes_used == 2 * pool.chunk_bytes
+    assert pool.publish(block_tables[1], tokens, "exact") == []
+    pool.check_integrity()
+
+
+def test_chunks_that_a_fork_keeps_are_not_exchanged() -> None:
+    pool = make_pool(12)
+    first, second = pool.new_block_table(64), pool.new_block_table(128)
+    append(pool, first, 64)
+    append(pool, second, 128, sequence=1)
+    twin = pool.fork(second)
+    pool.publish(first, text(1), "exact")
+    assert pool.publish(second, text(1, 2), "exact") == [], "the fork would hold chunk 1 of the tree, but not chunk 0"
+    assert pool.idle_chunks == 0 and len(pool._tree) == 1
+    pool.release(second)
+    pool.check_integrity()
+    assert pool.publish(twin, text(1, 2), "exact") == [0]
+    assert len(pool._tree) == 2
+    pool.check_integrity()
+
+
+def test_writing_behind_a_cut_in_a_published_chunk_leaves_it_to_the_tree() -> None:
+    pool = make_pool(12)
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, CHUNK)
+    pool.publish(blocks, text(1), "exact")
+    pool.truncate(blocks, 10)
+    append(pool, blocks, 1, sequence=1)
+    assert pool.idle_chunks == 1, "copied, and the original let go"
+    assert torch.equal(read(pool.runs(blocks, 1, range(10)))[0], kv(range(10), 1)[0])
+    kept = pool.match([*text(1), 0], "exact")
+    assert torch.equal(read(pool.runs(kept, 1, range(CHUNK)))[0], kv(range(CHUNK), 1)[0])
+    pool.check_integrity()
+
+
+def test_room_is_made_from_the_tree_before_the_pool_is_full() -> None:
+    pool = make_pool(6, slab_chunks=6)
+    old = pool.new_block_table(0)
+    append(pool, old, 4 * CHUNK)
+    pool.publish(old, text(1, 2, 3, 4), "exact")
+    pool.release(old)
+    new = pool.new_block_table(3 * CHUNK)
+    assert pool.idle_chunks == 3 and pool.free_chunks == 0
+    assert pool.match([*text(1, 2, 3, 4), 0], "exact").length == 3 * CHUNK, "the leaf went first"
+    with pytest.raises(MemoryError, match=r"only 0 are free or can be given up"):
+        pool.reserve(new, 4 * CHUNK)
+    pool.check_integrity()
+
+
+def test_an_overwritten_chunk_leaves_the_tree_for_good() -> None:
+    pool = make_pool(12)
+    tokens = [*text(1, 2, 3), 0]
+    blocks = pool.new_block_table(0)
+    append(pool, blocks, 3 * CHUNK)
+    pool.publish(blocks, tokens, "exact")
+    other = pool.match(tokens, "exact")
+    assert not pool.claim(blocks, 1), "another sequence reads it"
+    assert len(pool._tree) == 3, "and finds it again"
+    pool.release(other)
+    assert pool.claim(blocks, 1)
+    assert pool.match(tokens, "exact").length == CHUNK, "what lies behind it went too"
+    pool.publish(blocks, tokens, "exact")
+    assert pool.match(tokens, "exact").length == CHUNK
+    pool.check_integrity()
+    pool.release(blocks)
+    assert not pool._claimed, "the next holder of the slot may publish it"

@@ -1,0 +1,220 @@
+"""A pool with sliding layers against a plain model that remembers every number written, in random order of everything
+that sequences do with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from offload_rt.core import CHUNK, BlockTable, ModelGeometry
+from offload_rt.errors import PoolFullError
+from offload_rt.kv_cache.chunks import ChunkTable
+from offload_rt.kv_cache.layer_groups import LayerGroups
+from offload_rt.kv_cache.pool import HostPool
+from offload_rt.kv_cache.window_chunks import WindowChunks
+
+HEADS, WIDTH = 2, 2
+COUNTS = st.sampled_from([1, 7, 57, 63, 64, 65, 130, 200])
+LETTERS = st.integers(0, 1)
+
+
+def geometry(windows: tuple[int | None, ...]) -> ModelGeometry:
+    return ModelGeometry(
+        layers=len(windows),
+        hidden=4,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=WIDTH,
+        vocab=10,
+        scales=(1.0,) * len(windows),
+        windows=windows,
+        max_positions=1 << 20,
+        absolute_positions=False,
+        default_alpha=5.0,
+    )
+
+
+@dataclass(eq=False)
+class Model:
+    """A sequence: its tokens, and the number that each token's K and V were made from: like real rows, it stands for
+    the token and all before it."""
+
+    blocks: BlockTable
+    tokens: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+
+    def extend(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        for token in tokens:
+            self.values.append(((self.values or [1])[-1] * 31 + token + 1) % 100_003)
+
+
+def made_from(values: list[int], layer: int) -> torch.Tensor:
+    """`[Hkv, 2, n, d]`: K and V of one layer, every number different."""
+    inner = torch.arange(HEADS * 2 * WIDTH, dtype=torch.float32).view(HEADS, 2, 1, WIDTH) + 8 * layer
+    return torch.tensor(values, dtype=torch.float32).view(-1, 1) * 32 + inner
+
+
+class SlidingMachine(RuleBasedStateMachine):
+    sequences: Bundle[Model] = Bundle("sequences")
+    windows: tuple[int | None, ...] = (None, 100, 70)
+    chunks = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = geometry(self.windows)
+        groups = LayerGroups.of(shape)
+        limit = self.chunks * groups.layers * shape.kv_bytes(CHUNK, torch.float32) // shape.layers
+        self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * CHUNK)
+        self.groups = self.pool.groups
+        self.live: list[Model] = []
+
+    def shown(self, layer: int, length: int) -> range:
+        return range(self.groups.first_seen(length) if self.groups.group[layer] else 0, length)
+
+    def read(self, model: Model, layer: int, tokens: range) -> torch.Tensor:
+        parts = self.pool.runs(model.blocks, layer, tokens)
+        return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
+
+    def compute(self, model: Model, count: int, letter: int, behind: int) -> bool:
+        """What a prefill of `count` tokens does, or a step; False, and nothing changed, where the pool is full."""
+        blocks, start = model.blocks, model.blocks.length
+        stop = start + count
+        windows, chunks = dict(blocks.windows), list(blocks.chunks)
+        try:
+            self.pool.reserve(blocks, stop)
+        except PoolFullError:
+            assert (blocks.chunks, blocks.windows) == (chunks, windows)
+            return False
+        try:
+            self.pool.slide(blocks, start, stop, behind=behind)
+        except PoolFullError:
+            assert blocks.windows == windows
+            self.pool.truncate(blocks, start)
+            return False
+        assert not self.pool.slides(blocks, start, stop) or behind
+        model.extend([letter] * count)
+        for layer in range(len(self.windows)):
+            kept = self.pool.kept(blocks, layer, range(start, stop))
+            rows = made_from(model.values[kept.start :], layer)
+            self.pool.write(blocks, layer, kept.start, rows[:, 0], rows[:, 1])
+        self.pool.commit(blocks, stop)
+        return True
+
+    @rule(target=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
+    def start(self, count: int, letter: int, behind: int) -> Model:
+        model = Model(BlockTable())
+        if not self.compute(model, count, letter, behind):
+            return multiple()  # type: ignore[return-value]
+        self.live.append(model)
+        return model
+
+    @rule(model=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
+    def prefill(self, model: Model, count: int, letter: int, behind: int) -> None:
+        if self.compute(model, count, letter, behind):
+            self.publish(model)
+            self.pool.slide(model.blocks, model.blocks.length, model.blocks.length)
+            assert len(model.blocks.windows) <= self.groups.window_chunks
+
+    @rule(model=sequences, steps=st.sampled_from([1, 30, 64]), letter=LETTERS)
+    def decode(self, model: Model, steps: int, letter: int) -> None:
+        for _ in range(steps):
+            if not self.compute(model, 1, letter, 0):
+                break
+            assert len(model.blocks.windows) <= self.groups.window_chunks
+
+    @rule(target=sequences, model=sequences)
+    def fork(self, model: Model) -> Model:
+        used = self.pool.bytes_used
+        twin = Model(self.pool.fork(model.blocks), list(model.tokens), list(model.values))
+        self.live.append(twin)
+        assert self.pool.bytes_used == used
+        return twin
+
+    @rule(model=consumes(sequences))
+    def end(self, model: Model) -> None:
+        self.pool.release(model.blocks)
+        assert not model.blocks.windows and not model.blocks.chunks
+        self.live.remove(model)
+
+    @rule(model=sequences)
+    def publish(self, model: Model) -> None:
+        self.pool.publish(model.blocks, model.tokens, "exact")
+
+    @rule(target=sequences, letters=st.lists(LETTERS, min_size=1, max_size=4), rest=st.integers(0, 70))
+    def match(self, letters: list[int], rest: int) -> Model:
+        tokens = [letter for letter in letters for _ in range(CHUNK)] + [2] * rest
+        blocks = self.pool.match(tokens, "exact")
+        assert blocks.length < len(tokens) and blocks.length % CHUNK == 0
+        model = Model(blocks)
+        model.extend(tokens[: blocks.length])
+        self.live.append(model)
+        return model
+
+    @invariant()
+    def everything_is_as_the_model_says(self) -> None:
+        self.pool.check_integrity()
+        held = {chunk for model in self.live for window in model.blocks.windows.values() for chunk in window}
+        if self.groups.full:
+            held |= {chunk for model in self.live for chunk in model.blocks.chunks}
+        assert self.pool.bytes_used == (len(held) + self.pool.idle_chunks) * self.pool.chunk_bytes
+        assert self.pool.bytes_used <= self.pool.limit_bytes
+        for model in self.live:
+            assert model.blocks.length == len(model.values) == len(model.tokens)
+            for layer in range(len(self.windows)):
+                tokens = self.shown(layer, model.blocks.length)
+                if tokens:
+                    expected = made_from(model.values[tokens.start :], layer)
+                    assert torch.equal(self.read(model, layer, tokens), expected)
+
+    def teardown(self) -> None:
+        for model in self.live:
+            self.pool.release(model.blocks)
+        self.pool.check_integrity()
+        assert self.pool.bytes_used == self.pool.idle_chunks * self.pool.chunk_bytes
+        if self.groups.full:
+            self.pool.new_block_table(self.pool.chunk_count * CHUNK)  # nothing leaked: all is given up
+            assert self.pool.idle_chunks == 0 == self.pool.free_chunks
+
+
+class AllSlideMachine(SlidingMachine):
+    windows = (100, 70)
+    chunks = 10
+
+
+for machine in (SlidingMachine, AllSlideMachine):
+    machine.TestCase.settings = settings(
+        max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+TestSliding = SlidingMachine.TestCase
+TestAllSlide = AllSlideMachine.TestCase
+
+
+def test_a_place_filled_in_part_is_not_kept_for_others() -> None:
+    """A prefill whose windows leave a gap behind what was there: the place before the gap has rows of 57 tokens."""
+    machine = AllSlideMachine()
+    model = Model(BlockTable())
+    assert machine.compute(model, 57, 0, 0) and machine.compute(model, 200, 0, 0)
+    assert sorted(model.blocks.windows) == [0, 2, 3, 4]
+    machine.pool.publish(model.blocks, model.tokens, "exact")
+    assert machine.pool.match(model.tokens[:100], "exact").length == 0
+    assert machine.pool.match(model.tokens, "exact").length == 4 * CHUNK
+
+
+@pytest.mark.parametrize("missing", range(6))
+@pytest.mark.parametrize("window", [1, 64, 65, 129])
+def test_a_prefix_is_usable_up_to_where_all_is_kept_that_its_window_shows(missing: int, window: int) -> None:
+    groups, table = LayerGroups(1, (0, 1), (0, 0), 1, window), ChunkTable(100)
+    table.add_slab()
+    windows, chunks = WindowChunks(table, groups), list(range(50, 56))
+    for i, chunk in enumerate(chunks):
+        if i != missing:
+            windows.keep(chunk, tuple(table.best_fit(1)))
+    expected = [n for n in range(7) if missing not in range(groups.first_seen(n * CHUNK) // CHUNK, n)]
+    assert windows.usable(chunks, 0) == max(expected)
+    assert windows.usable(chunks, (missing + 1) * CHUNK) == 6, "what is before the floor is never shown"

@@ -1,0 +1,284 @@
+"""A batch whose layers select together: what each sequence gets alone, by one chain of launches whatever the batch; and
+what a CUDA graph of the step would need, seen by recording every launch of two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.asking import NobodyAsks
+from support.batches import OPTIONS, begun, compiled, make
+from support.device_link import staged
+from support.tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload_rt import LLM
+from offload_rt.core import BlockTable, KVPart, Visible, bucket
+from offload_rt.engine.runner import Runner
+from offload_rt.kernels import low_bit_cpu
+from offload_rt.model_runner.batch import DecodeBatch
+from offload_rt.model_runner.batched import BatchedStrategy
+from offload_rt.model_runner.decode import DecodeStep
+from offload_rt.model_runner.sequence import Sequence
+from offload_rt.models.registry import load_shape
+from offload_rt.planning.memory_model import DeviceCosts
+from offload_rt.policies.infinigen.key_lists import Rule
+from offload_rt.policies.registry import memory_demand
+from offload_rt.transfer.residency import place, places
+from offload_rt.transfer.row_lists import RowLists
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scorer": "int4", "source": "attention_input"}, {"preset": "paper"}, {"tail": "int2", "max_fraction": 0.05}],
+)
+def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged lengths, over the bound of a chunk and of a bucket; nothing is asked of the device. (A processor rounds
+    the weights of a tail's values.)"""
+    monkeypatch.setattr(low_bit_cpu, "suits", lambda q: False)
+    lengths = (30, 63, 127)
+    runner = make(False, **options)
+    alone = [begun(runner, length, seed=length) for length in lengths]
+    want = [[runner.decode([one]) for one in alone] for _ in range(3)]
+    compiled(monkeypatch)
+    runner = make(True, **options)
+    batch = [begun(runner, length, seed=length) for length in lengths]
+    for logits in want:
+        with NobodyAsks():
+            got = runner.decode(batch)
+        torch.testing.assert_close(got, torch.cat(logits), rtol=1e-4, atol=1e-4)
+    for one, other in zip(batch, alone, strict=True):
+        one.trace.settle()
+        assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
+    runner.check_integrity()
+
+
+class Recorded(TorchDispatchMode):
+    """Writes down every operation: its name, numbers, shapes, strides, and of each tensor that was there before, its
+    address. A launch of a Triton kernel is one operation, and so is a new tensor of values from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Any] = []
+        self._made: set[int] = set()
+        self._there: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+        self._inside = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._inside:
+            name = str(func)
+            fresh = "lift_fresh" in name and args[0].data_ptr() not in self._made
+            values = args[0].tolist() if fresh else None
+            self._write(name, [self._describe(x) for x in (*args, *(kwargs or {}).values())], values)
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                self._made_here(tensor)
+        return out
+
+    def _made_here(self, tensor: Any) -> None:
+        """Unless it is a view of what was there before, or was written into it."""
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._there:
+            self._made.add(tensor.untyped_storage().data_ptr())
+            self._kept.append(tensor)  # so that its address becomes nobody else's
+
+    def _write(self, *entry: Any) -> None:
+        self.entries.append(entry)
+
+    def _describe(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            storage = x.untyped_storage().data_ptr()
+            if storage not in self._made:
+                self._there.add(storage)
+            where = "made" if storage in self._made else x.data_ptr()
+            return (where, tuple(x.shape), x.stride(), x.dtype)
+        if isinstance(x, (list, tuple)):
+            return [self._describe(y) for y in x]
+        return x
+
+    def launch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` of a kernel as one operation."""
+
+        def one(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+            self._write(kernel.fn.__qualname__, grid, [self._describe(x) for x in (*args, *named.values())])
+            self._inside += 1
+            try:
+                return run(kernel, *args, grid=grid, warmup=warmup, **named)
+            finally:
+                self._inside -= 1
+
+        return one
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    with monkeypatch.context() as patch, Recorded() as mode:
+        patch.setattr(InterpretedFunction, "run", mode.launch(InterpretedFunction.run))
+        yield mode.entries
+
+
+def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The operations of a step from the tokens to the logits, all that is not done before it or after."""
+    for sequence in batch:
+        sequence.slots.begin_step(sequence.blocks, sequence.position)
+    sharing = runner.prefixes.of([sequence.blocks for sequence in batch])
+    members = [batch[i] for i in sharing.order]
+    step = DecodeBatch(members, runner.adapter, runner.policy, runner.link, sharing)
+    with torch.inference_mode():
+        assert isinstance(runner.strategies.strategy(step), BatchedStrategy)
+        inputs = runner.strategies.load(step)
+        assert inputs is not None
+        with recorded(monkeypatch) as entries:
+            DecodeStep(step, BatchedStrategy(step, inputs)).run()
+    for sequence in batch:
+        sequence.position += 1
+        runner.pool.commit(sequence.blocks, sequence.slots.context)
+    return entries
+
+
+def test_a_step_is_the_same_launches_whatever_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one bucket. No length, slot or address of a sequence's own is in a launch, and no value comes from the host:
+    all of it could be captured once and replayed."""
+    compiled(monkeypatch)
+    runner = make()
+    batch = [begun(runner, 70), begun(runner, 90, seed=1)]
+    first = step_recorded(runner, batch, monkeypatch)
+    runner.decode(batch)
+    again = step_recorded(runner, batch, monkeypatch)
+    others = [begun(runner, 126, seed=2), begun(runner, 100, seed=3)]
+    different = step_recorded(runner, others, monkeypatch)
+    names = [entry[0] for entry in first]
+    assert sum("_mark" in name for name in names) == 2 and not any("lift_fresh" in name for name in names)
+    for entries in (again, different):
+        assert len(entries) == len(first)
+        assert [(a, b) for a, b in zip(first, entries, strict=True) if a != b] == []
+
+
+def test_a_batch_takes_as_many_launches_as_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(monkeypatch)
+    runner = make()
+    one = step_recorded(runner, [begun(runner, 70)], monkeypatch)
+    three = step_recorded(runner, [begun(runner, 70 + i, seed=i) for i in range(3)], monkeypatch)
+
+    def launches(entries: list[Any]) -> list[str]:
+        return [entry[0] for entry in entries if not entry[0].startswith("aten")]
+
+    assert launches(one) == launches(three) and len(launches(one)) > 20
+
+
+def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
+    runner = make()
+    batch = [begun(runner, 60), begun(runner, 61, seed=1)]
+    seen = []
+    for _ in range(6):
+        runner.decode(batch)
+        seen.append(list(runner.strategies.inputs.values())[-1])
+    assert [lists is seen[0] for lists in seen] == [True] * 3 + [False] * 3 and seen[3] is seen[5]
+    runner.decode(batch[:1])
+    assert list(runner.strategies.inputs) == [(2, 64), (2, 128), (1, 128)]
+    runner.free(batch[0])
+    for lists in runner.strategies.inputs.values():  # they would keep the rows of a sequence that has ended
+        assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
+
+
+def test_layers_that_slide_go_one_by_one_beside_those_that_select_together() -> None:
+    """The logits of a batch are those of each sequence by itself, and so is what is counted."""
+
+    def runner_of(counted: bool) -> Runner:
+        model = tiny_model("qwen2", use_sliding_window=True, max_window_layers=2)
+        runner = staged(LLM(model, policy_options=OPTIONS, host_memory="8MiB", missed_mass_every=0)).runner
+        policy: Any = runner.policy
+        policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
+        return runner
+
+    lengths, alone, together = (30, 63, 127), runner_of(False), runner_of(True)
+    each, batch = ([begun(runner, length, seed=length) for length in lengths] for runner in (alone, together))
+    for _ in range(4):
+        want = torch.cat([alone.decode([one]) for one in each])
+        torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
+    assert together.strategies.inputs
+    for one, other in zip(batch, each, strict=True):
+        one.trace.settle()
+        assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
+        assert one.trace.bytes_to_host == other.trace.bytes_to_host
+    together.check_integrity()
+
+
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 1000, 1024, 1025, 131_071])
+def test_buckets_are_near(context: int) -> None:
+    size = bucket(context)
+    assert context <= size <= max(64, context + context // 8 + 64) and size % 64 == 0 and bucket(size) == size
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("recent", [1, 5])
+@pytest.mark.parametrize("window", [None, 5, 6, 9])
+def test_the_places_of_what_is_visible_lie_together(sinks: int, recent: int, window: int | None) -> None:
+    for length in range(1, 30):
+        visible = Visible.of(length, sinks=sinks, recent=recent, window=window)
+        resident = {*visible.sinks, *visible.recent}
+        assert {place(token, sinks, recent) for token in resident} == set(places(visible, sinks, recent))
+
+
+def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
+    """On CUDA every sequence takes the slots of the longest one's bucket, and is scored beside the others."""
+    shape = load_shape(tiny_model("llama"))
+    demand = memory_demand("infinigen", {}, shape.geometry, shape.dtype)
+    apart = DeviceCosts(shape, demand, 512)
+    together = DeviceCosts(replace(shape, device=torch.device("cuda")), demand, 512)
+    alike = [bucket(1000)] * 3
+    assert together.staging([10, 1000, 500]) == together.staging(alike) >= apart.staging(alike)
+    captured = replace(together, graphs=True)
+    step = captured.staging(alike) + captured.decode(alike)
+    assert step == together.staging(alike[:1] * 4) + together.decode(alike[:1] * 4), "of four, in a graph's memory"
+    assert captured.total(alike) >= together.total(alike) + step
+    scores = bucket(1000) * shape.geometry.heads * 4
+    assert together.decode([10, 1000, 500]) - apart.decode(alike) >= 2 * scores
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_missed_mass_is_read_when_the_newest_row_has_been_written(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at every row in the pool: before, what the step wrote back is waited for (a race on a device, where
+    write-backs are queued, and which no number shows here)."""
+    runner = make(together)
+    batch = [begun(runner, length, seed=length) for length in (30, 90)]
+    waiting: set[int] = set()
+    append, append_lists, settle = runner.link.storage.append, RowLists.append, runner.link.storage.settle
+    read: list[int] = []
+
+    def appended(blocks: BlockTable, *rest: Any) -> int:
+        waiting.add(id(blocks))
+        return append(blocks, *rest)
+
+    def appended_lists(lists: RowLists, *rest: Any) -> None:
+        waiting.update(id(one.blocks) for one in batch)
+        append_lists(lists, *rest)
+
+    def settled(blocks: BlockTable) -> None:
+        waiting.discard(id(blocks))
+        settle(blocks)
+
+    def looked_at(blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
+        assert id(blocks) not in waiting
+        read.append(layer)
+        return runs(blocks, layer, tokens)
+
+    runs = runner.pool.runs
+    monkeypatch.setattr(runner.pool, "runs", looked_at)
+    monkeypatch.setattr(runner.link.storage, "append", appended)
+    monkeypatch.setattr(runner.link.storage, "settle", settled)
+    monkeypatch.setattr(RowLists, "append", appended_lists)
+    for sequence in batch:
+        sequence.trace.missed_every = 1
+    runner.decode(batch)
+    assert sorted(read) == [0, 0, 1, 1] and all(len(sequence.trace.missed) == 1 for sequence in batch)

@@ -1,0 +1,192 @@
+"""Everything with everything: policy x KV format x eviction x sharing x restart x fork x overflow. Each cell equals the
+same conversation without the last four, or is refused with a clear error. `eval/results/store/composition.md` is this
+matrix in print."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+
+PRINTED = Path(__file__).parents[3] / "eval" / "results" / "store" / "composition.md"
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "infinigen": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
+    "infinigen, tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int2", "budget": 0.5}},
+    "infinigen, paper": {"policy": "infinigen", "policy_options": {"preset": "paper"}},
+    "oracle": {"policy": "oracle", "policy_options": {"budget": 0.5, "recent": 16}},
+    "streaming": {"policy": "streaming", "policy_options": {"budget": 0.5}},
+    "quest": {"policy": "quest", "policy_options": {"budget": 0.5, "recent": 16}},
+    "h2o": {"policy": "h2o", "policy_options": {"budget": 0.5, "recent": 16}},
+}
+SLIDING = ", sliding"
+POLICIES |= {name + SLIDING: POLICIES[name] for name in ("full", "infinigen", "infinigen, tail", "oracle")}
+"""With this ending: on a model whose last layer slides."""
+
+LEARNS_FROM_QUERIES = ("infinigen, paper", "h2o")
+KNOWS_PLACES = ("streaming", "quest", "h2o")
+TURNS = [tiny_prompt(90, seed=1), tiny_prompt(20, seed=2)]
+SHORT = SamplingParams(max_tokens=8, temperature=0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    policy: str
+    rows: str = "auto"
+    eviction: bool = False
+    sharing: bool = False
+    restart: bool = False
+    fork: bool = False
+    overflow: bool = False
+
+    @property
+    def session(self) -> bool:
+        return self.restart or self.fork or self.overflow
+
+    @property
+    def refusal(self) -> str:
+        """What the error says; empty where the cell must equal its reference."""
+        if self.eviction and self.policy in KNOWS_PLACES:
+            return "cannot run with eviction"
+        if self.session and self.policy in LEARNS_FROM_QUERIES:
+            return "learns from every query"
+        if self.session and self.eviction:
+            return "eviction overwrites tokens in place"
+        return ""
+
+    def __str__(self) -> str:
+        on = [name for name in ("eviction", "sharing", "restart", "fork", "overflow") if getattr(self, name)]
+        return "-".join([self.policy.replace(", ", "_"), self.rows, *on])
+
+    @property
+    def slides(self) -> bool:
+        return self.policy.endswith(SLIDING)
+
+
+CELLS = [
+    Cell(policy, rows, *flags)
+    for policy, rows in itertools.product(POLICIES, ("auto", "int4"))
+    for flags in itertools.product((False, True), repeat=5)
+]
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+MODEL_THAT_SLIDES = tiny_model(
+    "qwen2", dtype=torch.float64, num_hidden_layers=3, use_sliding_window=True, max_window_layers=2, sliding_window=16
+)
+STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "3"))
+RIGHT = [cell for cell in CELLS if not cell.refusal]
+DAILY = [cell for cell in RIGHT if not cell.slides][::STEP] + [cell for cell in RIGHT if cell.slides][:: STEP**2]
+
+
+def make_llm(cell: Cell) -> LLM:
+    return LLM(
+        MODEL_THAT_SLIDES if cell.slides else MODEL, dtype="float64", host_memory="8MiB", kv_cache_dtype=cell.rows,
+        enable_prefix_caching=cell.sharing, eviction="lru" if cell.eviction else None, **POLICIES[cell.policy],
+    )  # fmt: skip
+
+
+def converse(cell: Cell, folder: Path) -> list[list[int]]:
+    """Answers to both turns."""
+    llm = make_llm(cell)
+    if cell.sharing:
+        llm.generate([TURNS[0] + [3]], SHORT)
+    if not cell.session:
+        return [completed(llm.generate([TURNS[0]], SHORT))[0].token_ids]
+    session = llm.session("s", folder)
+    answers = [[event.token_id for event in session.send(TURNS[0], SHORT)]]
+    if cell.overflow:
+        session.truncate(keep_last=60)
+    if cell.fork:
+        twin = session.fork("t")
+        list(session.send(TURNS[1][:5], SHORT))
+        session.close()
+        session = twin
+    if cell.restart:
+        session.close()
+        llm = make_llm(cell)
+        session = llm.session(session.name, folder)
+    answers.append([event.token_id for event in session.send(TURNS[1], SHORT)])
+    session.check_integrity()
+    llm.runner.check_integrity()
+    session.close()
+    return answers
+
+
+@functools.cache
+def reference(cell: Cell) -> list[list[int]]:
+    """The same conversation in one piece, alone: a session that is neither left, forked nor shared."""
+    with tempfile.TemporaryDirectory() as folder:
+        if cell.policy in LEARNS_FROM_QUERIES:
+            return [completed(make_llm(cell).generate([TURNS[0]], SHORT))[0].token_ids]
+        session = make_llm(cell).session("s", folder)
+        answers = [[event.token_id for event in session.send(TURNS[0], SHORT)]]
+        if cell.overflow:
+            session.truncate(keep_last=60)
+        answers.append([event.token_id for event in session.send(TURNS[1], SHORT)])
+        session.close()
+        return answers
+
+
+@pytest.mark.parametrize("cell", DAILY, ids=str)
+def test_cell_equals_its_reference(cell: Cell, tmp_path: Path) -> None:
+    """Every third cell here (of a model that slides every ninth), all of them in `make stress`."""
+    plain = Cell(cell.policy, cell.rows, overflow=cell.overflow)
+    answers = converse(cell, tmp_path)
+    assert answers == reference(plain)[: len(answers)]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.refusal][::7], ids=str)
+def test_cell_is_refused(cell: Cell, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=cell.refusal):
+        converse(cell, tmp_path)
+
+
+def test_the_printed_matrix_is_this_one() -> None:
+    """`OFFLOAD_RT_PRINT=1` writes it."""
+    if os.environ.get("OFFLOAD_RT_PRINT"):
+        PRINTED.write_text(printed(), encoding="utf-8")
+    assert PRINTED.read_text(encoding="utf-8") == printed()
+
+
+def printed() -> str:
+    """Rows: policy, KV format and eviction. Columns: what is done with the sequence. Sharing on and off in each."""
+    ways = [Cell("full", restart=r, fork=f, overflow=o) for r, f, o in itertools.product((False, True), repeat=3)]
+    heads = ["prompt" if not way.session else str(way).removeprefix("full-auto-").replace("-", " + ") for way in ways]
+    notes: Counter[str] = Counter()
+    lines = []
+    for policy, rows, eviction in itertools.product(POLICIES, ("auto", "int4"), (False, True)):
+        texts = []
+        for way in ways:
+            reason = replace(way, policy=policy, rows=rows, eviction=eviction).refusal
+            notes[reason] += 1
+            texts.append(f"refused ({[*dict.fromkeys(REASONS)].index(reason) + 1})" if reason else "equal")
+        lines.append(f"| {policy} | {rows} | {'lru' if eviction else 'none'} | " + " | ".join(texts) + " |")
+    return "\n".join(
+        [
+            "# What goes with what",
+            "",
+            "Each cell, with prefix sharing and without it: *equal* gives, token for token, the answers of the same",
+            "conversation in one piece, alone, without sharing; *refused* is a `ConfigError` that says why.",
+            "",
+            "| policy | KV format | eviction | " + " | ".join(heads) + " |",
+            "|" + "---|" * (3 + len(heads)),
+            *lines,
+            "",
+            *(f"{i}. {reason}" for i, reason in enumerate(REASONS, start=1)),
+            "",
+        ]
+    )
+
+
+REASONS = ("cannot run with eviction", "learns from every query", "eviction overwrites tokens in place")

@@ -1,0 +1,395 @@
+"""Drafts and their verification (`exact=...`): the text is that of full attention, and nothing of a draft is left."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.config import DraftOptions
+from offload_rt.engine.speculative import drafting
+from offload_rt.engine.speculative.draft_source import Acceptance, Costs, Lookup
+from offload_rt.engine.speculative.verification import accept, rewind, verify
+from offload_rt.model_runner import whole_pass
+from offload_rt.model_runner.sequence import Sequence
+
+SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "off"}
+"""So few rows that drafts are often wrong."""
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+def runtime(model: Any, policy: str = "infinigen", **fields: Any) -> LLM:
+    options = fields.pop("policy_options", SMALL if policy == "infinigen" else {})
+    return LLM(model, policy=policy, policy_options=options, host_memory="16MiB", **fields)
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    found = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
+    llm.runner.check_integrity()
+    return found
+
+
+PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "exact"),
+    [
+        ("llama", "infinigen", {"method": "sparse", "adaptive": False}),
+        ("llama", "infinigen", {"method": "both", "tokens": 3}),
+        ("llama", "oracle", True),
+        ("llama", "full", {"adaptive": False}),
+        ("mistral", "infinigen", {"method": "sparse", "adaptive": False}),
+        ("mistral", "full", {"adaptive": False}),
+        ("opt", "infinigen", {"method": "sparse", "adaptive": False}),
+    ],
+)
+def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) -> None:
+    """Greedy and sampled with the same seed, three sequences at once, whose drafts end in different places. Mistral's
+    window is 48 tokens: it slides. Whole texts: tiny float32 models come to no near tie in 24 tokens."""
+    model = tiny_model(name)
+    options = {"budget": 0.1, "sinks": 2, "recent": 8} if policy == "oracle" else None
+    llm = runtime(model, policy, exact=exact, **({} if options is None else {"policy_options": options}))
+    plain = runtime(model, "full")
+    sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (24, 13, 1)]
+    for params in (GREEDY, sampled):
+        assert texts(llm, PROMPTS, params) == texts(plain, PROMPTS, params)
+
+
+@pytest.mark.parametrize("dear", ["found", "decoded"])
+def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of two words, whose last ones were there before at every step."""
+    monkeypatch.setattr(Costs, "of", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (dear == "decoded")))
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
+    [done] = completed(runtime(_LLAMA, exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
+    steps = len(done.stats.attended_by_step) - done.stats.verifications
+    assert done.stats.drafted_tokens and (steps == 0) == (dear == "decoded")
+
+
+@pytest.mark.parametrize("policy", ["infinigen", "h2o"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_rows_that_lie_apart_are_attended_to_where_they_are(
+    policy: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts that begin alike the second one's rows are two runs of memory; on a disk they come in blocks. `h2o`,
+    which learns from queries and rows together, gets them in one piece."""
+    blocked, real = [], whole_pass.BlockedAttention.add
+    monkeypatch.setattr(whole_pass.BlockedAttention, "add", lambda self, k, v: (blocked.append(1), real(self, k, v))[1])
+    alike = [tiny_prompt(128) + tiny_prompt(40, seed=seed) for seed in range(2)]
+    options, exact = (SMALL, {"method": "both", "tokens": 3}) if policy == "infinigen" else ({"budget": 0.1}, "lookup")
+    fields = {"disk": tmp_path, "host_memory": "1MiB"} if on_disk else {"host_memory": "16MiB"}
+    llm = LLM(_LLAMA, policy=policy, policy_options=options, exact=exact, **fields)
+    assert texts(llm, alike, GREEDY) == texts(runtime(_LLAMA, "full"), alike, GREEDY)
+    assert bool(blocked) == (policy == "infinigen")
+
+
+def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences, two of them completions of one prompt, with drafts of any length: the first MLP after each call
+    gets the tokens of all."""
+    llm = runtime(_LLAMA, exact={"method": "both", "tokens": 3})
+    passes: list[list[int]] = []
+    sequences, real, mlp = [], drafting.verify, llm.runner.adapter.mlp
+
+    def verify_all(runner: Any, batch: list[tuple[Sequence, int]]) -> list[torch.Tensor]:
+        passes.append([sum(count for _, count in batch)])
+        sequences.append(len(batch))
+        return real(runner, batch)
+
+    def count(layer: int, residual: torch.Tensor) -> torch.Tensor:
+        for one in passes[-1:]:
+            one.append(len(residual))
+        return mlp(layer, residual)
+
+    monkeypatch.setattr(drafting, "verify", verify_all)
+    monkeypatch.setattr(llm.runner.adapter, "mlp", count)
+    several = SamplingParams(max_tokens=12, temperature=0.9, seed=3, n=2, ignore_eos=True)
+    done = completed(llm.generate(PROMPTS[:2], [several, GREEDY]))
+    assert max(sequences) == 3 and sum(sequences) == sum(one.stats.verifications for one in done)
+    assert all(one[0] == one[1] for one in passes)
+
+
+def test_samples_have_the_distribution_of_the_model() -> None:
+    """Second and third tokens, which are drafted, of 96 completions over four tokens, against the model's own
+    probabilities: chi-square over 16 cells stays below its 0.999 quantile at 15 degrees of freedom."""
+    vocabulary, llm = [3, 50, 101, 150], runtime(_LLAMA, exact={"method": "sparse", "tokens": 3, "adaptive": False})
+    asked = SamplingParams(n=96, seed=5, temperature=1.0, max_tokens=3, allowed_token_ids=vocabulary, ignore_eos=True)
+    done = completed(llm.generate([PROMPTS[1]], asked))
+    assert sum(one.stats.drafted_tokens for one in done) >= 96
+    pairs = list(itertools.product(vocabulary, repeat=2))
+    with torch.no_grad():
+        logits = _LLAMA(torch.tensor([[*PROMPTS[1], *pair] for pair in pairs])).logits[:, -3:, vocabulary]
+    expected: Counter[tuple[int, int]] = Counter()
+    for (first, second), (one, two, three) in zip(pairs, logits.double().softmax(-1).tolist(), strict=True):
+        for third, chance in zip(vocabulary, three, strict=True):
+            expected[second, third] += one[vocabulary.index(first)] * two[vocabulary.index(second)] * chance
+    found = Counter(tuple(one.token_ids[1:]) for one in done)
+    chi_square = sum((found[cell] - 96 * chance) ** 2 / (96 * chance) for cell, chance in expected.items())
+    assert len(expected) == 16 and chi_square < 37.7
+
+
+def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
+    """With nearly no rows drafts are wrong at times, with all rows never; what a token took is summed over passes."""
+    model = tiny_model("llama")
+    prompt = tiny_prompt(200)
+    poor, rich = (
+        runtime(
+            model, policy_options=SMALL | {"budget": budget}, exact={"method": "sparse", "tokens": 4, "adaptive": False}
+        )
+        for budget in (0.02, 1.0)
+    )
+    few, all_right = (completed(llm.generate([prompt], GREEDY))[0].stats for llm in (poor, rich))
+    assert few.accepted_tokens < few.drafted_tokens
+    assert all_right.accepted_tokens == all_right.drafted_tokens and all_right.acceptance_rate == 1
+    for stats in (few, all_right):
+        assert stats.accepted_tokens + stats.verifications == 23, "the first token is the prefill's"
+        steps = len(stats.attended_by_step) - stats.verifications
+        total = sum(map(sum, stats.attended_by_step)) / stats.layers
+        assert stats.exact_fraction == pytest.approx(total / 23)
+        assert steps == stats.drafted_tokens
+    assert few.draft_speedup is None, "no pass was without drafts"
+    assert few.mean_accepted_length is not None and all_right.mean_accepted_length is not None
+    assert few.mean_accepted_length < all_right.mean_accepted_length
+
+
+def test_speed_is_told_beside_passes_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass takes a second, whatever it computes, and drafts no time."""
+    clock = itertools.count()
+    monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
+    [done] = completed(runtime(_LLAMA, "full", exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
+    assert done.stats.accepted_tokens
+    assert done.stats.draft_speedup == pytest.approx(23 / done.stats.verifications)
+
+
+def test_what_was_written_before_is_found_for_nothing() -> None:
+    """A trained model goes through a page for the second time: no step drafts, and a pass gives several tokens."""
+    llm = LLM("reference", policy="full", host_memory="64MiB", exact={"adaptive": False})
+    page = llm.encode(files("offload_rt").joinpath("data/black_arrow.txt").read_text(encoding="utf-8")[:1200])
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    [done] = completed(llm.generate([page + page[:60]], params))
+    assert done.token_ids == completed(runtime("reference", "full").generate([page + page[:60]], params))[0].token_ids
+    assert len(done.stats.attended_by_step) == done.stats.verifications, "no step drafted"
+    assert done.stats.accepted_tokens >= 10
+
+
+def test_rows_are_those_of_a_run_that_never_drafted() -> None:
+    """K and V in the pool, token for token. float64, of which RMSNorm's own float32 leaves 1e-6: one pass over several
+    tokens sums in another order than one over one."""
+    model = tiny_model("qwen2", dtype=torch.float64)
+    prompt = tiny_prompt(110)
+    rows = []
+    for llm in (runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")):
+        runner = llm.runner
+        [done] = completed(llm.generate([prompt], GREEDY))
+        blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
+        assert blocks.length == 128, "full chunks of verified tokens are shared as exact ones"
+        rows.append(runner.pool.runs(blocks, 3, range(128))[0])
+        runner.pool.release(blocks)
+    torch.testing.assert_close(rows[0].k, rows[1].k, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows[0].v, rows[1].v, rtol=0, atol=1e-6)
+
+
+def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
+    """Turns of a session, reopened from disk, then a fork: the tokens of full attention."""
+    model = tiny_model("llama")
+    said = []
+    for name, llm in (
+        ("exact", runtime(model, exact={"method": "sparse", "tokens": 3, "adaptive": False})),
+        ("full", runtime(model, "full")),
+    ):
+        answers = []
+        for turn in range(3):
+            session = llm.session("talk", tmp_path / name)
+            answers.append([event.token_id for event in session.send(tiny_prompt(30 + turn, seed=turn), GREEDY)])
+            if turn == 2:
+                fork = session.fork("other")
+                answers.append([event.token_id for event in fork.send(tiny_prompt(9, seed=7), GREEDY)])
+                fork.close()
+            session.close()
+        said.append(answers)
+    assert said[0] == said[1]
+    session = runtime(model, "full").session("talk", tmp_path / "exact")
+    list(session.send(tiny_prompt(5), GREEDY))
+    assert session.last_stats is not None
+    assert session.last_stats.reused_tokens >= 128, "rows of verified tokens are those of full attention"
+    session.close()
+
+
+@pytest.mark.parametrize("where", ["decode", "verify"])
+def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while drafts are decoded or verified: the session has what was answered, and goes on as full attention."""
+    llm = runtime(_LLAMA, exact={"method": "sparse", "tokens": 4, "adaptive": False})
+    session = llm.session("talk", tmp_path)
+    events, calls, target = session.send(tiny_prompt(40), GREEDY), 0, llm.runner if where == "decode" else drafting
+    real = getattr(target, where)
+
+    def stop(*args: Any) -> Any:
+        nonlocal calls
+        if (calls := calls + 1) == (6 if where == "decode" else 2):
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(target, where, stop)
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        seen.extend(event.token_id for event in events)
+    monkeypatch.undo()
+    assert session.kv.history.tokens == [*tiny_prompt(40), *seen]
+    session.check_integrity()
+    found = [event.token_id for event in session.send(tiny_prompt(5), GREEDY)]
+    session.close()
+    plain = completed(runtime(_LLAMA, "full").generate([*tiny_prompt(40), *seen, *tiny_prompt(5)], GREEDY))
+    assert found == plain[0].token_ids
+
+
+def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
+    model = tiny_model("llama")
+    llm, plain = runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")
+    several = SamplingParams(max_tokens=10, temperature=0.9, seed=3, n=3)
+    beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
+    for params in (several, beams):
+        assert texts(llm, PROMPTS[:2], params) == texts(plain, PROMPTS[:2], params)
+    mine, theirs = (one.score(PROMPTS[:2], [tiny_prompt(70, seed=5), tiny_prompt(3, seed=6)]) for one in (llm, plain))
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.is_greedy == b.is_greedy
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_a_preempted_request_goes_on_exactly() -> None:
+    """A pool for two of three: the youngest starts again, its tokens prefilled, since they are exact."""
+    model = tiny_model("llama")
+    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
+    small = LLM(
+        model,
+        policy_options=SMALL,
+        host_memory="600KiB",
+        exact={"method": "sparse", "adaptive": False},
+        enable_prefix_caching=False,
+    )
+    found = texts(small, PROMPTS, params)
+    assert found == texts(runtime(model, "full"), PROMPTS, params)
+
+
+def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
+    """Three chunks for two sequences that slide: the next token fits, drafts beyond the end of a chunk do not."""
+    model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
+    exact = {"method": "sparse", "adaptive": False}
+    full = LLM(model, policy_options=SMALL, exact=exact, host_memory="96KiB", enable_prefix_caching=False)
+    assert texts(full, prompts, GREEDY) == texts(runtime(model, "full"), prompts, GREEDY)
+
+
+@given(st.data())
+@settings(max_examples=12, deadline=None)
+def test_any_drafts_leave_nothing_behind(data: st.DataObject) -> None:
+    """Drafts of any tokens and any number of them accepted: logits and rows of a sequence that never drafted. float64:
+    a row that a draft left behind would be off by far more than 1e-6, which RMSNorm's own float32 leaves."""
+    llm = runtime(_WIDE, exact=True)
+    runner, prompt = llm.runner, tiny_prompt(60)
+    sequence, plain = (runner.new_sequence(prompt, 160) for _ in range(2))
+    for one in (sequence, plain):
+        runner.prefill(one, 59)
+    for _ in range(data.draw(st.integers(1, 6))):
+        _round(data, runner, sequence, plain)
+        runner.check_integrity()
+    for layer in (0, runner.adapter.geometry.layers - 1):
+        mine, theirs = (one.keys(layer, range(one.position)) for one in (sequence, plain))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    for one in (sequence, plain):
+        runner.free(one)
+
+
+_LLAMA = tiny_model("llama")
+_WIDE = tiny_model("llama", dtype=torch.float64)
+
+
+def _round(data: st.DataObject, runner: Any, sequence: Sequence, plain: Sequence) -> None:
+    """Drafts what hypothesis says, verifies, accepts the first so many, and compares the logits."""
+    tokens = st.integers(0, runner.adapter.geometry.vocab - 1)
+    drafts = data.draw(st.lists(tokens, min_size=0, max_size=8))
+    start, kept = sequence.position, data.draw(st.integers(0, len(drafts)))
+    sequence.draft_start = start
+    for token in drafts:
+        runner.decode([sequence])
+        sequence.tokens.append(token)
+    sequence.draft_start = None
+    rewind(runner, sequence, start)
+    [logits] = verify(runner, [(sequence, len(drafts) + 1)])
+    for row in range(kept + 1):
+        accept(runner, sequence)
+        [expected] = verify(runner, [(plain, 1)])
+        accept(runner, plain)
+        torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=1e-5)
+        following = drafts[row] if row < kept else data.draw(tokens)
+        plain.tokens.append(following)
+    sequence.tokens[start + 1 :] = plain.tokens[start + 1 :]
+    runner.reload(sequence)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))
+def test_lookup_finds_what_a_search_finds(tokens: list[int], longest: int, most: int) -> None:
+    """Whatever the text was asked for before: the longest n-gram, where it occurred last."""
+    lookup, found = Lookup(longest), []
+    for stop in range(1, len(tokens) + 1):
+        found = lookup.propose(tokens[:stop], most)
+    expected: list[int] = []
+    for n in range(min(longest, len(tokens)), 1, -1):
+        ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[len(tokens) - n :]]
+        if ends:
+            expected = tokens[ends[-1] : ends[-1] + most]
+            break
+    assert found == expected
+
+
+def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
+    """Free drafts that are right are as long as allowed; wrong ones, or steps as dear as a verification, are none."""
+    costs, right, wrong = Costs(), Acceptance(), Acceptance()
+    for tokens in (1, 5, 9, 3):
+        costs.saw_drafts(4, 4 * 0.9)
+        costs.saw_verification(3 * tokens, 3, 3 * (1 + 0.01 * tokens))
+    for _ in range(40):
+        right.saw(8, 8)
+        wrong.saw(8, 0)
+    assert right.best_round(8, costs, decoded=False).drafts == 8
+    assert right.best_round(8, costs, decoded=True).drafts >= 1
+    assert right.best_round(4, costs, decoded=True).rate < right.best_round(4, costs, decoded=False).rate
+    assert wrong.best_round(8, costs, decoded=True).drafts == 0
+    for _ in range(400):
+        wrong.rested()
+    assert wrong.best_round(8, costs, decoded=False).drafts > 0, "it is tried again"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"exact": "quick"}, "did you mean|one of"),
+        ({"exact": {"tokens": 0}}, "at least 1"),
+        ({"exact": {"count": 2}}, "count"),
+        ({"exact": 3}, "exact=3"),
+        ({"exact": "sparse", "policy": "full"}, "'lookup'"),
+        ({"exact": True, "policy": "quest"}, "exact='lookup'"),
+        ({"exact": True, "eviction": "counter"}, "eviction"),
+        ({"exact": True, "kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+    ],
+)
+def test_what_cannot_be_exact_says_so(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(_LLAMA, host_memory="8MiB", **fields)
+
+
+def test_defaults_draft_by_the_policy_and_by_lookup_for_full() -> None:
+    llm = runtime(_LLAMA, exact=True)
+    assert llm.config.exact == DraftOptions("both", 8)
+    assert runtime(_LLAMA, "full", exact=True).config.exact == DraftOptions("lookup")
+    assert LLM(_LLAMA, host_memory="8MiB", exact=False).config.exact is None

@@ -1,0 +1,157 @@
+"""The two invariants that carry the runtime: `full` gives transformers' logits and greedy tokens, and a selecting
+policy with a budget of everything gives `full`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.outputs import completed
+from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0)
+EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in NAMES),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    ("llama", {"num_key_value_heads": 4}),
+]
+IDS = [f"{name}{'-' if options else ''}{'-'.join(options)}" for name, options in VARIANTS]
+
+
+def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
+    """Logits that follow tokens [prefilled - 1, end): the first from the prefill, the others from decode steps."""
+    runner = llm.runner
+    sequence = runner.new_sequence(tokens, len(tokens))
+    first = runner.prefill(sequence, prefilled, want_logits=True)
+    assert first is not None
+    rows = [first] + [runner.decode([sequence])[0] for _ in range(prefilled, len(tokens))]
+    runner.check_integrity()
+    runner.free(sequence)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
+def test_full_gives_transformers_logits(name: str, options: dict[str, Any]) -> None:
+    """Prefill and decode, past Mistral's window of 48. 2e-5 of the largest logit is float32 rounding: the sums run in
+    another order."""
+    model = tiny_model(name, **options)
+    tokens = tiny_prompt(90)
+    expected = model(torch.tensor([tokens])).logits[0, 69:].float()
+    llm = LLM(model, policy="full", host_memory="8MiB")
+    logits = decoded_logits(llm, tokens, prefilled=70)
+    assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
+@pytest.mark.parametrize("length", [1, 70])
+def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any], length: int) -> None:
+    model = tiny_model(name, **options)
+    prompt = tiny_prompt(length)
+    llm = LLM(model, policy="full", host_memory="8MiB")
+    [completion] = completed(llm.generate([prompt], GREEDY))
+    assert len(completion.token_ids) == 64
+    assert_greedy(model, prompt, completion.token_ids)
+    assert completion.finish_reason == "length"
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
+def test_prefill_slices_do_not_matter(slice_tokens: int) -> None:
+    """In float64, where another order of sums cannot hide anything."""
+    model = tiny_model("mistral", dtype=torch.float64)
+    tokens = tiny_prompt(130)
+    expected = model(torch.tensor([tokens])).logits[0, -1]
+    llm = LLM(model, policy="full", host_memory="8MiB", dtype="float64", prefill_chunk_size=slice_tokens)
+    torch.testing.assert_close(decoded_logits(llm, tokens, prefilled=130)[-1], expected, rtol=0, atol=1e-5)
+
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {}),
+    ("infinigen", {"preset": "rows"}),
+    ("infinigen", {"preset": "paper"}),
+    ("infinigen", {"preset": "rows", "scorer": "int4", "source": "normed_input", "recent": 8}),
+    ("infinigen", {"tail": "int2", "budget": 0.2, "recent": 8, "dense_layers": ()}),
+]
+SCORERS = list(itertools.product(["attention_input", "normed_input", "residual"], ["partial", "int4"]))
+STRESS = "OFFLOAD_RT_STRESS" in os.environ
+"""All of both products below; else the default policy, and of the others and of the scorers two, with each model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "options"),
+    [
+        (name, *policy)
+        for (i, name), (j, policy) in itertools.product(enumerate(NAMES), enumerate(POLICIES))
+        if STRESS or j == 1 or (i - j) % len(POLICIES) in (0, 3)
+    ],
+)
+def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: str, options: dict[str, Any]) -> None:
+    """In float64: a batched product rounds differently from a single one, and a token must not hang on that."""
+    model = tiny_model(name, dtype=torch.float64)
+    llm = LLM(model, policy=policy, policy_options=options, host_memory="64MiB", dtype="float64")
+    prompts = [tiny_prompt(length, seed=length) for length in (150, 1, 70)]
+    short = SamplingParams(max_tokens=12, temperature=0)
+    together = [completion.token_ids for completion in completed(llm.generate(prompts, short))]
+    alone = [completed(llm.generate([prompt], short))[0].token_ids for prompt in prompts]
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "scorer"),
+    [
+        (name, *chosen)
+        for (i, name), (j, chosen) in itertools.product(enumerate(NAMES), enumerate(SCORERS))
+        if STRESS or (i - j) % len(SCORERS) in (0, 3)
+    ],
+)
+def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:
+    model = tiny_model(name)
+    prompt, params = tiny_prompt(80), SamplingParams(max_tokens=24, temperature=0)
+    options = EVERYTHING | {"preset": "rows", "source": source, "scorer": scorer, "dense_layers": ()}
+    [sparse] = completed(
+        LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
+    )
+    assert_greedy(model, prompt, sparse.token_ids)  # as full's are
+    assert sparse.stats.exact_fraction == 1.0
+    if name == "mistral":  # every layer slides: nothing selects
+        assert sparse.stats.missed_mass is None
+    else:
+        assert sparse.stats.missed_mass == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_close_to_float32(dtype: str) -> None:
+    """Log-probabilities of a fixed continuation: rounding of weights and cache to 8 bits of mantissa moves logits of
+    spread 3 by a few hundredths; a wrong row would move them by whole units."""
+    tokens = tiny_prompt(60)
+    exact = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
+    half = LLM(tiny_model("llama", dtype=getattr(torch, dtype)), policy="full", host_memory="8MiB", dtype=dtype)
+    [a], [b] = (llm.score([tokens[:40]], [tokens[40:]]) for llm in (exact, half))
+    assert half.geometry == exact.geometry
+    assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)) < (
+        0.25 if dtype == "bfloat16" else 0.05
+    )
+
+
+def test_score_is_transformers_log_softmax_whatever_is_prefilled() -> None:
+    model = tiny_model("qwen3")
+    tokens = tiny_prompt(50)
+    rows = torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), dim=-1)
+    expected = [rows[i - 1, tokens[i]].item() for i in range(30, 50)]
+    llm = LLM(model, policy="full", host_memory="8MiB")
+    for decode_from in (None, 0, 1, 17):
+        scores = llm.score([tokens[:30], tokens[:30]], [tokens[30:], tokens[30:40]], decode_from=decode_from)
+        assert scores[0].logprobs == pytest.approx(expected, abs=2e-5)
+        assert scores[1].logprobs == pytest.approx(expected[:10], abs=2e-5)
+        assert scores[0].is_greedy == [rows[i - 1].argmax().item() == tokens[i] for i in range(30, 50)]
+    assert llm.runner.pool.bytes_held == 0
+    llm.runner.check_integrity()

@@ -1,0 +1,121 @@
+"""Segments: what a batch shares, found from chunk ids; attention over them is attention over everything at once."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_rt.core import CHUNK, BlockTable, Visible
+from offload_rt.kernels.segments import Run, attend_runs
+from offload_rt.model_runner.shared_prefix import Segment, SharedPrefixes, Sharing
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[BlockTable]:
+    """Leases that share prefixes as forks and matches make them: a random trie of chunks, in random order."""
+    block_tables = [[0]]
+    fresh = 1
+    for _ in range(draw(st.integers(1, 9))):
+        parent = draw(st.sampled_from(block_tables))
+        shared = draw(st.integers(0, len(parent)))
+        new = draw(st.integers(1, 4))
+        block_tables.append([*parent[:shared], *range(fresh, fresh + new)])
+        fresh += new
+    chosen = draw(st.lists(st.sampled_from(block_tables), min_size=1, max_size=8))
+    tails = range(fresh, fresh + len(chosen))  # whoever decodes has a last chunk of its own
+    return [BlockTable([*chunks, tail]) for chunks, tail in zip(chosen, tails, strict=True)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(), st.integers(0, 6))
+def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pays_from: int) -> None:
+    """With one byte a token and a threshold of `pays_from` chunks: every segment saves that much, its sequences hold
+    its chunks in common, and those of one sequence follow each other from slot 0 to where its own part starts."""
+    sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
+    ordered = [block_tables[i].chunks for i in sharing.order]
+    assert sorted(sharing.order) == list(range(len(block_tables)))
+    assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(block_tables)))
+    ends = [0] * len(block_tables)
+    for segment in sharing.segments:
+        sequences = segment.stop - segment.first
+        saved = (sequences - 1) * len(segment.tokens)
+        assert (saved if sequences > 3 else saved / 4) >= pays_from * CHUNK
+        chunks = slice(segment.tokens.start // CHUNK, segment.tokens.stop // CHUNK)
+        assert len({tuple(ids[chunks]) for ids in ordered[segment.first : segment.stop]}) == 1
+        for b in range(segment.first, segment.stop):
+            assert ends[b] == segment.tokens.start
+            ends[b] = segment.tokens.stop
+    assert tuple(ends) == sharing.private
+    holders: dict[int, int] = {}
+    for ids in ordered:
+        for chunk in ids:
+            holders[chunk] = holders.get(chunk, 0) + 1
+    assert sharing.overlapping == any(count > 1 for count in holders.values())
+    if pays_from == 0:
+        assert all(holders[chunk] == 1 for b, ids in enumerate(ordered) for chunk in ids[ends[b] // CHUNK :])
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(0, 3))
+def test_attention_over_segments_is_attention_over_everything(
+    block_tables: list[BlockTable], seed: int, group: int, pays_from: int
+) -> None:
+    """float64: 1e-12 is rounding of sums in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_heads, d = 2, 8
+    rows = {
+        c: torch.randn(2, kv_heads, CHUNK, d, generator=generator, dtype=torch.float64)
+        for x in block_tables
+        for c in x.chunks
+    }
+    lengths = [
+        int(torch.randint((len(x.chunks) - 1) * CHUNK + 1, x.capacity + 1, (), generator=generator))
+        for x in block_tables
+    ]
+    sharing = Sharing.of(block_tables, 1, pays_from * CHUNK)
+    q = torch.randn(kv_heads * group, len(block_tables), d, generator=generator, dtype=torch.float64)
+    whole = [torch.cat([rows[c] for c in block_tables[i].chunks], dim=2)[:, :, : lengths[i]] for i in sharing.order]
+    seen = [Visible.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
+    own = [sharing.own(b, visible) for b, visible in enumerate(seen)]
+    assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
+    assert all(len(o.recent) and o.all.stop == v.all.stop for o, v in zip(own, seen, strict=True))
+
+    def runs(first: int, stop: int, tokens: range) -> list[Run]:
+        k, v = whole[first][:, :, tokens.start : tokens.stop]
+        middle = k.shape[1] // 2
+        return [Run(first, stop, k[:, :middle], v[:, :middle]), Run(first, stop, k[:, middle:], v[:, middle:])]
+
+    shared = [run for s in sharing.segments for run in runs(s.first, s.stop, s.tokens)]
+    got, _ = attend_runs(q, [*shared, *(run for b, o in enumerate(own) for run in runs(b, b + 1, o.all))], 0.3)
+    for b, (k, v) in enumerate(whole):
+        scores = 0.3 * torch.einsum("hgd,hnd->hgn", q[:, b].view(kv_heads, group, d), k)
+        expected = (scores.softmax(-1) @ v).view(-1, d)
+        torch.testing.assert_close(got[:, b], expected, rtol=0, atol=1e-12)
+
+
+def test_half_precision_is_merged_in_float32() -> None:
+    """bf16 rows: on average as close to float64 as one product over all rows is; what each part is rounded to may add
+    as much again."""
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(s, generator=generator).bfloat16() for s in ((2, 256, 16), (2, 256, 16), (4, 3, 16)))
+    tails = [Run(b, b + 1, k[:, 192:], v[:, 192:]) for b in range(3)]
+    got, _ = attend_runs(q, [Run(0, 3, k[:, :192], v[:, :192]), *tails], 0.25)
+    once, _ = attend_runs(q, [Run(b, b + 1, k, v) for b in range(3)], 0.25)
+    exact = torch.einsum(
+        "hsn,hnd->hsd", (0.25 * q.double().view(2, 6, 16) @ k.double().mT).softmax(-1), v.double()
+    ).view(4, 3, 16)
+    assert got.dtype == torch.float32
+    assert (got - exact).abs().mean() <= 2 * (once - exact).abs().mean()
+
+
+def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
+    shared = SharedPrefixes(1, pays_from=CHUNK // 2)
+    block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
+    first = shared.of(block_tables)
+    assert first.segments == (Segment(0, 2, range(2 * CHUNK)),)
+    assert shared.of(block_tables) is first
+    block_tables[0].chunks.append(4)
+    assert shared.of(block_tables) is not first
+    assert shared.of(block_tables[:1]).segments == () and not shared.of(block_tables[:1]).overlapping
+    assert shared.of([]).order == ()

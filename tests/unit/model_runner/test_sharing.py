@@ -1,0 +1,326 @@
+"""Requests that share prefixes give what they give alone, cost their common part once, and lose nothing when the pool
+runs out."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.sharing import CHUNK_BYTES, LAYERS, ROW, greedy, make
+from support.tiny_models import depth, tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.engine.engine import Engine
+from offload_rt.model_runner.shared_prefix import NEVER_PAYS, SharedPrefixes
+
+STRESS = "OFFLOAD_RT_STRESS" in os.environ
+"""Whether every policy runs both where rows lie in place and where they are staged; by day each in one of the two."""
+
+REQUESTS = 500 if STRESS else 100
+
+
+def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:
+    """Each by itself, with nothing to share."""
+    model = tiny_model(name, dtype=torch.float64, **depth(name, LAYERS))
+    bare = LLM(model, policy="full", dtype="float64", host_memory="16MiB", enable_prefix_caching=False)
+    bare.runner.policy = llm.runner.policy
+    return [
+        c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in completed(bare.generate([prompt], p))
+    ]
+
+
+def drain(engine: Engine) -> None:
+    """Steps until nothing is left to do."""
+    while not engine.idle:
+        engine.step()
+
+
+def tree(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts that branch off each other anywhere."""
+    prompts = [tiny_prompt(rng.randint(1, 200), seed=rng.randint(0, 1000))]
+    for _ in range(count - 1):
+        stem = rng.choice(prompts)
+        prompts.append(stem[: rng.randint(0, len(stem))] + tiny_prompt(rng.randint(1, 120), seed=rng.randint(0, 1000)))
+    return prompts
+
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {"recent": 8, "sinks": 2}),
+    ("infinigen", {"preset": "rows", "scorer": "int4", "recent": 16, "max_missed_mass": 0.05}),
+    ("infinigen", {"tail": "int2", "recent": 16, "max_missed_mass": 0.2}),
+    ("infinigen", {"preset": "paper"}),
+    ("quest", {"budget": 0.4, "recent": 16}),
+    ("h2o", {"budget": 0.4, "recent": 16}),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "staged"),
+    [(*policy, staged) for i, policy in enumerate(POLICIES) for staged in ((False, True) if STRESS else (i % 2 == 1,))],
+)
+def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: dict[str, Any], staged: bool) -> None:
+    llm = make(policy=policy, policy_options=options, staged=staged)
+    prompts = tree(random.Random(3), 8)
+    params = [greedy(5 + 4 * i) for i in range(8)]
+    expected = alone(llm, prompts, params)
+    assert [c.token_ids for c in completed(llm.generate(prompts, params))] == expected
+    again = completed(llm.generate(prompts, params))
+    assert [c.token_ids for c in again] == expected, "everything is in the tree by now"
+    reused = sum(c.stats.reused_tokens for c in again)
+    assert reused == (0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // CHUNK * CHUNK for p in prompts))
+    llm.runner.check_integrity()
+    assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+@pytest.mark.parametrize("name", ["mistral", "gpt2", "qwen3"])
+def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
+    """Sliding windows that hide shared chunks (Mistral's is 48 tokens), learned positions, QK-norm."""
+    llm = make(name, policy=policy, host_memory="64MiB")
+    prompts = tree(random.Random(4), 5)
+    params = [greedy(12)] * 5
+    expected = alone(llm, prompts, params, name)
+    for _ in range(2):
+        assert [c.token_ids for c in completed(llm.generate(prompts, params))] == expected
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 10_000))
+def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
+    """Random trees, random times, a pool that is often too small: tokens are those of each request alone."""
+    rng = random.Random(seed)
+    prompts = tree(rng, 6)
+    params = [greedy(rng.randint(1, 80)) for _ in prompts]
+    needed = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
+    llm = make(chunks=-(-needed // CHUNK) + rng.randint(0, 6))
+    engine = Engine(llm.runner, max_num_seqs=4)
+    requests = []
+    cancelled = set()
+    waiting = list(zip(prompts, params, strict=True))
+    while waiting or not engine.idle:
+        if waiting and rng.random() < 0.3:
+            requests.append(engine.add(*waiting.pop(0)))
+        engine.step()
+        engine.check_integrity()
+        if requests and rng.random() < 0.01:
+            index = rng.randrange(len(requests))
+            cancelled.add(index)
+            engine.cancel(requests[index])
+    for i, (one, expected) in enumerate(zip(requests, alone(llm, prompts, params), strict=True)):
+        got = one.new_tokens  # type: ignore[attr-defined]
+        assert got == (expected[: len(got)] if i in cancelled else expected)
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_samples_and_beams_share_a_pool_with_others() -> None:
+    llm = make()
+    prompts = tree(random.Random(5), 4)
+    params = [
+        SamplingParams(max_tokens=20, seed=1, n=3),
+        SamplingParams(max_tokens=30, temperature=0, num_beams=3, n=2),
+        greedy(40),
+        SamplingParams(max_tokens=25, seed=2, temperature=0.7),
+    ]
+    assert [c.token_ids for c in completed(llm.generate(prompts, params))] == alone(llm, prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
+)
+def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
+    """Six requests that need three chunks each in the end, in five chunks: the youngest give way and start again. Where
+    rows are rounded, or decoded under a selection, they are decoded again rather than prefilled."""
+    roomy = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
+    memory = 5 * roomy.runner.pool.chunk_bytes
+    tight = make(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
+    prompts, params = [tiny_prompt(100, seed=i) for i in range(6)], [greedy(40)] * 6
+    engine = Engine(tight.runner, max_num_seqs=6)
+    requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+    assert engine.scheduler.preemptions > 0
+    apart = [completed(roomy.generate([prompt], p))[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
+    assert [one.completions()[0].token_ids for one in requests] == apart
+    stats = [one.completions()[0].stats for one in requests]
+    assert all((one.prompt_tokens, one.reused_tokens) == (100, 0) for one in stats), "nobody computed any of it before"
+
+
+def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
+    """A 2k prompt with 32 questions of 40 tokens: prefill tokens, KV bytes and link bytes a step, against the sums
+    without sharing. At least 90 % of the shared part must be saved; it is all of it but the first one's."""
+    llm = make(chunks=32 + 64 + 8)
+    pool, shared, batch = llm.runner.pool, 32 * CHUNK, 32
+    prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
+    done = completed(llm.generate(prompts, greedy(16)))
+    saved = sum(c.stats.reused_tokens for c in done)
+    assert saved == (batch - 1) * shared
+    assert pool.bytes_peak <= (32 + 2 * batch) * CHUNK_BYTES
+    assert pool.bytes_peak - 2 * batch * CHUNK_BYTES <= 0.1 * batch * 32 * CHUNK_BYTES
+    crossed = sum(c.stats.h2d_bytes for c in done)
+    prefill = (batch - 1) * shared * LAYERS * ROW
+    steps = [len(c.stats.attended_by_step) for c in done]
+    assert steps == [15] * batch
+    every_step_apart = sum(sum(range(shared + 40, shared + 55)) for _ in done) * LAYERS * ROW
+    assert crossed - prefill < 0.12 * every_step_apart
+
+
+def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
+    llm = make()
+    runner = llm.runner
+    first = runner.new_sequence(tiny_prompt(5 * CHUNK + 1), 6 * CHUNK)
+    runner.prefill(first, 5 * CHUNK)
+    batch = [first, *(runner.fork(first, 6 * CHUNK) for _ in range(3))]
+    before = sum(s.trace.bytes_to_device for s in batch)
+    logits = runner.decode(batch)
+    assert sum(s.trace.bytes_to_device for s in batch) - before == 5 * CHUNK * LAYERS * ROW
+    torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-9)
+    for sequence in batch:
+        runner.free(sequence)
+
+
+def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence on a prefix that others used, a batch without a common chunk, a segment that is too short: bit for
+    bit the step of a runner that knows no segments, through the same calls."""
+    llm = make()
+    runner, prompts = llm.runner, [tiny_prompt(3 * CHUNK + 9, seed=i) for i in range(3)]
+    sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
+    for sequence in sequences:
+        runner.prefill(sequence, len(sequence.tokens) - 1)
+    sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
+    monkeypatch.setattr("offload_rt.model_runner.decode.attend_runs", None)  # whoever calls it fails
+    for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * CHUNK * ROW // 4 + 1)):
+        logits = []
+        for rule in (NEVER_PAYS, pays_from):
+            runner.prefixes = SharedPrefixes(ROW, rule)
+            forks = [runner.fork(sequences[i], len(prompts[0]) + 4) for i in batch]
+            logits.append(runner.decode(forks))
+            for fork in forks:
+                runner.free(fork)
+        assert torch.equal(*logits)
+    runner.prefixes = SharedPrefixes(ROW, 3 * CHUNK * ROW // 4)
+    with pytest.raises(TypeError):
+        runner.decode([sequences[0], sequences[3]])
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
+def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
+    """Four forks that see the same tokens select the same rows: one of them pays. PerSequenceFetch, each pays."""
+    options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
+    llm = make(policy="infinigen", policy_options=options, staged=staged)
+    runner = llm.runner
+    first = runner.new_sequence(tiny_prompt(4 * CHUNK + 1), 5 * CHUNK)
+    runner.prefill(first, 4 * CHUNK)
+    batch = [first, *(runner.fork(first, 5 * CHUNK) for _ in range(3))]
+    start = [s.trace.bytes_to_device for s in batch]
+    runner.decode(batch)
+    crossed = [s.trace.bytes_to_device - before for s, before in zip(batch, start, strict=True)]
+    fetched = [sum(s.trace.fetched[-1]) for s in batch]
+    assert sorted(crossed)[:3] == [0, 0, 0] and fetched[0] > 0
+    assert max(crossed) == round(fetched[0] * (4 * CHUNK + 1)) * ROW
+    for sequence in batch:
+        runner.free(sequence)
+
+
+def test_waste_is_less_than_a_chunk_a_sequence() -> None:
+    """PagedAttention's three kinds: nothing is reserved ahead beyond the chunk in use, nothing lies between sequences
+    that nobody can use, and inside the last chunks at most 63 slots are empty."""
+    llm = make()
+    engine = Engine(llm.runner, max_num_seqs=8)
+    requests = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(200)) for i in range(8)]
+    pool = llm.runner.pool
+    while not engine.idle:
+        engine.step()
+        sequences = [s for one in requests for s in one.sequences if s.position]
+        assert all(s.blocks.capacity - s.position <= CHUNK for s in sequences)
+        held = {chunk for s in sequences for chunk in s.blocks.chunks}
+        if engine.scheduler.prefilling is None:
+            assert pool.bytes_held == len(held) * CHUNK_BYTES
+
+
+def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
+    """Somebody outside the engine holds most of the pool: the one that runs cannot go on and says so."""
+    llm = make(chunks=6)
+    held = llm.runner.pool.new_block_table(4 * CHUNK)
+    engine = Engine(llm.runner, max_num_seqs=2)
+    engine.add(tiny_prompt(100), greedy(60))
+    after = engine.add(tiny_prompt(90), greedy(5))  # has to wait, and is served when the first has failed
+    with pytest.raises(PoolFullError, match=r"1 chunks of 64 tokens .* are needed"):
+        drain(engine)
+    drain(engine)
+    assert len(after.completions()[0].token_ids) == 5
+    assert llm.runner.pool.bytes_held == 4 * CHUNK_BYTES
+    llm.runner.pool.release(held)
+    assert len(completed(llm.generate([tiny_prompt(100)], greedy(60)))[0].token_ids) == 60
+
+
+@pytest.mark.slow
+def test_many_requests_in_a_pool_too_small_for_them() -> None:
+    """500 of them in `make stress`: random lengths and sharing, cancellations, preemptions. Those that finish have the
+    tokens they have alone (every tenth is checked), and nothing leaks."""
+    rng = random.Random(7)
+    llm = make(chunks=16)
+    stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
+    prompts = [rng.choice(stems) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(REQUESTS)]
+    params = [greedy(rng.choice([1, 7, 20, 140])) for _ in prompts]
+    engine = Engine(llm.runner, max_num_seqs=24)
+    requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    cancelled, steps = set(), 0
+    while not engine.idle:
+        engine.step()
+        steps += 1
+        if rng.random() < 0.05:
+            index = rng.randrange(REQUESTS)
+            if requests[index].finish_reason is None:
+                cancelled.add(index)
+            engine.cancel(requests[index])
+        if steps % 100 == 0:
+            engine.check_integrity()
+    assert {i for i, one in enumerate(requests) if one.finish_reason == "abort"} == cancelled
+    assert engine.scheduler.preemptions > 0 and REQUESTS / 40 < len(cancelled) < REQUESTS / 2
+    checked = [i for i in range(0, REQUESTS, 10) if i not in cancelled]
+    expected = alone(llm, [prompts[i] for i in checked], [params[i] for i in checked])
+    assert [requests[i].completions()[0].token_ids for i in checked] == expected
+    assert llm.runner.pool.bytes_held == 0
+    llm.runner.check_integrity()
+
+
+@pytest.mark.parametrize(("policy", "beyond"), [("full", True), ("infinigen", False)])
+def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: bool) -> None:
+    options = {} if policy == "full" else {"recent": 8, "sinks": 2, "max_fraction": 0.1, "dense_layers": ()}
+    llm = make(policy=policy, policy_options=options)
+    prompt = tiny_prompt(2 * CHUNK + 5)
+    [first] = completed(llm.generate([prompt], greedy(2 * CHUNK)))
+    [again] = completed(llm.generate([prompt + first.token_ids], greedy(1)))
+    assert again.stats.reused_tokens == (len(prompt + first.token_ids) // CHUNK if beyond else 2) * CHUNK
+
+
+def test_another_policy_finds_what_was_prefilled() -> None:
+    """The same weights and pool: only the rest of the last chunk is computed again, and the tokens are those of a
+    runtime of its own. A plan for the device is one policy's."""
+    options = {"budget": 0.3, "recent": 8, "sinks": 2}
+    prompt = tiny_prompt(3 * CHUNK + 5)
+    first = make(policy="full")
+    first.generate([prompt], greedy(4))
+    other = first.under("quest", options)
+    [done] = completed(other.generate([prompt], greedy(24)))
+    [own] = completed(make(policy="quest", policy_options=options).generate([prompt], greedy(24)))
+    assert done.token_ids == own.token_ids and done.stats.exact_fraction == own.stats.exact_fraction < 1
+    assert (done.stats.reused_tokens, own.stats.reused_tokens) == (3 * CHUNK, 0)
+    assert other.config.policy == "quest" and first.config.policy == "full"
+    assert other.runner.adapter is first.runner.adapter
+    [back] = completed(first.generate([prompt], greedy(4)))
+    assert back.stats.reused_tokens == 3 * CHUNK
+    first.runner.check_integrity()
+    with pytest.raises(ConfigError, match="planned for one policy"):
+        make(policy="full", device_memory="1GiB").under("quest", options)
+    with pytest.raises(ConfigError, match="budgt"):
+        first.under("quest", {"budgt": 0.3})

@@ -1,0 +1,360 @@
+"""Every architecture against transformers, on tiny random models: logits of prefill and decode, greedy tokens of
+policies at full budget, ragged batches, past every window, and what is refused. `make stress PART=architectures` runs
+every policy with every architecture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import REFUSED, RUNS, VOCAB, WINDOW, architecture, build
+from support.outputs import completed
+from support.tiny_models import assert_greedy
+from torch import nn
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.core import KVPart
+from offload_rt.errors import ModelError
+from offload_rt.kernels import causal
+from offload_rt.model_runner.attention import attend, give_to_sinks
+from offload_rt.models import proof, registry
+from offload_rt.models.adapter import ModelAdapter
+from offload_rt.models.decoder import DecoderAdapter
+from offload_rt.models.exact_layer import residual_after_attention
+from offload_rt.models.proof import prove
+from offload_rt.models.registry import adapter_for, load_model, load_shape
+from offload_rt.models.rotary import Halves
+
+EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": ()}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "rows": ("infinigen", EVERYTHING | {"preset": "rows"}),
+    "int4": ("infinigen", EVERYTHING | {"preset": "rows", "scorer": "int4", "source": "residual"}),
+    "oracle": ("oracle", {"budget": 1.0, "dense_layers": ()}),
+    "h2o": ("h2o", {"budget": 1.0, "dense_layers": ()}),
+    "quest": ("quest", {"budget": 1.0, "dense_layers": ()}),
+    "tail": ("infinigen", {"budget": 1.0, "dense_layers": ()}),
+}
+"""Policies that attend to everything."""
+
+STRESS = os.environ.get("OFFLOAD_RT_CELLS") == "1"
+"""Every policy with every architecture; else each architecture with `full` and, in turn, one other."""
+
+
+def cells() -> list[tuple[str, str]]:
+    others = [policy for policy in POLICIES if policy != "full"]
+    each = [(name, (others if STRESS else [others[i % len(others)]])) for i, name in enumerate(RUNS)]
+    return [(name, policy) for name, chosen in each for policy in ["full", *chosen]]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits `[T, V]` of one sequence through the adapter's pieces."""
+    x = adapter.embed(tokens, positions)
+    for layer in range(adapter.geometry.layers):
+        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
+        x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), len(tokens)))
+    return adapter.logits(x)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    """From a position other than 0, past the windows. 2e-5 of the largest logit is float32 rounding."""
+    model = architecture(name)
+    adapter = adapter_for(model)
+    first = 0 if adapter.geometry.chunked else 5  # Llama 4 begins to count with what it is given
+    tokens, positions = torch.tensor(prompt_of(3 * WINDOW)), torch.arange(first, first + 3 * WINDOW)
+    expected = model(tokens[None], position_ids=positions[None]).logits[0]
+    actual = forward(adapter, tokens, positions)
+    assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("name", "policy"), cells())
+def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> None:
+    """Greedy tokens of three prompts in a batch: shorter and longer than the windows, and one that passes them while it
+    decodes."""
+    model = architecture(name)
+    prompts = [prompt_of(length, seed=length) for length in (3 * WINDOW, 1, WINDOW - 2)]
+    chosen, options = POLICIES[policy]
+    llm = LLM(model, policy=chosen, policy_options=options, host_memory="8MiB")
+    completions = completed(llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0)))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert len(completion.token_ids) == 8
+        assert_greedy(model, prompt, completion.token_ids)
+        assert completion.stats.exact_fraction == 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
+def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
+    """In every layer, with its own rotation or none."""
+    adapter = adapter_for(architecture(name))
+    a, positions = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
+    for layer in range(adapter.geometry.layers):
+        keys, _ = adapter.key_value(layer, a, positions)
+        later, _ = adapter.key_value(layer, a, positions + 100)
+        torch.testing.assert_close(adapter.rotate_keys(layer, keys, 100), later, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_half_precision_rounds_like_transformers(name: str) -> None:
+    """bfloat16: the first layer's keys and values are transformers' own, but for one unit in the last place."""
+    model = architecture(name, dtype=torch.bfloat16)
+    adapter = adapter_for(model)
+    tokens, positions = torch.tensor(prompt_of(WINDOW - 1)), torch.arange(WINDOW - 1)
+    cached = model(tokens[None], use_cache=True).past_key_values.layers[0]
+    _, k, v = adapter.qkv(0, adapter.attention_input(0, adapter.embed(tokens, positions)), positions)
+    group = cached.keys.shape[1] // len(k)  # Falcon caches grouped heads repeated
+    torch.testing.assert_close(k, cached.keys[0, ::group], rtol=2**-7, atol=2**-6)
+    expected = cached.values[0, ::group]
+    torch.testing.assert_close(v[..., : expected.shape[-1]], expected, rtol=0, atol=0)
+    assert not v[..., expected.shape[-1] :].any(), "zeros where keys are wider than values"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_what_cannot_run_has_a_reason(self, name: str) -> None:
+        kind, reason, _ = REFUSED[name]
+        with pytest.raises(ModelError) as refused:
+            load_model(build(kind.config, **kind.options))
+        assert refused.value.reason == reason
+
+    def test_before_the_weights_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        build("Bloom").save_pretrained(tmp_path)
+        monkeypatch.setattr(registry, "read_weights", lambda *_: pytest.fail("read"))
+        for read in (load_model, load_shape):
+            with pytest.raises(ModelError, match=r"^BloomForCausalLM is not supported: .*ALiBi") as refused:
+                read(tmp_path)
+            assert refused.value.reason == "alibi"
+
+    @pytest.mark.parametrize("name", ["Nemotron", "Olmoe", "Helium"])
+    def test_what_nobody_declared_may_run(self, name: str, tmp_path: Path) -> None:
+        build(name, head_dim=8).save_pretrained(tmp_path)
+        assert load_model(tmp_path, device="cpu").adapter.geometry.layers == 3
+
+
+class TestCapsAndSinks:
+    """Attention scores that are capped, and sinks that take a share of the softmax, against a plain softmax."""
+
+    @staticmethod
+    def plain(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, cap: float | None, sinks: Any
+    ) -> Any:
+        """q `[H, m, d]`, k, v `[H, n, d]`, seen bool `[m, n]`, sinks `[H]` or None."""
+        scores = q @ k.mT * 0.5
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1), scores), -1)
+            v = torch.cat((torch.zeros_like(v[:, :1]), v), 1)
+        return scores.softmax(-1) @ v
+
+    @pytest.mark.parametrize("window", [None, 7])
+    @pytest.mark.parametrize(("cap", "with_sinks"), [(0.8, False), (None, True), (0.8, True)])
+    def test_slices_and_parts(
+        self, cap: float | None, with_sinks: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(causal, "KEYS_AT_ONCE", 5)
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(h, n, 8, generator=generator, dtype=torch.float64) for h, n in ((4, 6), (2, 23), (2, 23))
+        )
+        sinks = torch.randn(4, generator=generator, dtype=torch.float64) if with_sinks else None
+        ago = torch.arange(17, 23)[:, None] - torch.arange(23)
+        seen = (ago >= 0) & (ago < (window or 23))
+        expected = self.plain(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), seen, cap, sinks)
+        actual = causal.attend_causal(q, k, v, 0.5, window, cap, sinks)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        first = 0 if window is None else 23 - window
+        cuts = [slice(first, 18), slice(18, 21), slice(21, 23)]
+        parts = [KVPart(k[:, cut], v[:, cut]) for cut in cuts]
+        newest = give_to_sinks(*attend(q[:, -1], parts, 0.5, cap), sinks)
+        torch.testing.assert_close(newest, expected[:, -1], rtol=0, atol=1e-12)
+        if cap is not None:  # rows that lie behind their counts are not meant
+            behind = torch.full((2, 3, 8), 9.0, dtype=torch.float64)
+            padded = KVPart(*(torch.cat((x[:, cuts[0]], behind), 1) for x in (k, v)), torch.full((2,), 18 - first))
+            again = give_to_sinks(*attend(q[:, -1], [padded, *parts[1:]], 0.5, cap), sinks)
+            torch.testing.assert_close(again, expected[:, -1], rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+    def test_prompts_that_begin_alike(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Their shared rows are one product, with the sinks' share taken once; capped scores are not shared."""
+        monkeypatch.setattr("offload_rt.engine.runner.PAYS_FROM_BYTES", 1)
+        model = architecture(name)
+        stem = prompt_of(70)
+        prompts = [stem + prompt_of(3, seed=i) for i in (1, 2, 3)]
+        llm = LLM(model, policy="full", host_memory="8MiB")
+        for _ in range(2):
+            completions = completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))
+            for prompt, completion in zip(prompts, completions, strict=True):
+                assert_greedy(model, prompt, completion.token_ids)
+
+    @pytest.mark.gpu
+    @pytest.mark.simulated
+    @pytest.mark.parametrize(
+        ("name", "tail"),
+        [("gpt_oss", "off"), *([("gemma2", "off"), ("gpt_oss", "int4"), ("llama4", "off")] if STRESS else [])],
+    )
+    def test_a_device_gives_the_tokens_of_a_cpu(self, name: str, tail: str) -> None:
+        """Batched selection with sinks, selection of each sequence with a cap and with a tail."""
+        options = {"preset": "rows", "tail": tail, "scorer": "auto", "dense_layers": ()} if tail == "off" else {}
+        found = []
+        for device in ("cpu", "cuda"):
+            model = architecture(name)
+            for layer in model.model.layers if name in ("gpt_oss", "llama4") else ():
+                setattr(layer, "mlp" if name == "gpt_oss" else "feed_forward", nn.Identity())  # experts are too much
+            llm = LLM(model.to(device), policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
+            params = SamplingParams(max_tokens=3, temperature=0)
+            found.append([c.token_ids for c in completed(llm.generate([prompt_of(46), prompt_of(40, seed=1)], params))])
+        assert found[0] == found[1]
+
+    def test_a_tail_is_under_the_cap_too(self) -> None:
+        """4-bit rows move the logits of a model with a low cap by a few percent, a tail without the cap by much
+        more."""
+        model = architecture("gemma2", attn_logit_softcapping=0.5)
+        prompt, token = prompt_of(120), [prompt_of(1, seed=5)]
+        scores = []
+        for policy, options in (("full", {}), ("infinigen", {"max_fraction": 0.05, "recent": 4})):
+            llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB")
+            scores.append(llm.score([prompt], token, decode_from=100)[0].logprobs[0])
+        assert scores[1] == pytest.approx(scores[0], abs=0.02)
+
+    def test_a_tail_and_sinks_share_one_softmax(self) -> None:
+        """What the tail estimates weighs against the sinks too: 4-bit rows move the logits of a model with strong sinks
+        by a few percent, a softmax that left the sinks out of the tail's share by much more."""
+        model = architecture("gpt_oss")
+        for layer in model.model.layers:
+            layer.self_attn.sinks.fill_(3.0)
+        prompt, token = prompt_of(120), [prompt_of(1, seed=5)]
+        scores = []
+        for policy, options in (("full", {}), ("infinigen", {"max_fraction": 0.05, "recent": 4})):
+            llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB")
+            scores.append(llm.score([prompt], token, decode_from=100)[0].logprobs[0])
+        assert scores[1] == pytest.approx(scores[0], abs=0.1)
+
+
+def rewire(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapter:
+    """The model's adapter with a fault."""
+    adapter = adapter_for(model)
+    assert isinstance(adapter, DecoderAdapter)
+    change(adapter)
+    return adapter
+
+
+def geometry_with(adapter: DecoderAdapter, **changes: Any) -> None:
+    adapter._geometry = replace(adapter.geometry, **changes)
+
+
+def swap_norms(adapter: DecoderAdapter) -> None:
+    layer = adapter._layers[1]
+    layer._before_attention, layer._before_mlp = layer._before_mlp, layer._before_attention
+
+
+def unnormed(rows: torch.Tensor) -> torch.Tensor:
+    return rows.transpose(0, 1)
+
+
+FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
+    "the rotation of the other kind of layer": (
+        "gemma3",
+        lambda a: setattr(a._rotary, "_kinds", tuple(reversed(RUNS["gemma3"].options["layer_types"][:2])) * 2),
+        "layer 0",
+    ),
+    "positions in a layer that has none": ("smollm3", lambda a: setattr(a._rotary, "_kinds", ("",) * 3), "layer 1"),
+    "neighbours rotated as halves": ("glm4", lambda a: setattr(a._rotary, "_order", Halves), "layer 0"),
+    "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_multiplier", 1.0), "layer 2"),
+    "no embedding multiplier": ("granite", lambda a: setattr(a, "_multiplier", 1.0), "the embedding"),
+    "another scale of scores": ("granite", lambda a: geometry_with(a, scales=(8**-0.5,) * 3), "layer 0"),
+    "no cap of logits": ("gemma3", lambda a: setattr(a, "_logit_cap", None), "the head"),
+    "no scale of logits": ("cohere", lambda a: setattr(a, "_logit_factor", 1.0), "the head"),
+    "no cap of scores": ("gemma2", lambda a: geometry_with(a, softcap=None), "softcap=1.5 in layer 0"),
+    "norms swapped": ("llama3", swap_norms, "layer 1"),
+    "no norm behind the attention": (
+        "olmo2",
+        lambda a: setattr(a._layers[1], "_after_attention", nn.Identity()),
+        "layer 1",
+    ),
+    "no norm of queries": ("qwen3", lambda a: setattr(a._projections[0], "_query_norm", unnormed), "layer 0"),
+    "queries that do not grow": ("ministral3", lambda a: setattr(a, "_growth", [None] * 3), "layer 0"),
+    "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
+    "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
+    "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),
+    "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
+}  # fmt: skip
+"""Model, what goes wrong in its adapter, and what the refusal names."""
+
+
+class TestProof:
+    @pytest.mark.parametrize("name", RUNS)
+    def test_every_architecture_proves_itself(self, name: str) -> None:
+        model = architecture(name)
+        prove(model, adapter_for(model))
+        assert model.config._attn_implementation == "eager"
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_large_keys_are_no_fault(self, dtype: torch.dtype) -> None:
+        """Biases of keys that make scores of some hundreds, as Qwen2's first layer has them: rounded to half precision,
+        as eager attention rounds them, these are off by more than one."""
+        model = architecture("qwen2", dtype=dtype)
+        attention = model.model.layers[0].self_attn
+        attention.k_proj.bias[::5] = 150
+        attention.q_proj.bias[::5] = 8
+        prove(model, adapter_for(model))
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_fault_is_caught(self, fault: str, dtype: torch.dtype) -> None:
+        name, change, named = FAULTS[fault]
+        model = architecture(name, dtype=dtype)
+        with pytest.raises(ModelError, match=named) as refused:
+            prove(model, rewire(model, change))
+        assert refused.value.reason == ("attention_argument" if " in layer" in named else "proof")
+
+    def test_a_fault_of_the_numbers_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What attention is given says enough for caps, windows and sinks; the numbers say it too."""
+        monkeypatch.setattr(proof._Proof, "_compare_arguments", lambda *_: None)
+        for fault in ("no cap of scores", "no window", "a window too short", "no sinks"):
+            name, change, _ = FAULTS[fault]
+            model = architecture(name)
+            with pytest.raises(ModelError, match="layer 0"):
+                prove(model, rewire(model, change))
+
+    def test_a_class_that_nobody_declared(self) -> None:
+        """One that computes what its modules say runs, one that does more is refused."""
+        model = architecture("llama3")
+        model.__class__ = type("Mine", (type(model),), {})
+        assert load_model(model).name == "Mine"
+        with pytest.raises(ModelError, match="Mine is not supported") as refused:
+            load_model(model, verify="off")
+        assert refused.value.reason == "proof"
+
+        def forward(self: Any, *args: Any, **named: Any) -> Any:
+            out = super(type(model), self).forward(*args, **named)
+            out.logits = out.logits / 4
+            return out
+
+        model.__class__ = type("Quartered", (type(model),), {"forward": forward})
+        model.lm_head.weight[0] += 1  # another fingerprint
+        with pytest.raises(ModelError, match=r"Quartered .* the head") as refused:
+            load_model(model)
+        assert refused.value.reason == "proof"
+
+    def test_it_is_done_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        done: list[str] = []
+        monkeypatch.setattr(proof, "prove", lambda *_: done.append("auto"))
+        monkeypatch.setattr(registry, "prove", lambda *_: done.append("always"))
+        model = architecture("qwen3", vocab_size=43)
+        for verify in ("auto", "auto", "always", "off", "auto"):
+            load_model(model, verify=verify)  # type: ignore[arg-type]
+        assert done == ["auto", "always"]
+        model.config.some_option_of_tomorrow = 2.0  # which a fingerprint does not know
+        load_model(model)
+        assert done == ["auto", "always", "auto"]

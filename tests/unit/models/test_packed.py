@@ -1,0 +1,279 @@
+"""Weights that stay packed: their modules compute, the rest knows how many bytes they take. bitsandbytes' nf4 and int8
+weights of torchao run on a CPU; of formats that need a device only the refusal is seen here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_models import assert_greedy, edit_config, tiny_checkpoint, tiny_prompt
+from transformers import AutoModelForCausalLM
+
+from offload_rt import LLM, EngineConfig, MemoryLimitError, ModelError, SamplingParams
+from offload_rt.cli import main
+from offload_rt.models.checkpoint import build_skeleton, read_config
+from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.location import locate
+from offload_rt.models.packed import held_bytes, keep_layout, moves_packed, places_of, tensors_of
+from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.weights import layer_bytes
+from offload_rt.planning.device_plan import plan_for
+
+WINDOW = {"sinks": 2, "recent": 8}
+PROMPT = tiny_prompt(150)
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+def nf4(folder: Path) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed, dtype=torch.float32)
+
+
+def int8(folder: Path) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    packed = TorchAoConfig(Int8WeightOnlyConfig())
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed, dtype=torch.float32)
+
+
+WAYS: dict[str, tuple[Callable[[Path], Any], float]] = {"bitsandbytes": (nf4, 0.6), "torchao": (int8, 1.1)}
+"""How a checkpoint is packed, and the most bytes that a weight of a layer's matrices then takes, scales included."""
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a small Llama in this format."""
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    plain = tiny_checkpoint(tmp_path_factory.mktemp("plain"), "llama", intermediate_size=128)
+    folder = tmp_path_factory.mktemp("packed") / str(request.param)
+    WAYS[request.param][0](plain).save_pretrained(folder)
+    return folder
+
+
+def ours(packed: Path, policy: str, **options: Any) -> list[int]:
+    llm = LLM(packed, policy=policy, policy_options=options, host_memory="16MiB", verify="always", dtype="float32")
+    return [event.token_id for event in llm.stream(PROMPT, GREEDY)]
+
+
+def test_tokens_are_those_of_transformers(packed: Path) -> None:
+    """Of its own modules in float32, through their prefill and their products with single tokens."""
+    model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    given = torch.tensor([PROMPT])
+    made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
+    assert ours(packed, "full") == made[0, len(PROMPT) :].tolist()
+
+
+def test_a_selection_of_everything_is_all(packed: Path) -> None:
+    assert ours(packed, "infinigen", budget=1.0, tail="off", **WINDOW) == ours(packed, "full")
+
+
+def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
+    """A plan made from the file's header, before weights are read, knows what they will take, but for what a format
+    keeps beside them."""
+    shape, loaded = load_shape(packed, dtype="float32"), load_model(packed, dtype="float32")
+    assert shape.weight_bytes == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert shape.packing == packed.name
+    assert shape.sizes.widest == 128
+    matrices = [
+        w for layer in loaded.layers for m in layer.modules() for w in m.parameters(recurse=False) if w.dim() == 2
+    ]
+    numbers = sum(
+        m.in_features * m.out_features for layer in loaded.layers for m in layer.modules() if hasattr(m, "in_features")
+    )
+    assert sum(map(held_bytes, matrices)) <= WAYS[packed.name][1] * numbers
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=128)
+    least = shape.weight_bytes + plan_for(config, shape).costs.total([128])
+    assert not plan_for(replace(config, device_memory=least), shape).streamed
+    if packed.name == "bitsandbytes":
+        assert plan_for(replace(config, device_memory=least - 1), shape).streamed
+        return
+    with pytest.raises(MemoryLimitError, match=r"packed ones \(.*\) are not brought over layer by layer"):
+        LLM(packed, config, device_memory=least - 1, dtype="float32")
+
+
+def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path: Path, capsys: Any) -> None:
+    """As `info` says it, from `config.json` and the header of a file as bitsandbytes writes it, here with no weights
+    behind it."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "dtype": "bfloat16"}
+    packing = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **heads, **sizes, **packing}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header: dict[str, Any] = {}
+
+    def enter(name: str, dtype: str, shape: list[int], size: int) -> None:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
+
+    place = locate(tmp_path)
+    for name, weight in build_skeleton(place, read_config(place, ()), torch.bfloat16).named_parameters():
+        numbers = weight.numel()
+        if ".layers." in name and weight.dim() == 2:
+            enter(name, "U8", [numbers // 2, 1], numbers // 2)
+            enter(f"{name}.absmax", "F32", [numbers // 64], numbers // 16)
+            enter(f"{name}.quant_map", "F32", [16], 64)
+        else:
+            enter(name, "BF16", list(weight.shape), 2 * numbers)
+    written = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(written).to_bytes(8, "little") + written)
+    flags = ["--context", "131072", "--dtype", "bfloat16", "--host-memory", "20GiB"]
+    assert main(["info", str(tmp_path), *flags, "--device-memory", "24GiB"]) == 0
+    said = capsys.readouterr().out
+    for row in (
+        "weights +│ 5.61 GiB",
+        "scoring keys +│ 4.13 GiB",
+        "largest sum +│ 11.8 GiB",
+        "streamed layers +│ none",
+    ):
+        assert re.search(row, said)
+
+
+def test_packed_layers_stream(tmp_path: Path) -> None:
+    """Their packed bytes and scales cross the link, about an eighth of float32's, and the modules compute the same with
+    them: on both sides the weights lie as on a device."""
+    pytest.importorskip("bitsandbytes")
+    plain = tiny_checkpoint(tmp_path / "plain", "llama", intermediate_size=128, num_hidden_layers=8)
+    packed = tmp_path / "packed"
+    nf4(Path(plain)).save_pretrained(packed)
+    model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    keep_layout(model)
+    shape = load_shape(packed, dtype="float32")
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=192, host_memory="16MiB", dtype="float32")
+    limit = shape.sizes.fixed + 4 * max(shape.sizes.layers) + plan_for(config, shape).costs.total([192])
+    for verify in ("always", "off"):
+        llm = LLM(packed, config, device_memory=limit, verify=verify)
+        runner, stream = llm.runner, llm.runner.weights and llm.runner.weights.stream
+        assert stream is not None and len(stream.layers) == 6 and runner.plan is not None
+        sequence = runner.new_sequence([*PROMPT, 5, 6], 192)
+        logits = [runner.prefill(sequence, len(PROMPT), want_logits=True)]
+        crossed = stream.bytes
+        logits += [runner.decode([sequence])[0] for _ in range(2)]
+        runner.check_integrity()
+        runner.free(sequence)
+        expected = model(torch.tensor([[*PROMPT, 5, 6]])).logits[0, -3:]
+        torch.testing.assert_close(torch.stack(logits), expected, rtol=1e-4, atol=1e-4)
+        layers = [runner.model.layers[layer] for layer in stream.layers]
+        assert stream.bytes - crossed == 2 * sum(map(layer_bytes, layers)) <= 2 * runner.plan.streamed_bytes
+        numbers = sum(m.in_features * m.out_features for layer in layers for m in layer.modules() if is_linear(m))
+        assert sum(map(layer_bytes, layers)) < 0.7 * numbers
+        scales = [place.tensor for weight in layers[0].parameters() for place in places_of(weight)]
+        assert sum(scale.nbytes for scale in scales) > sum(weight.nbytes for weight in layers[0].parameters())
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear)
+
+
+def test_what_is_packed_in_another_way_does_not_stream() -> None:
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    for packing, moves in ((four, True), (four | {"load_in_4bit": False}, False), ({"quant_method": "torchao"}, False)):
+        assert moves_packed(SimpleNamespace(quantization_config=packing)) == moves
+
+
+def test_what_is_not_packed_is_in_the_dtype_that_was_asked_for(packed: Path) -> None:
+    """Not in that of the file, as transformers leaves it: a plan counts on it."""
+    shape, model = load_shape(packed, dtype="bfloat16"), load_model(packed, dtype="bfloat16", verify="always")
+    assert model.adapter.dtype == shape.dtype == torch.bfloat16
+    assert shape.weight_bytes == pytest.approx(model.weight_bytes, rel=0.04)
+
+
+def test_other_weights_have_another_fingerprint(packed: Path) -> None:
+    model = load_model(packed, dtype="float32")
+    again = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    assert fingerprint(again) == model.fingerprint
+    weight = again.model.layers[2].mlp.up_proj.weight
+    next(tensors_of(weight)).view(-1)[:40] += 1
+    assert fingerprint(again) != model.fingerprint
+
+
+def test_a_missing_part_is_one_error(packed: Path, tmp_path: Path) -> None:
+    for file in packed.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = next(name for name in weights if "layers.1.mlp.up_proj" in name)
+    save_file({n: w for n, w in weights.items() if n != lost}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"cannot load the weights of|lacks .*up_proj"):
+        load_model(tmp_path)
+
+
+def test_what_must_have_numbers_refuses(tmp_path: Path) -> None:
+    from offload_rt.models.gpt2 import GPT2Adapter
+
+    pytest.importorskip("bitsandbytes")
+    model = nf4(tiny_checkpoint(tmp_path, "gpt2", n_inner=128))
+    with pytest.raises(ModelError, match=r"packed \(bitsandbytes\), and GPT-2's"):
+        GPT2Adapter(model)
+
+
+def test_a_format_that_becomes_numbers_is_no_packing(tmp_path: Path) -> None:
+    """transformers has no kernel for mxfp4 on a CPU: its layers may be brought over one by one."""
+    folder = Path(tiny_checkpoint(tmp_path, "llama"))
+    plain = load_shape(folder, device="cpu")
+    edit_config(folder, quantization_config={"quant_method": "mxfp4"})
+    assert load_shape(folder, device="cpu") == plain
+
+
+def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
+    """Packed when they are loaded, in the layout that torchao has for CPUs, which no file holds yet."""
+    inference_workflow = pytest.importorskip("torchao.prototype.quantization.int4.inference_workflow")
+    from transformers import TorchAoConfig
+
+    plain = tiny_checkpoint(tmp_path, "llama", intermediate_size=128)
+    four = TorchAoConfig(inference_workflow.PrototypeInt4WeightOnlyConfig(group_size=32))
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, quantization_config=four, dtype=torch.float32)
+    numbers = sum(m.in_features * m.out_features for m in model.model.layers.modules() if is_linear(m))
+    assert sum(held_bytes(w) for w in model.model.layers.parameters()) < 0.8 * numbers
+    for policy, options in (("full", {}), ("infinigen", {"budget": 1.0, "tail": "off", **WINDOW})):
+        llm = LLM(model, policy=policy, policy_options=options, host_memory="16MiB", verify="always")
+        assert_greedy(model, PROMPT, [event.token_id for event in llm.stream(PROMPT, GREEDY)])
+
+
+def test_what_cannot_be_unpacked_here_says_who_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers keeps the cause of a failed conversion to a report of its own. It is told to unpack in host memory,
+    or it would take a device that is there."""
+    folder = Path(tiny_checkpoint(tmp_path, "llama"))
+    edit_config(folder, quantization_config={"quant_method": "torchao"})
+
+    def fail(*given: Any, **named: Any) -> None:
+        assert named["device_map"] == {"": "cpu"}
+        raise RuntimeError("look at the `CONVERSION` entries of the above report!")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(
+        ModelError, match=r"\(torchao has packed them; from_pretrained itself says which kernel or package"
+    ):
+        load_model(folder, verify="off")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_format_whose_library_is_missing_says_what_to_install(method: str, tmp_path: Path) -> None:
+    folder = Path(tiny_checkpoint(tmp_path, "llama"))
+    edit_config(folder, quantization_config={"quant_method": method, "bits": 4, "group_size": 64})
+    with pytest.raises(ModelError, match=r"(?i)install|requires"):
+        load_model(folder)
+
+
+def test_a_damaged_header_is_one_error(tmp_path: Path) -> None:
+    folder = Path(tiny_checkpoint(tmp_path, "llama"))
+    edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    for damage in (
+        b"\xff" * 64,
+        b"",
+        (2).to_bytes(8, "little") + b"[]",
+        (9).to_bytes(8, "little") + json.dumps({"a": 1}).encode(),
+    ):
+        (folder / "model.safetensors").write_bytes(damage)
+        with pytest.raises(ModelError, match="cannot read what the weights"):
+            load_shape(folder)

@@ -1,0 +1,101 @@
+"""Rotary frequencies that follow the length of the text are held at those of the longest: a runtime for long texts
+gives what transformers gives for a long one, a runtime for short texts what it gives for a short one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import LONGROPE, VOCAB, build
+from support.tiny_models import tiny_prompt
+from transformers import AutoModelForCausalLM
+
+from offload_rt import LLM, ModelError, SamplingParams
+from offload_rt.models import registry
+from offload_rt.models.registry import load_model, load_shape
+
+TRAINED = 64
+LONG = LONGROPE | {"short_factor": [1.0, 1.3, 1.1, 1.6], "long_factor": [2.0, 3.0, 5.0, 4.0]}
+KINDS: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "sliding_window": None,
+        "rope_parameters": LONG | {"original_max_position_embeddings": TRAINED},
+        "original_max_position_embeddings": TRAINED,
+        "max_position_embeddings": 512,
+    },
+    "dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        "max_position_embeddings": TRAINED,
+    },
+}
+SHORT = 30
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Phi-3, or Llama, with frequencies of this kind."""
+    folder = tmp_path_factory.mktemp("checkpoint") / str(request.param)
+    model = build("Phi3" if request.param == "longrope" else "Llama", torch.float64, **KINDS[request.param])
+    model.save_pretrained(folder)
+    return folder
+
+
+def ours(checkpoint: Path, prompt: list[int], reach: int | None) -> list[int]:
+    config: dict[str, Any] = {"max_model_len": reach, "host_memory": "4MiB", "dtype": "float64", "verify": "always"}
+    with LLM(checkpoint, policy="full", **config) as llm:
+        return llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].token_ids
+
+
+def theirs(checkpoint: Path, prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    given = torch.tensor([prompt])
+    made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
+    return [int(token) for token in made[0, len(prompt) :]]
+
+
+def prompt_of(tokens: int) -> list[int]:
+    return [token % VOCAB for token in tiny_prompt(tokens)]
+
+
+def test_short_texts(checkpoint: Path) -> None:
+    prompt = prompt_of(SHORT)
+    expected = theirs(checkpoint, prompt)
+    assert ours(checkpoint, prompt, TRAINED) == expected
+    if checkpoint.name == "longrope":
+        assert ours(checkpoint, prompt, None) != expected, "the long frequencies are others"
+
+
+def test_a_class_that_nobody_declared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at before its weights are read, and that changes nothing of what is read."""
+    for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
+        monkeypatch.delitem(registry._adapters, architecture)
+    prompt = prompt_of(SHORT)
+    assert ours(checkpoint, prompt, TRAINED) == theirs(checkpoint, prompt)
+
+
+def test_long_texts(checkpoint: Path) -> None:
+    if checkpoint.name == "dynamic":
+        with pytest.raises(ModelError, match=f"max_model_len={2 * TRAINED} must be at most {TRAINED}") as refused:
+            load_model(checkpoint, reach=2 * TRAINED)
+        assert refused.value.reason == "rope_length"
+        return
+    prompt = prompt_of(2 * TRAINED)
+    assert ours(checkpoint, prompt, None) == theirs(checkpoint, prompt)
+
+
+def test_a_reach_has_positions_and_a_fingerprint_of_its_own(checkpoint: Path) -> None:
+    """What one has stored must not be taken for the other's."""
+    short, whole = (load_model(checkpoint, reach=reach) for reach in (TRAINED, None))
+    same = checkpoint.name == "dynamic"
+    assert (
+        short.adapter.geometry.max_positions == TRAINED == load_shape(checkpoint, reach=TRAINED).geometry.max_positions
+    )
+    assert (short.fingerprint == whole.fingerprint) is same
+    assert load_shape(checkpoint).geometry == whole.adapter.geometry
+
+
+def test_a_loaded_model_is_left_alone(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="give the model's folder or hub id"):
+        load_model(AutoModelForCausalLM.from_pretrained(checkpoint))

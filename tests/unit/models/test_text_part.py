@@ -1,0 +1,149 @@
+"""The text part of multimodal checkpoints, as transformers saves them: its tokens, which weights are read, and what
+knows of them. That loaded multimodal models run is in `test_architectures.py`, with all architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import RUNS, VOCAB, WINDOW, architecture, build
+from support.outputs import completed
+from support.tiny_models import assert_greedy, edit_config
+from transformers import AutoModelForImageTextToText
+
+from offload_rt import LLM, EngineConfig, ModelError, SamplingParams
+from offload_rt.models import checkpoint, registry
+from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.registry import load_model, load_shape
+from offload_rt.models.text_part import other_parts
+from offload_rt.models.weights import layer_bytes
+from offload_rt.planning.device_plan import plan_for
+
+WHOLES = [name for name, kind in RUNS.items() if "text_config" in kind.options]
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+PROMPT = torch.randint(1, VOCAB, (3 * WINDOW,), generator=torch.Generator().manual_seed(0)).tolist()
+NOTICE = r"ignore:.*pictures and sound are not read"
+pytestmark = pytest.mark.filterwarnings(NOTICE)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A whole model by its name, and the folder that it is saved in."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def give(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name), architecture(name)
+            made[name][1].save_pretrained(made[name][0])
+        return made[name]
+
+    return give
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_a_folder_gives_the_text_part(name: str, saved: Any) -> None:
+    """Tokens are the whole model's. No weight of another part is held; who knows the whole model knows this one."""
+    folder, whole = saved(name)
+    with pytest.warns(UserWarning, match=r"its text part runs; pictures and sound are not read") as told:
+        llm = LLM(folder, policy="full", host_memory="4MiB", verify="always", dtype="float32", device="cpu")
+    assert len(told) == 1, "nothing else: other parts' weights are no surprise"
+    assert_greedy(whole, PROMPT, completed(llm.generate([PROMPT], GREEDY))[0].token_ids)
+    loaded, shape = load_model(folder, dtype="float32", verify="off"), load_shape(folder, dtype="float32")
+    others = sum(w.nbytes for part in other_parts(whole) for w in whole.get_submodule(part).parameters())
+    assert others > 0
+    assert loaded.weight_bytes == shape.weight_bytes
+    held = sum(w.nbytes for w in whole.parameters())
+    buffers = sum(buffer.nbytes for buffer in whole.get_decoder().buffers())
+    assert loaded.weight_bytes == held - others + buffers
+    assert shape.geometry == loaded.adapter.geometry == load_model(whole).adapter.geometry
+    assert loaded.fingerprint == fingerprint(whole)
+    next(whole.get_submodule(other_parts(whole)[0]).parameters()).view(-1)[0] += 1
+    assert loaded.fingerprint == fingerprint(whole), "pictures change nothing of what is stored of texts"
+
+
+def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned for is what is loaded, though the model has been looked at without weights before."""
+    monkeypatch.setattr(checkpoint, "multiplies_bfloat16", lambda: True)
+    architecture("gemma3_multimodal", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded, shape = load_model(tmp_path, device="cpu"), load_shape(tmp_path, device="cpu")
+    assert loaded.adapter.dtype == shape.dtype == torch.bfloat16 and loaded.weight_bytes == shape.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["gemma3_multimodal", "qwen2_vl"])
+def test_its_layers_stream(name: str, saved: Any) -> None:
+    folder, whole = saved(name)
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB", dtype="float32")
+    shape = load_shape(folder, dtype="float32")
+    limit = shape.weight_bytes + plan_for(config, shape).costs.total([64]) - 1
+    llm = LLM(folder, config, device_memory=limit)
+    weights = llm.runner.weights
+    assert weights is not None and weights.stream is not None and len(weights.stream.layers)
+    assert_greedy(whole, PROMPT, completed(llm.generate([PROMPT], GREEDY))[0].token_ids)
+    assert weights.stream.bytes > 0
+
+
+def test_a_session_goes_on_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
+    """What a folder's text part has stored is the loaded model's, too."""
+    folder, whole = saved("mistral3")
+    first = LLM(folder, policy="full", host_memory="4MiB", dtype="float32").session("s", tmp_path)
+    list(first.send(PROMPT * 3, GREEDY))
+    first.close()
+    again = LLM(whole, policy="full", host_memory="4MiB").session("s", tmp_path)
+    before = [*again.tokens, *PROMPT]
+    assert_greedy(whole, before, [event.token_id for event in again.send(PROMPT, GREEDY)])
+    assert again.loaded_tokens > 3 * len(PROMPT)
+    again.close()
+
+
+def test_packed_text_parts_run(tmp_path: Path) -> None:
+    """bitsandbytes leaves what sees as it is; plans count the text part's packed bytes, not the layers of a tower."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    wide = RUNS["llava"].options["text_config"] | {"hidden_size": 64, "intermediate_size": 128}
+    build("Llava", **(RUNS["llava"].options | {"text_config": wide})).save_pretrained(tmp_path / "plain")
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    whole: Any = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "plain", quantization_config=packed, dtype=torch.float32
+    )
+    whole.save_pretrained(tmp_path / "packed")
+    llm = LLM(tmp_path / "packed", policy="full", host_memory="4MiB", verify="always", dtype="float32")
+    assert_greedy(whole, PROMPT, completed(llm.generate([PROMPT], GREEDY))[0].token_ids)
+    shape, loaded = load_shape(tmp_path / "packed", dtype="bfloat16"), load_model(tmp_path / "packed", dtype="bfloat16")
+    assert shape.packing == "bitsandbytes"
+    assert shape.sizes.fixed == loaded.weight_bytes - sum(map(layer_bytes, loaded.layers))
+    assert len(set(shape.sizes.layers)) == 1, "a tower's layer 0 is none of the text's"
+
+
+class TestRefusals:
+    """Before weights are read."""
+
+    def test_a_text_part_that_cannot_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = RUNS["llava"].options["text_config"] | {"model_type": "falcon", "alibi": True}
+        build("Llava", **(RUNS["llava"].options | {"text_config": text})).save_pretrained(tmp_path)
+        monkeypatch.setattr(registry, "read_weights", lambda *_: pytest.fail("read"))
+        for read in (load_model, load_shape):
+            with pytest.raises(ModelError, match="ALiBi") as refused:
+                read(tmp_path)
+            assert refused.value.reason == "alibi"
+
+    def test_a_class_that_asks_its_other_parts_for_text_too(self, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def forward(self: Any, input_ids: torch.Tensor, **named: Any) -> None:
+            raise AttributeError(self.model.vision_tower.device)
+
+        folder, model = saved("llava")
+        monkeypatch.setattr(type(model), "forward", forward)
+        with pytest.raises(ModelError, match=r"Llava.* does not run on text alone"):
+            load_model(folder, verify="always")
+
+    def test_a_class_that_transformers_does_not_have(self, saved: Any, tmp_path: Path) -> None:
+        saved("llava")[1].config.save_pretrained(tmp_path)
+        edit_config(tmp_path, architectures=["StrangeForConditionalGeneration"])
+        with pytest.raises(
+            ModelError, match="takes more than text, and this version of transformers has no"
+        ) as refused:
+            load_model(tmp_path)
+        assert refused.value.reason == "multimodal"

@@ -1,0 +1,91 @@
+"""Policy "auto": everything is attended to while that is cheaper, and selection begins with all that it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.device_link import staged
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.policies.auto import dense_until
+from offload_rt.policies.infinigen.key_lists import Rule
+from offload_rt.policies.infinigen.policy import InfiniGen
+from offload_rt.policies.options import AutoOptions
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "tail": "int4", "source": "residual"}
+FRACTION: dict[str, Any] = SMALL | {"budget": None, "max_fraction": 0.1}
+MODEL = tiny_model("llama")
+
+
+def runtime(policy: str, **options: Any) -> LLM:
+    return LLM(MODEL, policy=policy, policy_options=options, host_memory="16MiB")
+
+
+def texts(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    found = completed(llm.generate(prompts, GREEDY))
+    llm.runner.check_integrity()
+    return found
+
+
+def test_it_is_full_before_and_infinigen_after() -> None:
+    """The same tokens as either, with nothing asked of the policy while everything is attended to."""
+    prompt, calls = tiny_prompt(120), []
+    llm = runtime("auto", dense_until=1000, **SMALL)
+    llm.runner.policy.correct_guess = lambda layer, x: calls.append(layer) or x  # type: ignore[method-assign]
+    [whole], [full] = texts(llm, [prompt]), texts(runtime("full"), [prompt])
+    assert whole.token_ids == full.token_ids and whole.stats.exact_fraction == 1 and not calls
+    [after], [infinigen] = (
+        texts(runtime("auto", dense_until=0, **SMALL), [prompt]),
+        texts(runtime("infinigen", **SMALL), [prompt]),
+    )
+    assert after.token_ids == infinigen.token_ids and after.stats.attended_by_step == infinigen.stats.attended_by_step
+
+
+def test_selection_begins_within_a_text_and_beside_others() -> None:
+    """A text that outgrows the limit selects from then on, as from rows and keys of a prompt that long; what is decoded
+    beside it changes nothing."""
+    prompts, options = (
+        [tiny_prompt(120), tiny_prompt(300, seed=1), tiny_prompt(60, seed=2)],
+        SMALL | {"dense_until": 130},
+    )
+    together = texts(runtime("auto", **options), prompts)
+    alone = [texts(runtime("auto", **options), [prompt])[0] for prompt in prompts]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    shares = [sum(step) / len(step) for step in alone[0].stats.attended_by_step]
+    assert shares[:10] == [1.0] * 10 and max(shares[10:]) < 1
+    assert (
+        min(shares) < 1
+        and max(sum(step) for step in together[1].stats.attended_by_step) < MODEL.config.num_hidden_layers
+    )
+    assert together[2].stats.exact_fraction == 1
+    start = [*prompts[0], *alone[0].token_ids[:10]]
+    fresh = texts(runtime("auto", **options), [start])[0]
+    assert fresh.token_ids[:14] == alone[0].token_ids[10:]
+
+
+def test_what_is_short_attends_to_everything_beside_what_selects_together() -> None:
+    """On a device, where the sequences of a batch select together: a short one there is asked for nothing either."""
+    prompts, llm = [tiny_prompt(60), tiny_prompt(300, seed=1)], staged(runtime("auto", dense_until=130, **FRACTION))
+    policy = llm.runner.policy
+    assert isinstance(policy, InfiniGen)
+    policy.rule = Rule(policy.alpha, policy.options.max_fraction)
+    short, long = texts(llm, prompts)
+    assert short.stats.exact_fraction == 1 and long.stats.exact_fraction < 1
+    [alone] = texts(llm, prompts[1:])
+    assert long.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 0)])
+def test_the_limit_is_one_of_shapes(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 tokens of a layer of the tiny model's rows; a device's rows cross a link each."""
+    from offload_rt.policies import auto
+
+    geometry = runtime("full").runner.adapter.geometry
+    monkeypatch.setattr(auto, "WORTH_SELECTING", 64 * geometry.kv_bytes(1, torch.float32) // geometry.layers)
+    assert dense_until(AutoOptions(), geometry, torch.device(device), torch.float32) == expected
+    assert dense_until(AutoOptions(dense_until=7), geometry, torch.device(device), torch.float32) == 7

@@ -1,0 +1,113 @@
+"""Corrected guesses: the fit is least squares over what transformers computes, and the policy applies it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.select_models import CPU, artifact, geometry
+from support.tiny_models import NAMES, tiny_model, tiny_prompt
+
+from offload_rt.core import ModelGeometry
+from offload_rt.models.registry import adapter_for
+from offload_rt.policies.infinigen.policy import InfiniGen
+from offload_rt.policies.options import InfiniGenOptions
+from offload_rt.skewing import calibrate as calibrate_module
+from offload_rt.skewing.artifact import SkewArtifact
+from offload_rt.skewing.calibrate import measure
+from offload_rt.skewing.guess import SOURCES, Correction, GuessSums
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The modules that are layers, in order."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    return list(max(lists, key=len))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_fit_is_least_squares_over_what_transformers_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two segments, slices of 32 tokens. Layers' inputs are transformers' own; norms and residuals are
+    the adapter's, which has tests of its own."""
+    monkeypatch.setattr(calibrate_module, "SLICE", 32)
+    model = tiny_model(name, dtype=torch.float64)
+    adapter, ids = adapter_for(model), tiny_prompt(160)
+    residuals: dict[int, list[torch.Tensor]] = {}
+
+    def mlp(layer: int, residual: torch.Tensor) -> torch.Tensor:
+        residuals.setdefault(layer, []).append(residual)
+        return type(adapter).mlp(adapter, layer, residual)
+
+    monkeypatch.setattr(adapter, "mlp", mlp)
+    _, correction = measure(adapter, ids, positions=80)
+    hidden: list[list[torch.Tensor]] = []
+
+    def note(module: Any, args: Any, kwargs: Any, layer: int) -> None:
+        hidden[layer].append((args[0] if args else kwargs["hidden_states"])[0])
+
+    layers = decoder_layers(model)
+    for layer, module in enumerate(layers):
+        hidden.append([])
+        module.register_forward_pre_hook(lambda *a, layer=layer: note(*a, layer), with_kwargs=True)
+    for segment in (ids[:80], ids[80:]):
+        model(torch.tensor([segment]), use_cache=False)
+    for layer in range(1, len(layers)):
+        x, truth = torch.cat(hidden[layer - 1]), adapter.attention_input(layer, torch.cat(hidden[layer]))
+        for source, guess in (
+            ("attention_input", adapter.attention_input(layer - 1, x)),
+            ("normed_input", adapter.attention_input(layer, x)),
+            ("residual", adapter.attention_input(layer, torch.cat(residuals[layer - 1]))),
+        ):
+            s = SOURCES.index(source)
+            line = torch.stack([guess, torch.ones_like(guess)])  # [2, m, D]
+            for channel in (0, 7, guess.shape[1] - 1):
+                [slope, offset] = torch.linalg.lstsq(line[..., channel].T, truth[:, channel]).solution
+                found = correction.slope[s, layer, channel], correction.offset[s, layer, channel]
+                # float64, but norms pass through float32 in transformers
+                torch.testing.assert_close(found[0].double(), slope, rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(found[1].double(), offset, rtol=2e-4, atol=2e-4)
+    assert torch.equal(correction.slope[:, 0], torch.ones_like(correction.slope[:, 0]))
+    assert not correction.offset[:, 0].any()
+
+
+def test_channels_that_do_not_vary_keep_their_slope() -> None:
+    sums, guess = GuessSums(2, 3), torch.tensor([[1.0, 5.0, 0.0], [2.0, 5.0, 0.0], [4.0, 5.0, 0.0]])
+    truth = torch.tensor([[3.0, 1.0, 0.5], [5.0, 2.0, 0.5], [9.0, 6.0, 0.5]])
+    sums.add(1, dict.fromkeys(SOURCES, guess), truth)
+    found = sums.fit()
+    torch.testing.assert_close(found.slope[0, 1], torch.tensor([2.0, 1.0, 1.0]))
+    torch.testing.assert_close(found.offset[0, 1], torch.tensor([1.0, -2.0, 0.5]))
+
+
+def corrected_policy(shape: ModelGeometry, **options: Any) -> tuple[InfiniGen, SkewArtifact]:
+    made = artifact(shape)
+    generator = torch.Generator().manual_seed(1)
+    size = (len(SOURCES), shape.layers, shape.hidden)
+    object.__setattr__(made, "slope", torch.rand(size, generator=generator))
+    object.__setattr__(made, "offset", torch.randn(size, generator=generator))
+    return InfiniGen(InfiniGenOptions.preset("rows", **options), shape, made, CPU, torch.float64), made
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_policy_corrects_with_its_source(source: str) -> None:
+    shape = geometry(layers=3)
+    policy, made = corrected_policy(shape, source=source)
+    x, s = torch.randn(2, shape.hidden, dtype=torch.float64), SOURCES.index(source)
+    assert torch.equal(policy.correct_guess(0, x), x), "layer 0 is dense"
+    expected = x * made.slope[s, 2].double() + made.offset[s, 2].double()
+    torch.testing.assert_close(policy.correct_guess(2, x), expected)
+    plain, _ = corrected_policy(shape, source=source, corrected=False)
+    assert torch.equal(plain.correct_guess(2, x), x)
+    assert plain.lineage != policy.lineage
+
+
+def test_nothing_to_correct() -> None:
+    right = Correction.none(4)
+    assert right.slope.shape == right.offset.shape == (3, 4, 1)
+    assert bool((right.slope == 1).all()) and not right.offset.any()
+
+
+def test_paper_preset_does_not_correct() -> None:
+    assert InfiniGenOptions().corrected
+    assert not InfiniGenOptions.preset("paper").corrected

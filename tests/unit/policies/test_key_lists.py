@@ -1,0 +1,66 @@
+"""Selection for a batch at once, as on a CUDA device, is what each sequence selects by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.select_models import CPU, artifact, geometry, no_keys, tokens
+
+from offload_rt.core import Visible
+from offload_rt.policies.infinigen.key_lists import KeyLists, Rule, Spans
+from offload_rt.policies.infinigen.policy import InfiniGen
+from offload_rt.policies.options import InfiniGenOptions
+
+LENGTHS = (150, 70)
+RULE = Rule(alpha=4.0, max_fraction=0.2)
+KEYS: list[dict[str, Any]] = [
+    {"scorer": "partial"}, {"scorer": "int8"}, {"scorer": "int4"}, {"scorer": "int2"}, {"tail": "int2"},
+    {"tail": "int4"}, {"scorer": "partial", "columns": "prompt"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", KEYS, ids=lambda options: " ".join(options.values()))
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: dict[str, Any]) -> None:
+    """Some steps, so that storages grow and move; the newest key enters with the batch on one side, alone on the
+    other."""
+    shape = geometry(group=group, head_dim=32)
+    policy = InfiniGen(
+        InfiniGenOptions.preset("rows", **{"dense_layers": ()} | options), shape, artifact(shape), CPU, torch.float32
+    )
+    alone, batched = ([policy.new_state(no_keys) for _ in LENGTHS] for _ in range(2))
+    streams = [tokens(shape, length + 5, seed=length) for length in LENGTHS]
+    streams = [(q.float(), k.float()) for q, k in streams]
+    for layer in range(shape.layers):
+        for states in (alone, batched):
+            for state, (q, k), length in zip(states, streams, LENGTHS, strict=True):
+                state.on_queries(layer, q[layer, :, :length], k[layer, :, :length], 0)
+                state.on_keys(layer, k[layer, :, :length], 0)
+    lists = KeyLists(RULE, range(shape.layers), len(LENGTHS), 160, CPU)
+    for step in range(5):
+        places = [length + step for length in LENGTHS]
+        moved = lists.hold([state.scoring_keys for state in batched], places)
+        assert (moved is None) == (step > 0), "capacity leaves room for the steps"
+        visible = [Visible.of(place + 1, sinks=4, recent=8, window=None) for place in places]
+        starts, stops, limits = (torch.tensor(each) for each in Spans.numbers(visible, shape.kv_heads, RULE))
+        spans = Spans(starts, stops, limits, max(places) + 1, max(limits.tolist()))
+        for layer in range(shape.layers):
+            for state, (_, k), place in zip(alone, streams, places, strict=True):
+                state.on_keys(layer, k[layer, :, place : place + 1], place)
+            newest = torch.cat([k[layer, :, place] for (_, k), place in zip(streams, places, strict=True)])
+            lists.append(layer, newest, newest, torch.tensor(places).repeat_interleave(shape.kv_heads))
+            queries = torch.stack([q[layer, :, place] for (q, _), place in zip(streams, places, strict=True)], 1)
+            found, counts = lists.select(layer, queries, spans)
+            for b, (state, seen) in enumerate(zip(alone, visible, strict=True)):
+                own = slice(b * shape.kv_heads, (b + 1) * shape.kv_heads)
+                q = streams[b][0][layer, :, places[b]]
+                chosen = state.scoring_keys.ask(layer, q, seen.candidates).select(RULE.alpha, RULE.max_fraction)
+                expected = chosen.sort(1).values + seen.candidates.start
+                assert counts[own].tolist() == [expected.shape[1]] * shape.kv_heads
+                assert torch.equal(found[own, : expected.shape[1]], expected)
+    for state in batched:
+        state.check_integrity()
+    lists.release()
+    assert lists.hold([state.scoring_keys for state in alone], [1, 1]) is not None

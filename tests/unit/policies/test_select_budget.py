@@ -1,0 +1,227 @@
+"""The policies with a budget (oracle, streaming, h2o, quest), each against a plain implementation of what it says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.select_models import CPU, as_sets, geometry, no_keys, tokens
+from support.tiny_models import tiny_model
+
+from offload_rt import LLM
+from offload_rt.core import ModelGeometry, Visible
+from offload_rt.errors import ConfigError
+from offload_rt.policies import h2o
+from offload_rt.policies.h2o import H2O, H2OState
+from offload_rt.policies.options import BudgetOptions, InfiniGenOptions, QuestOptions
+from offload_rt.policies.oracle import Oracle
+from offload_rt.policies.quest import Quest, QuestState
+from offload_rt.policies.streaming import Streaming
+
+PROMPT = 90
+TOTAL = 110
+OPTIONS = {"sinks": 3, "recent": 8, "dense_layers": ()}
+SHARES = [0.05, 0.2, 0.45, 1.0]
+
+
+def options(budget: float) -> BudgetOptions:
+    return BudgetOptions(budget=budget, **OPTIONS)  # type: ignore[arg-type]
+
+
+def count(budget: float, visible: Visible) -> int:
+    """The budget in tokens, less what is resident."""
+    total = math.floor(budget * (visible.all.stop - visible.all.start) + 1e-9)
+    return min(len(visible.candidates), max(0, total - len(visible.sinks) - len(visible.recent)))
+
+
+def visible_of(length: int) -> Visible:
+    return Visible.of(length, sinks=3, recent=8, window=None)
+
+
+def true_weights(shape: ModelGeometry, layer: int, query: torch.Tensor, k: torch.Tensor, seen: range) -> torch.Tensor:
+    """Softmax weights `[H, N]` of queries `[H, d]` over the tokens `seen`, one head at a time; 0 elsewhere."""
+    out = torch.zeros(shape.heads, k.shape[2], dtype=torch.float64)
+    for head in range(shape.heads):
+        scores = k[layer, head // shape.group, seen.start : seen.stop] @ query[head] * shape.scales[layer]
+        if shape.softcap is not None:
+            scores = shape.softcap * (scores / shape.softcap).tanh()
+        out[head, seen.start : seen.stop] = scores.softmax(0)
+    return out
+
+
+def best(values: torch.Tensor, among: range, n: int) -> set[int]:
+    """The n tokens of `among` with the largest values `[N]`, of equal ones the lower."""
+    return set(sorted(among, key=lambda t: (-float(values[t]), t))[:n])
+
+
+@pytest.mark.parametrize("budget", SHARES)
+@pytest.mark.parametrize(("group", "softcap"), [(1, None), (4, None), (4, 1.0)])
+def test_oracle_takes_the_true_best(group: int, softcap: float | None, budget: float, device: torch.device) -> None:
+    shape = replace(geometry(group=group), softcap=softcap)
+    q, k = tokens(shape, TOTAL)
+    state = Oracle(options(budget), shape).new_state(lambda layer, wanted: k[layer, :, wanted.start : wanted.stop])
+    visible = visible_of(TOTAL)
+    for layer in range(shape.layers):
+        weights = true_weights(shape, layer, q[layer, :, -1], k, visible.candidates).view(2, group, -1).amax(1)
+        expected = [best(row, visible.candidates, count(budget, visible)) for row in weights]
+        assert as_sets(state.select(layer, q[layer, :, -1].to(device), visible).tokens) == expected
+
+
+@pytest.mark.parametrize("budget", SHARES)
+def test_streaming_takes_the_newest(budget: float, device: torch.device) -> None:
+    shape = geometry()
+    state = Streaming(options(budget), shape).new_state(no_keys)
+    visible = visible_of(TOTAL)
+    n = count(budget, visible)
+    expected = set(range(TOTAL - 8 - n, TOTAL - 8))
+    assert as_sets(state.select(0, torch.zeros(2, 16, device=device), visible).tokens) == [expected] * 2
+
+
+def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int) -> QuestState:
+    chosen = QuestOptions(budget=budget, page=page, **OPTIONS)  # type: ignore[arg-type]
+    state = Quest(chosen, shape, k.device, torch.float64).new_state(no_keys)
+    for layer in range(shape.layers):
+        for start, stop in ((0, 1), (1, PROMPT), *((t, t + 1) for t in range(PROMPT, k.shape[2]))):
+            state.on_keys(layer, k[layer, :, start:stop], start)
+    state.check_integrity()
+    return state
+
+
+@pytest.mark.parametrize("budget", SHARES)
+@pytest.mark.parametrize(("group", "page"), [(1, 16), (4, 16), (2, 5)])
+def test_quest_takes_the_pages_with_the_largest_bounds(
+    group: int, page: int, budget: float, device: torch.device
+) -> None:
+    shape = geometry(group=group)
+    q, k = tokens(shape, TOTAL)
+    state = quest_state(budget, shape, k.to(device), page)
+    visible = visible_of(TOTAL)
+    for layer in range(shape.layers):
+        pages = range(visible.candidates.start // page, -(-visible.candidates.stop // page))
+        bounds = torch.full((shape.heads, TOTAL // page + 1), -math.inf, dtype=torch.float64)
+        for head in range(shape.heads):
+            for index in pages:
+                keys = k[layer, head // group, index * page : (index + 1) * page]
+                query = q[layer, head, -1]
+                products = torch.maximum(query * keys.amin(0), query * keys.amax(0))
+                bounds[head, index] = products.sum() * shape.scales[layer]
+        ranks = bounds.softmax(1).view(2, group, -1).amax(1).repeat_interleave(page, 1)
+        expected = [best(row, visible.candidates, count(budget, visible)) for row in ranks]
+        assert as_sets(state.select(layer, q[layer, :, -1].to(device), visible).tokens) == expected
+
+
+def test_quest_forks_and_bytes() -> None:
+    shape = geometry(head_dim=64, layers=1)
+    _, k = tokens(shape, 2048)
+    state = Quest(QuestOptions(dense_layers=()), shape, CPU, torch.bfloat16).new_state(no_keys)
+    state.on_keys(0, k[0].bfloat16(), 0)
+    # Two numbers for sixteen keys and values: 1/16, and room to grow.
+    assert 1 / 16 <= state.device_bytes / shape.kv_bytes(2048, torch.bfloat16) <= 1.5 / 16
+    fork = state.fork(no_keys)
+    fork.on_keys(0, 100 * k[0, :, :1].bfloat16(), 2048)
+    state.on_keys(0, -100 * k[0, :, :1].bfloat16(), 2048)
+    for each in (state, fork):
+        each.check_integrity()
+    one, other = (each._bounds.data(0)[1, :, 128] for each in (state, fork))
+    assert torch.equal(other, (100 * k[0, :, 0].bfloat16())) and torch.equal(one, -other)
+
+
+class PlainH2O:
+    """One layer of h2o, one KV head at a time, with lists."""
+
+    def __init__(self, shape: ModelGeometry, budget: float, layer: int) -> None:
+        self.shape, self.budget, self.layer = shape, budget, layer
+        self.drawn = [[0.0] * TOTAL for _ in range(shape.kv_heads)]
+        self.alive = [set(range(TOTAL)) for _ in range(shape.kv_heads)]
+
+    def prompt(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        for token in range(PROMPT):
+            weights = true_weights(self.shape, self.layer, q[self.layer, :, token], k, range(token + 1))
+            for head, row in enumerate(weights):
+                for seen, weight in enumerate(row.tolist()):
+                    self.drawn[head // self.shape.group][seen] += weight
+
+    def select(self, visible: Visible) -> list[set[int]]:
+        n = count(self.budget, visible)
+        half = math.floor(self.budget / 2 * (visible.all.stop - visible.all.start) + 1e-9)
+        local = min(n, max(0, half - len(visible.recent)))
+        newest = set(list(visible.candidates)[len(visible.candidates) - local :])
+        chosen = []
+        for drawn, alive in zip(self.drawn, self.alive, strict=True):
+            older = [t for t in visible.candidates if t in alive and t not in newest]
+            heavy = sorted(older, key=lambda t: (-drawn[t], t))[: n - local]
+            chosen.append(newest | set(heavy))
+            alive -= set(visible.candidates) - chosen[-1]
+        return chosen
+
+
+def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Tensor) -> H2OState:
+    state = H2O(options(budget), shape, k.device).new_state(no_keys)
+    for layer in range(shape.layers):
+        for start, stop in ((0, 40), (40, PROMPT)):
+            state.on_queries(layer, q[layer, :, start:stop], k[layer, :, :PROMPT], start)
+        state.on_keys(layer, k[layer, :, :PROMPT], 0)
+    state.check_integrity()
+    return state
+
+
+@pytest.mark.parametrize("budget", SHARES)
+@pytest.mark.parametrize(("group", "softcap"), [(1, None), (4, 1.0)])
+def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
+    group: int, softcap: float | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(h2o, "WEIGHED_AT_ONCE", 700)  # several blocks of queries to a slice
+    shape = replace(geometry(group=group), softcap=softcap)
+    q, k = tokens(shape, TOTAL)
+    state = filled_h2o(shape, budget, q.to(device), k.to(device))
+    for layer in range(shape.layers):
+        plain = PlainH2O(shape, budget, layer)
+        plain.prompt(q, k)
+        dropped: list[set[int]] = [set(), set()]
+        for length in range(PROMPT + 1, TOTAL + 1):
+            visible = visible_of(length)
+            state.on_keys(layer, k[layer, :, length - 1 : length].to(device), length - 1)
+            chosen = as_sets(state.select(layer, q[layer, :, 0].to(device), visible).tokens)
+            assert chosen == plain.select(visible)
+            assert not any(a & b for a, b in zip(chosen, dropped, strict=True))
+            dropped = [gone | (set(visible.candidates) - row) for gone, row in zip(dropped, chosen, strict=True)]
+            attended = torch.tensor([sorted(row | set(visible.sinks) | set(visible.recent)) for row in chosen])
+            weights = torch.rand(attended.shape, generator=torch.Generator().manual_seed(length))
+            state.on_attended(layer, attended.to(device), weights.to(device))
+            for head in range(2):
+                for token, weight in zip(attended[head].tolist(), weights[head].tolist(), strict=True):
+                    plain.drawn[head][token] += weight
+        state.check_integrity()
+
+
+def test_h2o_forks_are_independent() -> None:
+    shape = geometry()
+    q, k = tokens(shape, TOTAL)
+    state = filled_h2o(shape, 0.3, q, k)
+    fork = state.fork(no_keys)
+    twin = filled_h2o(shape, 0.3, q, k)
+    last = torch.arange(20, 40).expand(2, -1)
+    for each in (state, twin):
+        each.on_attended(0, last, torch.full((2, 20), 50.0))
+    visible = visible_of(PROMPT)
+    expected = as_sets(twin.select(0, q[0, :, 0], visible).tokens)
+    untouched = as_sets(filled_h2o(shape, 0.3, q, k).select(0, q[0, :, 0], visible).tokens)
+    assert as_sets(state.select(0, q[0, :, 0], visible).tokens) == expected != untouched
+    assert as_sets(fork.select(0, q[0, :, 0], visible).tokens) == untouched
+
+
+def test_options_must_fit_the_model() -> None:
+    with pytest.raises(ConfigError, match="layers 0 to 1"):
+        Oracle(BudgetOptions(dense_layers=(5,)), geometry())
+    for options in (QuestOptions(budget=0.68), InfiniGenOptions(budget=0.68, tail="off")):
+        options.check_context(102)
+        with pytest.raises(ConfigError, match=r"is 68, and .* nothing would ever be selected; set a budget of 69 t"):
+            options.check_context(101)
+    InfiniGenOptions(budget=1e-4).check_context(100)
+    with pytest.raises(ConfigError, match="nothing would ever be selected"):
+        LLM(tiny_model("llama", max_position_embeddings=512), policy="oracle", policy_options={"budget": 0.01})
+    for wrong in ({"budget": 0.0}, {"budget": 1.5}, {"recent": 0}, {"sinks": -1}, {"page": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            QuestOptions(**wrong)  # type: ignore[arg-type]

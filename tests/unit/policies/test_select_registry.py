@@ -1,0 +1,71 @@
+"""Policies by name, and what a wrong name or option is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from support.select_models import CPU, artifact, geometry, no_keys
+
+from offload_rt.config import SkewMethod
+from offload_rt.errors import ConfigError
+from offload_rt.policies.base import Policy
+from offload_rt.policies.registry import make_policy, policy_names
+from offload_rt.skewing.artifact import SkewArtifact
+
+
+def made(name: str, options: Mapping[str, Any], asked: list[str] | None = None) -> Policy:
+    shape = geometry(layers=3)
+
+    def load(method: SkewMethod) -> SkewArtifact:
+        if asked is not None:
+            asked.append(method)
+        return artifact(shape)
+
+    return make_policy(name, options, geometry=shape, device=CPU, dtype=torch.float32, artifact=load)
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_policy_keeps_the_contract(name: str) -> None:
+    policy = made(name, {})
+    assert policy.name == name
+    assert policy.sinks >= 0 and policy.recent >= 1
+    assert policy.dense_layers <= {0, 1, 2}
+    assert policy.lineage == made(name, {}).lineage
+    state = policy.new_state(no_keys)
+    state.check_integrity()
+    assert state.fork(no_keys).device_bytes == state.device_bytes
+
+
+def test_full_is_dense_and_exact() -> None:
+    policy = made("full", {})
+    assert policy.lineage == "exact"
+    assert policy.dense_layers == {0, 1, 2}
+    with pytest.raises(ConfigError, match="no options, but was given alpha"):
+        made("full", {"alpha": 3})
+
+
+def test_infinigen_presets_and_overrides() -> None:
+    asked: list[str] = []
+    policy = made("infinigen", {"preset": "paper", "sinks": 2}, asked)
+    assert (policy.query_source, policy.sinks, policy.recent, policy.dense_layers) == ("attention_input", 2, 1, {0})
+    assert made("infinigen", {"skew": "balanced"}, asked).query_source == "query", "of a CPU"
+    assert asked == ["svd", "balanced"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("infinigan", {}, "did you mean 'infinigen'"),
+        ("infinigen", {"alhpa": 3}, "did you mean 'alpha'"),
+        ("infinigen", {"preset": "papers"}, "did you mean 'paper'"),
+        ("infinigen", {"alpha": -1}, "alpha=-1 must not be negative"),
+        ("infinigen", {"budget": 0}, "budget=0 must be in"),
+        ("infinigen", {"dense_layers": (3,)}, "layers 0 to 2"),
+    ],
+)
+def test_what_is_wrong_is_said(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(name, options)

@@ -1,0 +1,109 @@
+"""Low-bit rows of a prefix that live sequences share exist once, and are those that each would have made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.batches import begun
+from support.sharing import make
+from support.tiny_models import tiny_prompt
+
+from offload_rt.core import CHUNK
+from offload_rt.engine.runner import Runner
+from offload_rt.kernels.pages import PAGE_TOKENS
+from offload_rt.model_runner.sequence import Sequence
+from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
+
+COMMON = PAGE_TOKENS + 2 * CHUNK
+
+
+def runner_of(**options: Any) -> Runner:
+    tail = {"tail": "int2", "recent": 8, "budget": 0.3}
+    return make(policy="infinigen", policy_options=tail, missed_mass_every=0, **options).runner
+
+
+def prompts() -> list[list[int]]:
+    """Three with `COMMON` tokens in common."""
+    stem = tiny_prompt(COMMON)
+    return [stem + tiny_prompt(90, seed=seed) for seed in (1, 2, 3)]
+
+
+def started(runner: Runner, prompt: list[int]) -> Sequence:
+    sequence = runner.new_sequence(prompt, len(prompt) + 8, reuse=len(prompt))
+    runner.prefill(sequence, len(prompt) - 3)
+    return sequence
+
+
+def kept(sequence: Sequence) -> LowBitRows:
+    found = sequence.state.scoring_keys
+    assert isinstance(found, LowBitRows)
+    return found
+
+
+def blocks_of(sequence: Sequence) -> torch.Tensor:
+    """All whole blocks of low-bit rows of a prompt, `[layers, Hkv, blocks, block_bytes]`."""
+    rows = kept(sequence)
+    pages = [rows._rows.pages(layer) for layer in range(2)]
+    whole = torch.stack([torch.cat([page[own.layer] for page in own.tensors], 1) for own in pages])
+    return whole[:, :, : sequence.position // CHUNK]
+
+
+@pytest.fixture
+def learned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first slot of every write of keys from now on."""
+    starts: list[int] = []
+    write = LowBitRows.write
+
+    def spied(self: LowBitRows, layer: int, k: torch.Tensor, start: int) -> None:
+        starts.append(start)
+        write(self, layer, k, start)
+
+    monkeypatch.setattr(LowBitRows, "write", spied)
+    return starts
+
+
+def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
+    """Whoever comes later learns what is its own, and the rows are those of a sequence that learns all."""
+    runner, others = runner_of(), runner_of(enable_prefix_caching=False)
+    sequences = [started(runner, prompt) for prompt in prompts()]
+    assert learned == [0, 0, *[COMMON] * 4] and all(one.learned == one.unlearned == 0 for one in sequences)
+    alone = [started(others, prompt) for prompt in prompts()]
+    assert all(blocks_of(one).equal(blocks_of(other)) for one, other in zip(sequences, alone, strict=True))
+    pages = [kept(one)._rows.pages(0).tensors for one in sequences]
+    assert all(own[0] is pages[0][0] and own[1] is not pages[0][1] for own in pages[1:])
+    page = pages[0][0].nbytes
+    assert sum(one.state.device_bytes for one in sequences) == pytest.approx(4 * page, abs=3)
+    assert sum(one.state.device_bytes for one in alone) == 6 * page
+    for one, other in zip(sequences, alone, strict=True):
+        assert runner.decode([one]).equal(others.decode([other]))
+    runner.check_integrity()
+    runner.free(sequences.pop(0))
+    del pages
+    assert sum(one.state.device_bytes for one in sequences) == pytest.approx(3 * page, abs=2)
+    runner.check_integrity()
+
+
+def test_only_what_a_prefill_made_is_taken(learned: list[int]) -> None:
+    """Not of a sequence that is still learning, not decoded tokens, and nothing where slots are overwritten."""
+    runner, prompt = runner_of(), tiny_prompt(4 * CHUNK)
+    first = begun(runner, 3 * CHUNK + 10)
+    assert first.tokens[: 3 * CHUNK] == prompt[: 3 * CHUNK]
+    second = runner.new_sequence(prompt, 300, reuse=len(prompt))
+    first.unlearned = 1
+    del learned[:]
+    third = runner.new_sequence(prompt, 300, reuse=len(prompt))
+    runner.prefill(second, 200)
+    first.unlearned = 0
+    first.exact = CHUNK + 1
+    runner.free(second)
+    runner.prefill(third, 200)
+    assert learned == [0, 0, CHUNK + 1, CHUNK + 1]
+
+
+def test_where_slots_are_overwritten_each_learns_for_itself(learned: list[int]) -> None:
+    runner = runner_of(eviction="lru")
+    for prompt in prompts()[:2]:
+        started(runner, prompt)
+    assert learned == [0] * 4

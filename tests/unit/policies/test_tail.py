@@ -1,0 +1,200 @@
+"""The tail in whole models: what it estimates is what was not selected, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.outputs import completed
+from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.kernels.low_bit import LowBitQuery
+from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
+from offload_rt.policies.options import InfiniGenOptions
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+def make_llm(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float32, **more: Any) -> LLM:
+    model = tiny_model(name, dtype=dtype)
+    kind = str(dtype).removeprefix("torch.")
+    return LLM(model, policy="infinigen", policy_options=options, dtype=kind, host_memory="32MiB", **more)
+
+
+def full_tokens(name: str, prompt: list[int]) -> list[int]:
+    llm = LLM(tiny_model(name), policy="full", dtype="float32", host_memory="32MiB")
+    return list(completed(llm.generate([prompt], GREEDY))[0].token_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
+    options = {"tail": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
+    prompt = tiny_prompt(150)
+    [found] = completed(make_llm(name, options).generate([prompt], GREEDY))
+    assert list(found.token_ids) == full_tokens(name, prompt)
+
+
+def attend_exactly(
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    asked: dict[int, tuple[torch.Tensor, range]],
+    scales: tuple[float, ...],
+) -> Any:
+    """`LowBitRows.attend` over rows that were never rounded, with what was `asked` last."""
+
+    def attend(
+        self: LowBitRows, layer: int, query: LowBitQuery, skip: torch.Tensor, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (k, v), (q, tokens) = kept[layer], asked[layer]
+        heads = k.shape[0]
+        scores = torch.einsum("hgd,hnd->hgn", q.view(heads, -1, q.shape[1]), k) * scales[layer]
+        shown = torch.zeros(k.shape[:2], dtype=torch.bool)
+        shown[:, tokens.start : tokens.stop] = True
+        shown.scatter_(1, skip, False)
+        scores = scores.masked_fill(~shown.unsqueeze(1), -torch.inf)
+        out = scores.softmax(-1).nan_to_num() @ v
+        return out.reshape(q.shape), scores.logsumexp(-1).flatten()
+
+    return attend
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])
+@pytest.mark.parametrize(("budget", "source"), [(1e-6, "residual"), (0.3, "query"), (0.3, "residual")])
+def test_an_estimate_without_rounding_is_full(
+    name: str, budget: float, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is selected, exact rows and tail together are attention over everything; in models where any layer
+    selects (all of Mistral's slide)."""
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    keys: dict[int, torch.Tensor] = {}
+    write, write_values = LowBitRows.write, LowBitRows.write_values
+
+    def spy(self: LowBitRows, layer: int, k: torch.Tensor, start: int) -> None:
+        keys[layer] = torch.cat((keys[layer][:, :start], k), 1) if start else k.clone()
+        write(self, layer, k, start)
+
+    def spy_values(self: LowBitRows, layer: int, v: torch.Tensor, start: int) -> None:
+        kept[layer] = keys[layer], torch.cat((kept[layer][1][:, :start], v), 1) if start else v.clone()
+        write_values(self, layer, v, start)
+
+    asked: dict[int, tuple[torch.Tensor, range]] = {}
+    ask = LowBitRows.ask
+
+    def spy_ask(self: LowBitRows, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
+        asked[layer] = q, tokens
+        return ask(self, layer, q, tokens)
+
+    options = {"tail": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
+    llm, prompt = make_llm(name, options), tiny_prompt(150)
+    monkeypatch.setattr(LowBitRows, "ask", spy_ask)
+    monkeypatch.setattr(LowBitRows, "write", spy)
+    monkeypatch.setattr(LowBitRows, "write_values", spy_values)
+    monkeypatch.setattr(LowBitRows, "attend", attend_exactly(kept, asked, llm.runner.adapter.geometry.scales))
+    [found] = completed(llm.generate([prompt], GREEDY))
+    assert list(found.token_ids) == full_tokens(name, prompt)
+    assert found.stats.exact_fraction < 0.4
+
+
+@pytest.mark.parametrize("tail", ["int4", "int2"])
+def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
+    """Forks share low-bit rows until one of them writes."""
+    options = {"tail": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
+    llm, prompt = make_llm("llama", options, torch.float64), tiny_prompt(100)
+    drawn = SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3)
+    samples = [c.token_ids for c in completed(llm.generate([prompt], drawn))]
+    first = SamplingParams(max_tokens=16, temperature=1.0, seed=5)
+    assert samples[0] == completed(llm.generate([prompt], first))[0].token_ids
+    assert len({tuple(sample) for sample in samples}) == 3
+    beams = SamplingParams(max_tokens=16, temperature=0, num_beams=3, n=1)
+    [best] = completed(llm.generate([prompt], beams))
+    assert best.token_ids == completed(make_llm("llama", options, torch.float64).generate([prompt], beams))[0].token_ids
+    llm.runner.check_integrity()
+
+
+def test_low_bit_rows_take_what_is_said_of_them() -> None:
+    """Keys 4 bits and values 2 or 4, with one byte each for their steps, in pages of 512 tokens."""
+    for tail, bits in (("int2", 2), ("int4", 4)):
+        llm = make_llm("llama", {"tail": tail, "dense_layers": (0,)})
+        [found] = completed(llm.generate([tiny_prompt(520)], GREEDY))
+        geometry = llm.runner.adapter.geometry
+        row = geometry.head_dim * (4 + bits) // 8 + 2
+        assert found.stats.scoring_bytes_device == (geometry.layers - 1) * geometry.kv_heads * row * 1024
+        assert found.stats.approximate_bytes_device == found.stats.scoring_bytes_device
+        assert found.stats.approximate_fraction == pytest.approx(1 - found.stats.sparse_exact_fraction)
+        assert 0.5 < found.stats.approximate_fraction < 1
+    [plain] = completed(make_llm("llama", {"preset": "rows"}).generate([tiny_prompt(90)], GREEDY))
+    assert plain.stats.approximate_bytes_device == plain.stats.approximate_fraction == 0
+
+
+def test_a_tail_scores_with_its_own_keys() -> None:
+    """Scoring keys of one's own need another preset, and the message says which; also int8, which "auto" would be."""
+    for wrong in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
+        for tail in ({}, {"tail": "int2"}):
+            with pytest.raises(ConfigError, match=r"needs tail='off' \(or preset='rows'\).* scores with its own keys"):
+                make_llm("llama", {**tail, **wrong})
+        wanted = {"scorer": "partial", **wrong}
+        assert make_llm("llama", {"preset": "rows", **wanted}).runner.policy.name == "infinigen"
+    assert InfiniGenOptions().keys == InfiniGenOptions.preset("rows").keys == "int8"
+    assert InfiniGenOptions.preset("paper").keys == "partial"
+    with pytest.raises(ConfigError, match="tail='int3'"):
+        make_llm("llama", {"tail": "int3"})
+
+
+def test_the_default_estimates_what_it_does_not_select() -> None:
+    """2 % of the candidates at most cross the link in every layer, beside the window; the others are estimated."""
+    llm = make_llm("llama", {})
+    [found] = completed(llm.generate([tiny_prompt(600)], GREEDY))
+    assert found.stats.dense_layers == () and found.stats.approximate_bytes_device > 0
+    assert 0 < found.stats.fetched_fraction <= 0.02
+    assert found.stats.approximate_fraction == pytest.approx(1 - found.stats.exact_fraction)
+    assert found.stats.approximate_fraction > 0.85
+
+
+def test_a_lineage_is_what_it_was_before_there_were_tails_and_auto() -> None:
+    """Sessions are found by it."""
+    before = (
+        "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "
+        "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "
+        "max_missed_mass=None, budget=None)"
+    )
+    assert InfiniGenOptions.preset("rows").lineage_text() == before
+    assert InfiniGenOptions.preset("rows", scorer="int8").lineage_text() == before
+    tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
+    assert InfiniGenOptions().lineage_text() == tailed
+
+
+def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:
+    options = {"tail": "int2", "budget": 0.3, "recent": 8}
+    prompt = tiny_prompt(150)
+    model = tiny_model("llama", dtype=torch.float64)
+    model.save_pretrained(tmp_path)
+    [plain] = completed(make_llm("llama", options, torch.float64).generate([prompt], GREEDY))
+    for more in ({"working_set": 32}, {"device_memory": "6.7MiB", "max_model_len": 256}):
+        llm = LLM(
+            str(tmp_path), policy="infinigen", policy_options=options, dtype="float64", host_memory="32MiB", **more
+        )
+        [found] = completed(llm.generate([prompt], GREEDY))
+        assert found.token_ids == plain.token_ids
+        assert (found.stats.h2d_weight_bytes > 0) == ("device_memory" in more)
+        llm.runner.check_integrity()
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 10, 34])
+def test_default_takes_any_even_head_dim(head_dim: int) -> None:
+    """The default runs, and a budget that selects everything gives the tokens of full attention."""
+    model, prompt = tiny_model("llama", head_dim=head_dim), tiny_prompt(150)
+    options = ({}, {"budget": 1.0, "dense_layers": (), "recent": 8})
+    found = [
+        completed(LLM(model, host_memory="8MiB", verify="off", policy_options=each).generate([prompt], GREEDY))
+        for each in options
+    ]
+    assert all(len(one.token_ids) == GREEDY.max_tokens for [one] in found)
+    assert_greedy(model, prompt, list(found[1][0].token_ids))
+
+
+def test_tails_that_cannot_be_packed_are_refused() -> None:
+    options = {"tail": "int2"}
+    with pytest.raises(ConfigError, match=r"tail='int2' .* head_dim=6 .* use tail='int4', tail='off'"):
+        LLM(tiny_model("llama", head_dim=6), policy="infinigen", policy_options=options, host_memory="8MiB")

@@ -1,0 +1,185 @@
+"""The order of the rooms: left never imports right, rooms of one rank never import each other, and no files of the
+package import each other in a circle, imports for type checking counted."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "offload_rt"
+ORDER = (
+    "errors core", "utils", "config outputs sampling_params", "kernels", "models kv_cache", "skewing", "policies",
+    "transfer", "model_runner storage planning", "engine", "sessions", "llm", "async_llm drop_in", "__init__",
+    "eval server", "cli", "__main__",
+)  # fmt: skip
+RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}
+LINKED = {"kernels", "skewing", "eval"}  # folders at the top that are never imported by that name
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every module that `tree`, code of the package `package`, imports anywhere, as the parts of its absolute name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            yield from ((*base, *(node.module or "").split("."), alias.name) for alias in node.names)
+
+
+def violations(source: str, path: Path) -> list[str]:
+    """What `source`, the text of the file `path` (relative to the repository), may not import."""
+    room = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
+    found = []
+    for name in imported(ast.parse(source), path.parent.parts):
+        name = tuple(part for part in name if part)
+        if name[0] in LINKED:
+            found.append(f"{path}: bare import of {name[0]}; it is offload_rt.{name[0]}")
+        if room is None or name[0] != "offload_rt":
+            continue
+        other = name[1] if len(name) > 1 and name[1] in RANK else "__init__"
+        if other != room and RANK[other] >= RANK[room]:
+            found.append(f"{path}: {room} may not import {other}")
+    return found
+
+
+def module(path: Path) -> tuple[str, ...]:
+    """The module's name, of the file `path` relative to the repository, in parts."""
+    parts = path.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """Which of the modules with these sources import which others of them. A name that a package lends from one of its
+    modules counts for the package; the packages above a module that is imported do not count."""
+    modules = {module(path) for path in sources}
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for path, source in sources.items():
+        names = imported(ast.parse(source), path.parent.parts)
+        clean = [tuple(part for part in name if part) for name in names]
+        targets = {name if name in modules else name[:-1] for name in clean}
+        graph[module(path)] = (targets & modules) - {module(path)}
+    return graph
+
+
+def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str]]:
+    """The modules that are in circles, one sorted list for each knot of them: those that reach each other."""
+
+    def reach(start: tuple[str, ...]) -> set[tuple[str, ...]]:
+        found: set[tuple[str, ...]] = set()
+        ahead = list(graph[start])
+        while ahead:
+            if (name := ahead.pop()) not in found:
+                found.add(name)
+                ahead += graph[name]
+        return found
+
+    reached = {name: reach(name) for name in graph}
+    knots = {frozenset(other for other in found if name in reached[other]) for name, found in reached.items()}
+    return sorted(sorted(".".join(name) for name in knot) for knot in knots if knot)
+
+
+EVAL_ORDER = ("core", "quality speed simulate serving", "suites", "measures", "cli")
+EVAL_RANK = {folder: rank for rank, folders in enumerate(EVAL_ORDER) for folder in folders.split()}
+
+
+def eval_violations(source: str, path: Path) -> list[str]:
+    """What `source`, the text of the file `path` of eval (relative to the repository), may not import of eval."""
+    folder, found = path.with_suffix("").parts[2], []
+    for name in imported(ast.parse(source), path.parent.parts):
+        parts = tuple(part for part in name if part)
+        if parts[:2] != ("offload_rt", "eval") or len(parts) < 3:
+            continue
+        if parts[2] != folder and EVAL_RANK[parts[2]] >= EVAL_RANK[folder]:
+            found.append(f"{path}: eval/{folder} may not import eval/{parts[2]}")
+    return found
+
+
+def files() -> list[Path]:
+    """Python files of the package (through its links), the scripts and the tests, relative to the repository."""
+    folders = [entry for entry in PACKAGE.iterdir() if entry.is_dir()] + [ROOT / "scripts", ROOT / "tests"]
+    paths = [*PACKAGE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    return sorted(path.relative_to(ROOT) for path in paths)
+
+
+def test_no_import_against_the_order() -> None:
+    found = [line for path in files() for line in violations((ROOT / path).read_text(encoding="utf-8"), path)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_circle_of_files() -> None:
+    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in files() if path.parts[0] == "offload_rt"}
+    assert len(sources) > 100
+    assert circles(import_graph(sources)) == []
+
+
+def test_a_circle_is_seen_however_it_is_imported() -> None:
+    sources = {
+        Path("offload_rt/a/one.py"): "from .two import f",
+        Path("offload_rt/a/two.py"): "def f():\n    from offload_rt.b import three",
+        Path("offload_rt/b/three.py"): "if TYPE_CHECKING:\n    import offload_rt.a.one",
+        Path("offload_rt/b/four.py"): "from . import three",
+        Path("offload_rt/__init__.py"): "from .a.one import f",
+    }
+    assert circles(import_graph(sources)) == [["offload_rt.a.one", "offload_rt.a.two", "offload_rt.b.three"]]
+    del sources[Path("offload_rt/b/three.py")]
+    assert circles(import_graph(sources)) == []
+
+
+def test_no_import_against_evals_order() -> None:
+    mine = [path for path in files() if path.parts[:2] == ("offload_rt", "eval")]
+    assert {path.with_suffix("").parts[2] for path in mine} == EVAL_RANK.keys()
+    found = [line for path in mine for line in eval_violations((ROOT / path).read_text(encoding="utf-8"), path)]
+    assert not found, "\n" + "\n".join(found)
+    bad = "from ..speed.bench import run_bench"
+    assert len(eval_violations(bad, Path("offload_rt/eval/quality/x.py"))) == 1
+    assert eval_violations(bad, Path("offload_rt/eval/suites/x.py")) == []
+
+
+def test_every_file_is_in_a_known_room() -> None:
+    rooms = {path.with_suffix("").parts[1] for path in files() if path.parts[0] == "offload_rt"}
+    assert rooms <= RANK.keys(), f"rooms without a rank: {sorted(rooms - RANK.keys())}"
+    assert {"errors", "core", "config", "models", "policies", "transfer"} <= rooms
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("offload_rt/models/decoder.py", "from ..kv_cache.pool import HostPool"),
+        ("offload_rt/models/decoder.py", "def f():\n    from ..policies import base"),
+        ("offload_rt/core.py", "from . import config"),
+        ("offload_rt/kv_cache/layout.py", "import offload_rt.engine.engine"),
+        ("offload_rt/sessions/turn.py", "from offload_rt import LLM"),
+        ("offload_rt/skewing/fold.py", "from ..llm import LLM"),
+        ("offload_rt/transfer/cpu.py", "from kernels import reference"),
+        ("scripts/x.py", "import eval.speed"),
+    ],
+)
+def test_a_violation_is_seen(path: str, source: str) -> None:
+    assert len(violations(source, Path(path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "offload_rt/models/decoder.py",
+            "from .adapter import ModelAdapter\nfrom ..core import BlockTable\nimport torch",
+        ),
+        ("offload_rt/cli/__init__.py", "from offload_rt import LLM\nfrom .. import errors\nfrom ..eval import speed"),
+        ("offload_rt/__init__.py", "from .llm import LLM\nfrom .errors import OffloadError"),
+        ("scripts/x.py", "from offload_rt.eval import speed"),
+    ],
+)
+def test_what_is_allowed(path: str, source: str) -> None:
+    assert violations(source, Path(path)) == []
+
+
+def test_linked_folders_are_no_packages() -> None:
+    for name in sorted(LINKED):
+        assert not (ROOT / name / "__init__.py").exists()
+        assert (PACKAGE / name).is_symlink()
+        assert (PACKAGE / name).readlink() == Path("..", name)

@@ -1,0 +1,312 @@
+"""What can be added from outside the package, in one file: here a policy and an option of the engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto import AutoModelForCausalLM
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import main
+from offload_rt.cli.engine_flags import add_engine_flags, add_plan_flags, engine_config
+from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions
+from offload_rt.core import ModelGeometry, Selection, Visible
+from offload_rt.errors import ConfigError
+from offload_rt.models import registry as model_registry
+from offload_rt.models.decoder import DecoderAdapter
+from offload_rt.models.registry import register_architecture
+from offload_rt.policies import registry
+from offload_rt.policies.base import KeyReader, QuerySource
+from offload_rt.policies.budget import BudgetPolicy
+from offload_rt.policies.demand import MemoryDemand
+from offload_rt.policies.options import BudgetOptions
+from offload_rt.policies.passive import PassiveState
+from offload_rt.policies.registry import memory_demand, options_class, parse_options, policy_names, register_policy
+from offload_rt.utils.config_fields import check, option, option_of
+
+# ------------------------------------------------------------------------------------------------------ a toy policy
+
+
+@dataclass(frozen=True)
+class EveryNthOptions(BudgetOptions):
+    """Every `stride`-th candidate."""
+
+    stride: int = option(2, help="every how many-th candidate is attended", metavar="N")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.stride >= 1, f"stride={self.stride} must be at least 1")
+
+
+class EveryNthState(PassiveState):
+    def __init__(self, policy: EveryNth) -> None:
+        self._policy = policy
+
+    def select(self, layer: int, q: torch.Tensor, visible: Visible) -> Selection:
+        chosen = visible.candidates[:: self._policy.stride]
+        return Selection(torch.tensor(chosen, device=q.device).expand(self._policy.geometry.kv_heads, -1).contiguous())
+
+    def fork(self, keys: KeyReader) -> EveryNthState:
+        return self
+
+
+class EveryNth(BudgetPolicy[EveryNthOptions]):
+    name = "every-nth"
+    query_source: QuerySource = "attention_input"
+
+    def __init__(self, options: EveryNthOptions, geometry: ModelGeometry) -> None:
+        super().__init__(options, geometry)
+        self.stride = options.stride
+
+    @classmethod
+    def memory_demand(cls, options: EveryNthOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
+        return replace(super().memory_demand(options, geometry, dtype), share=1 / options.stride)
+
+    def new_state(self, keys: KeyReader) -> EveryNthState:
+        return EveryNthState(self)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "every-nth" not in policy_names()
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    register_policy("every-nth", f"{__name__}:EveryNth")(EveryNthOptions)
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_policy_from_outside_runs() -> None:
+    settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float64"}
+    prompt, greedy = tiny_prompt(90), SamplingParams(max_tokens=6, temperature=0)
+    model = tiny_model("llama", dtype=torch.float64)
+    [dense] = completed(LLM(model, policy="full", host_memory="16MiB", dtype="float64").generate([prompt], greedy))
+    options = {"sinks": 2, "recent": 4, "dense_layers": ()}
+    [every] = completed(LLM(model, policy_options=options | {"stride": 1}, **settings).generate([prompt], greedy))
+    assert every.token_ids == dense.token_ids and every.stats.exact_fraction == 1
+    [third] = completed(LLM(model, policy_options=options | {"stride": 3}, **settings).generate([prompt], greedy))
+    assert third.stats.policy == "every-nth"
+    assert third.stats.exact_fraction == pytest.approx((2 + 4 + 84 / 3) / 90, abs=0.02)
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_command_line_and_info_know_a_policy_from_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(("generate", "--help"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "options of policy every-nth" in text and "--stride N every how many-th candidate is attended" in text
+    info = ("info", "reference", "--context", "1000", "--device", "cpu", "--policy", "every-nth")
+    needed = []
+    for stride in ("1", "4"):
+        assert main((*info, "--stride", stride)) == 0
+        out = capsys.readouterr().out
+        assert "policy every-nth, 1,000 tokens" in out
+        needed.append(next(line for line in out.splitlines() if "fetched rows" in line))
+    assert needed[0] != needed[1]
+    assert main((*info, "--stride", "0")) == 2
+    assert "stride=0 must be at least 1" in capsys.readouterr().err
+    assert main(("info", "reference", "--context", "9", "--policy", "quest", "--stride", "2")) == 2
+    assert "'stride' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_name_is_taken_once() -> None:
+    register_policy("every-nth", f"{__name__}:EveryNth")(EveryNthOptions)
+    with pytest.raises(ConfigError, match="registered already, by test_seams:EveryNth"):
+        register_policy("every-nth", f"{__name__}:Other")(EveryNthOptions)
+    with pytest.raises(ConfigError, match="did you mean 'every-nth'"):
+        parse_options("every-mth", {})
+
+
+# -------------------------------------------------------------------------------------------- an option of the engine
+
+
+@dataclass(frozen=True)
+class ToyConfig(EngineConfig):
+    """A field from outside: nothing else is changed."""
+
+    cushion: Size = option(1024, help="bytes left free", group="pool", plans=True)
+    colour: Literal["red", "blue"] = option("red", help="what colour", group="toys")
+    secret: int = option(0, help="not a flag")
+
+
+@pytest.mark.parametrize(("add", "flags"), [(add_engine_flags, 2), (add_plan_flags, 1)])
+def test_a_field_of_the_configuration_is_a_flag(add: Callable[..., None], flags: int) -> None:
+    parser = argparse.ArgumentParser()
+    add(parser, ToyConfig)
+    text = " ".join(parser.format_help().split())
+    assert "--cushion SIZE bytes left free" in text
+    assert ("toys: --colour red|blue what colour" in text) == (flags == 2)
+    assert "secret" not in text
+    config = engine_config(parser.parse_args(["--working-set", "7"]), ToyConfig)
+    assert (config, config.working_set) == (ToyConfig(working_set=7), 7)
+    given = parser.parse_args(["--cushion", "4096", *["--colour", "blue"][: 2 * flags - 2]])
+    assert engine_config(given, ToyConfig) == ToyConfig(cushion="4096", colour="blue" if flags == 2 else "red")  # type: ignore[arg-type]
+
+
+def test_llm_takes_a_configuration_and_fields_on_top() -> None:
+    model, config = tiny_model("llama"), ToyConfig(policy="full", host_memory="8MiB", max_num_seqs=2)  # type: ignore[arg-type]
+    llm = LLM(model, config, colour="blue", max_num_seqs=3)
+    assert llm.config == replace(config, colour="blue", max_num_seqs=3) == llm.runner.config
+    assert (llm.config.host_memory, llm.runner.pool.limit_bytes) == (8 * 2**20, 8 * 2**20)
+    with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
+        LLM(model, host_memroy="8MiB")
+    with pytest.raises(ConfigError, match="'colour' is unknown"):
+        LLM(model, EngineConfig(), colour="blue")
+
+
+def test_a_configuration_parses_what_people_write() -> None:
+    config = EngineConfig(
+        host_memory="1GiB", device_memory="2GB", eviction="lru", skew="x", swap="~/y", dtype=torch.bfloat16,
+        device=torch.device("cpu"), policy_options=None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert (config.host_memory, config.device_memory, config.eviction) == (2**30, 2 * 10**9, EvictionOptions("lru"))
+    assert (config.skew, config.swap, config.dtype, config.device) == (Path("x"), Path.home() / "y", "bfloat16", "cpu")
+    assert EngineConfig(eviction={"protect": "none"}).eviction == EvictionOptions(protect="none")  # type: ignore[arg-type]
+    for wrong in (
+        {"host_memory": 0}, {"device_memory": "much"}, {"max_model_len": 0}, {"prefill_chunk_size": 0},
+        {"max_num_batched_tokens": 0}, {"max_num_seqs": 0},
+        {"missed_mass_every": -1}, {"working_set": -1}, {"kv_cache_dtype": "int3"}, {"eviction": "lfu"},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, StoreOptions, EvictionOptions])
+def test_every_field_says_what_it_is(kind: type) -> None:
+    for field in fields(kind):
+        assert option_of(field).help
+        shown = field.type if option_of(field).group and option_of(field).metavar is None else ""
+        assert "int" not in str(shown) and "float" not in str(shown), f"{field.name} needs a metavar: its unit"
+
+
+# ----------------------------------------------------------------------------------------------------------- lineages
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "lineage"),
+    [  # KV stored under a lineage is found again by its text, on every processor
+        ("full", {}, "exact"),
+        ("infinigen", {"preset": "rows", "source": "residual"}, "infinigen-291670f59291f28a"),
+        ("infinigen", {"source": "residual"}, "infinigen-614c5f9e0ea278ea"),
+        ("infinigen", {"preset": "paper"}, "infinigen-b0d6ce6015005ded"),
+        ("quest", {}, "quest-a44754105a65c424"),
+        ("h2o", {}, "h2o-14c4124bb13ca6ef"),
+        ("oracle", {"budget": 0.2, "dense_layers": (0, 1)}, "oracle-5e04522763efaeaf"),
+        ("streaming", {}, "streaming-14c4124bb13ca6ef"),
+    ],
+)
+def test_lineages_are_those_of_stores_that_exist(
+    reference_policy: Callable[..., Any], policy: str, options: dict[str, Any], lineage: str
+) -> None:
+    assert reference_policy(policy, options).lineage == lineage
+
+
+@pytest.fixture(scope="module")
+def reference_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """In a cache folder of its own: in the others' an artifact may have been calibrated in another dtype."""
+    from offload_rt.models.registry import load_model
+    from offload_rt.policies.registry import make_policy
+    from offload_rt.skewing.calibrate import cached_artifact
+
+    loaded = load_model("reference", device="cpu", dtype="auto")
+    adapter = loaded.adapter
+
+    def make(policy: str, options: dict[str, Any]) -> Any:
+        return make_policy(
+            policy, options, geometry=adapter.geometry, device=adapter.device, dtype=adapter.dtype,
+            artifact=lambda method: cached_artifact(loaded, method),
+        )  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield make
+
+
+@dataclass(frozen=True)
+class _Later(BudgetOptions):
+    since: int = option(0, help="an option that was added later", neutral=0)
+    always: int = option(0, help="an option that was always there")
+
+
+def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -> None:
+    text = "_Later(budget=0.1, sinks=4, recent=64, dense_layers=(0,), "
+    assert _Later().lineage_text() == f"{text}always=0)"
+    assert _Later(since=3).lineage_text() == f"{text}since=3, always=0)"
+    for policy in policy_names():
+        for options in ({}, *({"preset": preset} for preset in options_class(policy).presets)):
+            chosen = parse_options(policy, options)
+            whole = repr(chosen).replace("scorer='auto'", "scorer='int8'").replace("source='auto'", "source='residual'")
+            assert chosen.lineage_text() == whole.replace(", tail='off'", "")
+
+
+def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
+    from offload_rt.models.registry import load_shape
+
+    shape = load_shape(tiny_model("llama"))  # 4 layers, 2 KV heads of 16
+    for policy in policy_names():
+        demand = memory_demand(policy, {}, shape.geometry, torch.float32)
+        assert demand.scoring_bytes(4, 100) == int((4 - len(demand.dense)) * demand.key_bytes * 100)
+        assert (demand.key_bytes > 0) == (policy in ("infinigen", "auto", "h2o", "quest"))
+
+
+# ------------------------------------------------------------------------------------------------ a toy architecture
+
+
+class ScaledConfig(LlamaConfig):
+    model_type = "scaled-llama"
+
+
+class ScaledForCausalLM(LlamaForCausalLM):
+    """A Llama whose logits are divided by 4: what no adapter of this package knows."""
+
+    config_class = ScaledConfig
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        out = super().forward(*args, **named)
+        out.logits = out.logits / 4
+        return out
+
+
+class ScaledAdapter(DecoderAdapter):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden) / 4
+
+
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> ScaledForCausalLM:
+    monkeypatch.setattr(model_registry, "_adapters", dict(model_registry._adapters))
+    register_architecture("ScaledForCausalLM", f"{__name__}:ScaledAdapter")
+    model = ScaledForCausalLM(
+        ScaledConfig(**tiny_model("llama").config.to_diff_dict() | {"model_type": "scaled-llama"})
+    )
+    model.load_state_dict(tiny_model("llama").state_dict())
+    return model.eval()
+
+
+def test_an_architecture_from_outside_runs_like_transformers(scaled: ScaledForCausalLM, tmp_path: Path) -> None:
+    prompt = tiny_prompt(70)
+    with torch.no_grad():
+        expected = scaled(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    AutoConfig.register("scaled-llama", ScaledConfig)
+    AutoModelForCausalLM.register(ScaledConfig, ScaledForCausalLM)
+    scaled.save_pretrained(tmp_path)
+    for given in (scaled, tmp_path):
+        llm = LLM(given, policy="full", host_memory="16MiB", device="cpu", dtype="float32")
+        token = int(expected.argmax())
+        [score] = llm.score([prompt], [[token]])
+        assert score.is_greedy == [True]
+        assert score.logprobs[0] == pytest.approx(float(expected[token]), abs=1e-5)
+
+
+def test_an_architecture_has_one_adapter(scaled: ScaledForCausalLM) -> None:
+    register_architecture("ScaledForCausalLM", f"{__name__}:ScaledAdapter")
+    with pytest.raises(ConfigError, match="has an adapter already"):
+        register_architecture("LlamaForCausalLM", f"{__name__}:ScaledAdapter")

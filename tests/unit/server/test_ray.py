@@ -1,0 +1,192 @@
+"""Two replicas on a local Ray cluster: sessions and beginnings stay with theirs and give way to load; replicas come and
+go with the load; one that is killed under it loses nothing silently. Behind OFFLOAD_RT_STRESS, in an environment with
+ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from support.serving import TEMPLATE
+from support.tiny_models import tiny_checkpoint
+
+from offload_rt.config import EngineConfig
+from offload_rt.server.options import ServerOptions
+
+if not os.environ.get("OFFLOAD_RT_STRESS"):
+    pytest.skip("a cluster, for minutes: make stress PART=ray", allow_module_level=True)
+pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+pytestmark = pytest.mark.filterwarnings("default")  # ray's own
+
+LONG = "It was a dark night, and the river was high. " * 12
+
+
+SCALED = "scaled"
+"""The second application's name and where it stands."""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    import ray
+    from ray import serve
+
+    from offload_rt.server.ray.app import Cluster, ray_app
+
+    folder = Path(tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "llama", num_hidden_layers=2))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    store = tmp_path_factory.mktemp("store")
+    options = ServerOptions(documents=store / "server", grace=5)
+    config = EngineConfig(policy="full", device="cpu", verify="off", host_memory="32MiB")
+    scaling = Cluster(1, 2, target_ongoing=1, upscale_delay=1, downscale_delay=5)
+    ray.init(num_cpus=6, include_dashboard=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": 8417})
+    serve.run(ray_app(str(folder), config, options, store, None, Cluster(replicas=2)), name="offload-rt")
+    scaled = ray_app(str(folder), config, ServerOptions(grace=5), cluster=scaling)
+    serve.run(scaled, name=SCALED, route_prefix=f"/{SCALED}")
+    yield "http://127.0.0.1:8417"
+    serve.shutdown()
+    ray.shutdown()
+
+
+def replicas(application: str = "offload-rt") -> list[psutil.Process]:
+    """Processes of an application's engines that live."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if line.startswith(f"ray::ServeReplica:{application}:engine"):
+            found.append(process)
+    return found
+
+
+def complete(url: str, prompt: str, tokens: int = 4) -> httpx2.Response:
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return httpx2.post(f"{url}/v1/completions", json=asked, timeout=120)
+
+
+def reused(answer: httpx2.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def at_once(ask: Callable[[], httpx2.Response], count: int) -> list[httpx2.Response]:
+    with ThreadPoolExecutor(count) as pool:
+        return [each.result() for each in [pool.submit(ask) for _ in range(count)]]
+
+
+def test_beginnings_stay_and_give_way_to_load(url: str) -> None:
+    """What was computed of a beginning is where the next request with it goes, and not only there when many come."""
+    beginnings = [f"{i}. {LONG}" for i in range(6)]
+    for beginning in beginnings:
+        reused(complete(url, beginning))
+    assert all(reused(complete(url, f"{beginning} Who?")) > 100 for beginning in beginnings)
+    answers = at_once(lambda: complete(url, f"{beginnings[0]} Who?", 100), 24)
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    computed = [answer for answer in answers if reused(answer) < 64]
+    print(f"{len(computed)} of {len(answers)} requests computed the beginning again: on the other replica")
+    assert 1 <= len(computed) <= 12
+
+
+def test_replicas_come_and_go_with_the_load(url: str) -> None:
+    assert len(replicas(SCALED)) == 1
+    deadline, answers = time.monotonic() + 180, []
+    while len(replicas(SCALED)) < 2:
+        assert time.monotonic() < deadline, "no replica came"
+        answers += at_once(lambda: complete(f"{url}/{SCALED}", LONG, 40), 8)
+    answers += at_once(lambda: complete(f"{url}/{SCALED}", LONG, 40), 8)
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    while len(replicas(SCALED)) > 1:
+        assert time.monotonic() < deadline + 120, "none went"
+        time.sleep(1)
+    print(f"{len(answers)} requests brought a second replica, which went again")
+
+
+def respond(url: str, session: str, text: str, before: str | None = None) -> httpx2.Response:
+    asked: dict[str, Any] = {"input": text, "max_output_tokens": 4, "temperature": 0}
+    asked |= {"previous_response_id": before} if before else {}
+    return httpx2.post(f"{url}/v1/responses", json=asked, headers={"x-session-id": session}, timeout=120)
+
+
+def cached(answer: httpx2.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
+
+
+def test_sessions_stay_and_a_killed_replica_loses_nothing(url: str) -> None:
+    texts = {f"s{i}": f"{i} {LONG}" for i in range(8)}
+    first = {name: respond(url, name, text) for name, text in texts.items()}
+    assert all(cached(answer) < 64 for answer in first.values()), "each begins otherwise"
+    second = {name: respond(url, name, "Go on.", first[name].json()["id"]) for name in texts}
+    assert all(cached(answer) > 100 for answer in second.values()), "a session is where its rows are"
+    stream = {"messages": [{"role": "user", "content": "Hm?"}], "max_tokens": 8, "stream": True}
+    streamed = httpx2.post(f"{url}/v1/chat/completions", json=stream, timeout=60)
+    assert streamed.text.rstrip().endswith("data: [DONE]")
+    pids = {process.pid for process in replicas()}
+    assert len(pids) == 2
+
+    said: list[tuple[str, Any]] = []
+    ended = threading.Event()
+
+    def load(name: str) -> None:
+        """Asks until it is told to stop; each request has an outcome."""
+        while not ended.is_set():
+            try:
+                said.append((name, respond(url, name, "And?", second[name].json()["id"]).status_code))
+            except httpx2.HTTPError as error:
+                said.append((name, type(error).__name__))
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in texts]
+    for thread in threads:
+        thread.start()
+    time.sleep(3)
+    victim = min(pids)
+    os.kill(victim, signal.SIGKILL)
+    deadline = time.monotonic() + 180
+    while victim in (now := {process.pid for process in replicas()}) or len(now) < 2:
+        assert time.monotonic() < deadline, "no replica came in its place"
+        time.sleep(1)
+    time.sleep(10)
+    ended.set()
+    for thread in threads:
+        thread.join(150)
+        assert not thread.is_alive(), "an answer was lost silently"
+    outcomes = {outcome for _, outcome in said}
+    print(f"{len(said)} requests, outcomes {[(o, sum(each == o for _, each in said)) for o in outcomes]}")
+    good = sum(outcome == 200 for _, outcome in said)
+    assert good > 0.5 * len(said) and outcomes <= {
+        200,
+        500,
+        502,
+        503,
+        "ReadError",
+        "RemoteProtocolError",
+        "ConnectError",
+    }
+    # Every conversation goes on where it was, wherever it was, with the answer that it always had.
+    for name in texts:
+        again = respond(url, name, "And?", second[name].json()["id"])
+        assert again.status_code == 200
+        whole = [
+            {"role": "user", "content": texts[name]},
+            {"role": "assistant", "content": text_of(first[name])},
+            {"role": "user", "content": "Go on."},
+            {"role": "assistant", "content": text_of(second[name])},
+            {"role": "user", "content": "And?"},
+        ]
+        fresh = httpx2.post(
+            f"{url}/v1/chat/completions", json={"messages": whole, "max_tokens": 4, "temperature": 0}, timeout=60
+        )
+        assert fresh.json()["choices"][0]["message"]["content"] == text_of(again)
+
+
+def text_of(answer: httpx2.Response) -> str:
+    return "".join(part["text"] for item in answer.json()["output"] for part in item["content"])

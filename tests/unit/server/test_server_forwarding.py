@@ -1,0 +1,146 @@
+"""Requests that one process takes and another answers, and which of several should: how Ray's replicas are asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.routing import Mount
+from starlette.types import Message
+from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
+
+from offload_rt.errors import ConfigError
+from offload_rt.server.affinity import BEGINNING, affinity, give_way
+from offload_rt.server.app import make_app
+from offload_rt.server.forwarding import Asked, Behind, Door
+from offload_rt.server.options import ServerOptions
+
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
+OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
+
+
+class Passage:
+    """What is between the two ends: it may break, at once or after some messages."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.behind = Behind(make_app(engine, OPTIONS))  # type: ignore[arg-type]
+        self.breaks_after: int | None = None
+        self.keys: list[str] = []
+
+    async def ask(self, asked: Asked, key: str) -> AsyncIterator[Message]:
+        self.keys.append(key)
+        passed = 0
+        answers = self.behind.answer(asked)
+        try:
+            async for message in answers:
+                if passed == self.breaks_after:
+                    raise ConnectionError("the replica died")
+                passed += 1
+                yield message
+        finally:
+            await answers.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(reference_tokenizer(), lambda prompt: "It was a dark night.")
+
+
+@pytest.fixture
+def passage(engine: ScriptedEngine) -> Passage:
+    return Passage(engine)
+
+
+@pytest.fixture
+def http(passage: Passage) -> Iterator[httpx2.Client]:
+    app = Starlette(routes=[Mount("/", app=Door(passage.ask, OPTIONS.max_body, OPTIONS.timeout))])
+    with answering(app) as (url, _), httpx2.Client(base_url=url) as client:
+        yield client
+
+
+def test_answers_are_those_of_the_application(http: httpx2.Client, engine: ScriptedEngine) -> None:
+    def parts(client: httpx2.Client) -> list[Any]:
+        whole = client.post("/v1/chat/completions", json=ASK).json()
+        streamed = client.post("/v1/chat/completions", json=ASK | {"stream": True})
+        deltas = [json.loads(line[6:])["choices"] for line in streamed.text.splitlines() if line.startswith("data: {")]
+        page, wrong = client.get("/"), client.post("/v1/chat/completions", json={"messages": 5})
+        models = client.get("/v1/models", params={"x": "y"}).json()["data"][0]["id"]
+        return [whole["choices"], deltas, streamed.headers["content-type"], page.text, wrong.status_code, models]
+
+    with served(engine) as url, httpx2.Client(base_url=url) as straight:
+        expected = parts(straight)
+    assert parts(http) == expected and len(expected[1]) > 5
+    assert http.post("/v1/chat/completions", content=b"x" * 20_000).status_code == 413
+
+
+def test_a_client_that_leaves_ends_its_request(http: httpx2.Client, engine: ScriptedEngine) -> None:
+    engine.pause, aborted = 0.05, engine.aborted
+    try:
+        with http.stream("POST", "/v1/chat/completions", json=ASK | {"stream": True}) as answer:
+            next(answer.iter_lines())
+        wait_until(lambda: engine.aborted == aborted + 1)
+    finally:
+        engine.pause = 0.0
+
+
+def test_a_replica_that_dies(http: httpx2.Client, passage: Passage) -> None:
+    """Before anything was answered it is said, afterwards the connection breaks off."""
+    passage.breaks_after = 0
+    answer = http.post("/v1/chat/completions", json=ASK)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert answer.json()["error"]["code"] == "replica_lost"
+    passage.breaks_after = 3
+    with pytest.raises(httpx2.RemoteProtocolError):
+        http.post("/v1/chat/completions", json=ASK | {"stream": True})
+
+
+def key(body: Any, **headers: str) -> str:
+    return affinity(
+        Headers({name.replace("_", "-"): value for name, value in headers.items()}), json.dumps(body).encode()
+    )
+
+
+LONG = "It was a dark night, and the river was high. " * 60
+
+
+def test_what_goes_together() -> None:
+    assert key({}, x_session_id="a") == key(ASK, x_session_id="a") != key(ASK, x_session_id="b")
+    named = {"session": "novel"}
+    assert key(named, authorization="one") == key(ASK | named, authorization="one") != key(named, authorization="two")
+    one, other = ([{"role": "user", "content": LONG + end}] for end in ("Who?", "Why?"))
+    parts = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
+    assert key({"messages": one}) == key({"messages": other}) == key({"messages": parts}) != ""
+    short = LONG[:500]
+    assert key({"prompt": f"{short} Who?"}) == key({"prompt": f"{short} Why not?"}) != key({"prompt": LONG})
+    assert key({"messages": one}) != key({"system": "Be brief.", "messages": one})
+    assert key({"prompt": LONG}) == key({"prompt": [LONG, "x"]}) and key({"input": LONG})
+    assert key({"prompt": [7] * BEGINNING}) == key({"prompt": [7] * BEGINNING + [8]}) != ""
+    assert key({"prompt": [8, *[7] * BEGINNING]}) != key({"prompt": [7] * BEGINNING})
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"[1]", b"\xff", json.dumps(ASK).encode()])
+def test_what_any_replica_may_answer(body: bytes) -> None:
+    assert affinity(Headers({}), body) == ""
+
+
+def test_affinity_gives_way_to_load() -> None:
+    assert give_way([4, 0, 1], 4) == [0, 1, 2], "not yet"
+    assert give_way([5, 0, 1], 4) == [1, 2, 0]
+    assert give_way([0, 9], 4) == [0, 1]
+    assert give_way([], 4) == []
+
+
+def test_a_clusters_size() -> None:
+    from offload_rt.server.ray.app import Cluster
+
+    assert Cluster(2).size == {"num_replicas": 2}
+    scaling = Cluster(2, 5).size["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 5)
+    for wrong in ((0,), (3, 2)):
+        with pytest.raises(ConfigError, match="replicas"):
+            Cluster(*wrong)

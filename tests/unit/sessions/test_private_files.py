@@ -1,0 +1,122 @@
+"""Files with text, tokens, KV or keys are their owner's alone, whatever the umask; what was open before is repaired."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.disk_chunks import named, open_store, save
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.kv_cache.disk.direct_file import DirectFile
+from offload_rt.server.documents import Documents, digest
+from offload_rt.utils.private_files import make_private_folder, open_private
+
+
+@pytest.fixture(params=[0o000, 0o777], ids=["umask 000", "umask 777"], autouse=True)
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def modes(folder: Path) -> set[str]:
+    """Modes of everything from `folder` on: "0700 folder" or "0600 file"."""
+    found = set()
+    for path in (folder, *folder.rglob("*")):
+        status = path.lstat()
+        kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
+        found.add(f"{stat.S_IMODE(status.st_mode):04o} {kind}")
+    return found
+
+
+PRIVATE = {"0700 folder", "0600 file"}
+
+
+def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
+    llm = LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
+    with llm.session("s", tmp_path / "new" / "store") as session:
+        list(session.send(tiny_prompt(150), SamplingParams(max_tokens=3, temperature=0)))
+        session.truncate(keep_last=80)
+        session.context.saver.flush()  # files that are renamed meanwhile cannot be listed
+        assert modes(tmp_path / "new") == PRIVATE
+        temporaries = []
+        for stem in (b"k" * 32, b"l" * 32):
+            writer = session.context.storage.begin(stem, "exact", tiny_prompt_bytes(), 512)
+            assert writer is not None
+            temporaries += list(tmp_path.rglob("*.tmp"))
+            assert modes(tmp_path / "new") == PRIVATE
+            writer.abort()
+        assert temporaries
+    assert modes(tmp_path / "new") == PRIVATE
+
+
+def tiny_prompt_bytes() -> bytes:
+    return bytes(64 * 8)
+
+
+def test_an_existing_store_is_repaired(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    save(store, 1)
+    store.put(named("one"), b"text")
+    store.put(named("one"), b"more")
+    store.close()
+    opened(tmp_path / "store")
+    open_store(tmp_path / "store").close()
+    assert modes(tmp_path / "store") == PRIVATE
+
+
+def test_a_folder_of_the_users_own_keeps_its_mode_and_files(tmp_path: Path) -> None:
+    os.mkdir(tmp_path / "mine")
+    os.chmod(tmp_path / "mine", 0o755)
+    (tmp_path / "mine" / "notes.txt").touch()
+    os.chmod(tmp_path / "mine" / "notes.txt", 0o644)
+    store = open_store(tmp_path / "mine")
+    save(store, 1)
+    store.close()
+    assert modes(tmp_path / "mine") == PRIVATE | {"0755 folder", "0644 file"}
+
+
+def test_what_the_server_remembers(tmp_path: Path) -> None:
+    """Links, pipes and other files in the folder are no documents; what a killed server was writing is removed."""
+    documents, name = Documents(tmp_path / "server" / "conversations"), digest("a")
+    documents.put(name, {"owner": "x"}, ["text"])
+    folder = tmp_path / "server" / "conversations"
+    assert modes(tmp_path / "server") == PRIVATE
+    opened(folder)
+    os.mkfifo(folder / f"{digest('b')}.json")
+    (folder / f"{digest('c')}.json").symlink_to(folder / f"{name}.json")
+    (folder / f"{digest('d')}.tmp").write_text("text of a killed server")
+    (folder / f"{name}.{'0' * 32}.tmp").write_text("text of a killed server, a moment ago")
+    os.chmod(folder / f"{name}.{'0' * 32}.tmp", 0o600)
+    os.utime(folder / f"{digest('d')}.tmp", (0, 0))
+    (folder / "kitchen.json").write_text(json.dumps({"owner": "x"}))
+    again = Documents(folder)
+    assert list(again.heads()) == [name] and again.body(name) == ["text"]
+    assert again.head(digest("b")) is None and again.body(digest("b")) is None
+    again.delete(name)
+    assert {path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()} == {"kitchen.json"}
+
+
+def test_a_nameless_file_and_the_helpers(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path / "disk")
+    assert modes(tmp_path / "disk") == {"0700 folder"}
+    assert stat.S_IMODE(os.fstat(file.handle).st_mode) & 0o077 == 0
+    file.close()
+    assert not make_private_folder(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "x")
+    with pytest.raises(OSError, match="symbolic link"):
+        open_private(tmp_path / "link", os.O_WRONLY | os.O_CREAT)
+
+
+def opened(folder: Path) -> None:
+    """Everybody may do everything, as files of earlier versions."""
+    for path in (folder, *folder.rglob("*")):
+        os.chmod(path, 0o777)
+    assert modes(folder) <= {"0777 folder", "0777 file"}

@@ -1,0 +1,300 @@
+"""Sessions at their limits: conversations that outgrow the model's positions forget their oldest part, in a queue as
+one by one; idle ones give their host memory to whatever else runs, and lose nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import architecture
+from support.disk_chunks import chunk_files
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, ModelError, PoolFullError, SamplingParams
+from offload_rt.sessions.session import Session
+from offload_rt.sessions.truncate import SINKS, last_kept
+
+SHORT = SamplingParams(max_tokens=6, temperature=0)
+NAMES = ("ada", "bob", "cyd")
+POSITIONS = 260
+CHUNK_BYTES = 4 * 2 * 2 * 64 * 16 * 8
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
+    "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what survives the machine."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def make_llm(chunks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
+    """With a pool of `chunks` chunks."""
+    key = "n_positions" if name == "gpt2" else "max_position_embeddings"
+    model = tiny_model(name, dtype=torch.float64, **{key: positions})
+    size = LLM(model, dtype="float64", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.chunk_bytes
+    return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
+
+
+def turn(name: str, number: int) -> list[int]:
+    return tiny_prompt(60 + 9 * number, seed=1000 * NAMES.index(name) + number)
+
+
+def answer(session: Session, prompt: list[int], params: SamplingParams = SHORT) -> list[int]:
+    found = [event.token_id for event in session.send(prompt, params)]
+    session.check_integrity()
+    session.kv.runner.check_integrity()
+    return found
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """Where it is no matter how often it is said."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "session .* would outgrow", UserWarning)
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------------ overflow
+
+
+def test_half_the_positions_stay_or_what_the_turn_leaves() -> None:
+    assert last_kept(100, 60, 160) == 100, "everything fits"
+    assert last_kept(101, 60, 160) == 80, "the older half goes"
+    assert last_kept(101, 120, 160) == 36, "and more, where the turn needs the room"
+    assert last_kept(101, 500, 160) == 80, "a turn that never fits is no reason to forget everything"
+    assert last_kept(80, 500, 160) == 80 and last_kept(84, 100, 160) == 56
+
+
+def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[int]]:
+    """Answers of a session that is truncated before each turn that would not fit."""
+    session, found = make_llm(positions=POSITIONS, **options).session(name, folder, overflow="error"), []
+    for i in range(turns):
+        held, new = len(session.tokens), len(turn(name, i)) + 6
+        if held + new > POSITIONS:
+            with pytest.raises(ModelError, match=f"and .* has {POSITIONS} positions: call truncate"):
+                session.send(turn(name, i), SHORT)
+            assert len(session.tokens) == held
+            session.truncate(keep_last=min(POSITIONS // 2, POSITIONS - new - SINKS) - 1)  # the last has no row yet
+        found.append(answer(session, turn(name, i)))
+    assert session.history.shift > 0
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where they are preempted, and where sessions come back from disk in between."""
+    right = {name: by_hand(tmp_path / "by hand", name, 5, **options) for name in NAMES}
+    llm = make_llm(positions=POSITIONS, **options)
+    session = llm.session("ada", tmp_path / "sent")
+    for i in range(5):
+        if i == 3:
+            session.close()
+            llm = make_llm(positions=POSITIONS, **options)
+            session = llm.session("ada", tmp_path / "sent")
+        outgrows = len(session.tokens) + len(turn("ada", i)) + 6 > POSITIONS
+        with pytest.warns(UserWarning, match=r"its oldest \d+ tokens") if outgrows else forgetting():
+            assert answer(session, turn("ada", i)) == right["ada"][i]
+        assert len(session.tokens) <= POSITIONS
+    session.close()
+    queue = make_llm(11, positions=POSITIONS, **options).turns(tmp_path / "queue", max_num_seqs=3)
+    queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(5) for name in NAMES}
+    with forgetting():
+        while not queue.idle:
+            queue.step()
+            queue.check_integrity()
+    for (name, i), one in queued.items():
+        assert one.token_ids == right[name][i] and one.finish_reason == "length", (name, i)
+    assert queue.stats.evicted > 0 and queue.stats.computed_tokens == 0
+    queue.close()
+
+
+def test_a_cut_turn_that_is_preempted_says_the_same(tmp_path: Path) -> None:
+    """What was cut is on its way to disk before the turn is computed: dropped, it comes back as it was cut."""
+    right = by_hand(tmp_path / "by hand", "ada", 5, **POLICIES["infinigen"])
+    llm = make_llm(positions=POSITIONS, **POLICIES["infinigen"])
+    queue = llm.turns(tmp_path / "queue")
+    scheduler, preempted = queue._engine.scheduler, 0
+    for i in range(5):
+        queued = queue.add("ada", turn("ada", i), SHORT)
+        with forgetting():
+            while not queue.idle:
+                queue.step()
+                if queued.turn is not None and queued.turn in scheduler.running and preempted == i:
+                    scheduler.preempt(queued.turn)
+                    preempted += 1
+                    scheduler._full = False
+                queue.check_integrity()
+        assert queued.token_ids == right[i], i
+    assert preempted == 5 and queue.stats.computed_tokens == 0
+    queue.close()
+
+
+@pytest.mark.parametrize("lost", ["all", "one"])
+def test_what_is_left_of_a_session_with_lost_rows_is_computed_as_a_text_of_its_own(lost: str, tmp_path: Path) -> None:
+    session = make_llm(positions=POSITIONS).session("ada", tmp_path)
+    tokens = tiny_prompt(200, seed=7)
+    tokens += answer(session, tokens)
+    session.close()
+    for path in sorted(tmp_path.rglob("*.kv"))[: None if lost == "all" else 1]:
+        path.unlink()
+    session = make_llm(positions=POSITIONS).session("ada", tmp_path)
+    with pytest.warns(UserWarning, match=f"its oldest {206 - POSITIONS // 2 - SINKS} tokens"):
+        got = answer(session, turn("ada", 0))
+    kept = [*tokens[:SINKS], *tokens[-(POSITIONS // 2) :]]
+    assert session.tokens == [*kept, *turn("ada", 0), *got] and session.history.shift == 0
+    assert got == completed(make_llm().generate([[*kept, *turn("ada", 0)]], SHORT))[0].token_ids
+    session.close()
+
+
+def test_models_that_cannot_be_cut_refuse(tmp_path: Path) -> None:
+    session = make_llm(name="gpt2", positions=100).session("s", tmp_path / "gpt2")
+    answer(session, tiny_prompt(60))
+    with pytest.raises(ModelError, match="a table of 100"):
+        session.send(tiny_prompt(60), SHORT)
+    assert len(session.tokens) == 66
+    session.close()
+    with pytest.raises(ConfigError, match="did you mean 'error'"):
+        make_llm().session("s", tmp_path, overflow="eror")
+
+
+def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_llm().session("ada", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("offload_rt.storage.saver.layer_block", lambda *args: 1 / 0)
+        list(session.send(turn("ada", 0), SHORT))
+        with pytest.raises(ZeroDivisionError):
+            session.save()
+    session.save()
+    assert chunk_files(tmp_path) == 2 and session.context.saver._waiting == 0
+    session.close()
+
+
+# ----------------------------------------------------------------------------------------------- idle sessions give way
+
+LONG = tiny_prompt(500, seed=5)
+KINDS: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: [c.token_ids for c in completed(llm.generate([LONG, [*LONG[:90], 3]], SHORT))],
+    "samples": lambda llm: [
+        c.token_ids for c in completed(llm.generate([LONG], SamplingParams(n=3, max_tokens=6, seed=1, temperature=0.9)))
+    ],
+    "beams": lambda llm: [
+        c.token_ids for c in completed(llm.generate([LONG], SamplingParams(num_beams=3, max_tokens=6, temperature=0)))
+    ],
+    "stream": lambda llm: [event.token_id for event in llm.stream(LONG, SHORT)],
+    "score": lambda llm: [score.logprobs for score in llm.score([LONG, LONG[:90]], [[3, 4], [5]])],
+    "another policy": lambda llm: [c.token_ids for c in completed(llm.under("streaming").generate([LONG], SHORT))],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_idle_sessions_give_way_to_whatever_else_runs_and_come_back(kind: str, tmp_path: Path) -> None:
+    llm, roomy = make_llm(13), make_llm()
+    pool = llm.runner.pool
+    sessions = {name: llm.session(name, tmp_path / "a") for name in NAMES}
+    right = {name: roomy.session(name, tmp_path / "roomy") for name in NAMES}
+    for name, session in sessions.items():
+        assert answer(session, turn(name, 0)) == answer(right[name], turn(name, 0))
+    expected = KINDS[kind](make_llm(enable_prefix_caching=False))
+    found = KINDS[kind](llm)
+    assert found == expected if kind != "score" else torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
+    pool.check_integrity()
+    assert pool.bytes_peak <= pool.limit_bytes
+    host = sessions["ada"].host
+    assert host.stats.evicted > 0 and sessions["ada"].kv.sequence is None, "the least recently used one first"
+    for name, session in sessions.items():
+        assert answer(session, turn(name, 1)) == answer(right[name], turn(name, 1))
+    assert host.stats.computed_tokens == 0, "nothing was lost"
+    for session in [*sessions.values(), *right.values()]:
+        session.close()
+
+
+def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> None:
+    llm = make_llm(9)
+    one, other = llm.session("ada", tmp_path / "a"), llm.session("bob", tmp_path / "b")
+    first = answer(one, tiny_prompt(300, seed=1))
+    answer(other, tiny_prompt(300, seed=2))
+    assert one.kv.sequence is None and other.kv.sequence is not None
+    history = [*tiny_prompt(300, seed=1), *first, *turn("ada", 0)]
+    assert answer(one, turn("ada", 0)) == completed(make_llm().generate([history], SHORT))[0].token_ids
+    one.close()
+    other.close()
+    assert llm.runner.reclaimables == []
+
+
+def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tmp_path: Path) -> None:
+    llm = make_llm(9)
+    chunk = llm.runner.pool.chunk_bytes
+    session = llm.session("ada", tmp_path, limit=2 * chunk)
+    first = answer(session, tiny_prompt(250, seed=1))
+    message = r"sessions hold .*: 'ada' .* \(its store cannot take it: the limit of its files is reached\)"
+    with pytest.raises(PoolFullError, match=message):
+        llm.generate([LONG], SHORT)
+    assert session.kv.sequence is not None, "nothing is lost to a request that is no turn"
+    llm.generate([LONG[:60]], SHORT)
+    events = session.send(turn("ada", 0), SHORT)
+    second = [next(events).token_id]
+    with pytest.raises(PoolFullError, match=r"'ada' .* \(answering\)"):
+        llm.generate([LONG], SHORT)
+    second += [event.token_id for event in events]
+    history = [*tiny_prompt(250, seed=1), *first, *turn("ada", 0)]
+    assert second == completed(make_llm().generate([history], SHORT))[0].token_ids
+    llm.runner.check_integrity()
+    with pytest.warns(UserWarning, match="not saved whole"):
+        session.close()
+    llm.generate([LONG], SHORT)
+
+
+def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None:
+    """Whatever comes next, at random: every answer is what it is with room for all."""
+    rng, small, roomy = random.Random(4), make_llm(12), make_llm()
+    sessions = [{name: llm.session(name, tmp_path / str(i)) for name in NAMES} for i, llm in enumerate((small, roomy))]
+    for step in range(24):
+        prompt = tiny_prompt(rng.randint(20, 120), seed=step)
+        name = rng.choice([*NAMES, "", ""])
+        if name:
+            here, there = (answer(each[name], prompt) for each in sessions)
+        else:
+            here, there = (completed(llm.generate([prompt, prompt[:-3]], SHORT))[1].token_ids for llm in (small, roomy))
+        assert here == there, step
+        if len(sessions[0][name].tokens if name else ()) > 320:
+            for each in sessions:
+                each[name].truncate(keep_last=100)
+    assert sessions[0]["ada"].host.stats.evicted > 3 and small.runner.pool.bytes_peak <= 12 * CHUNK_BYTES
+    for each in sessions:
+        for session in each.values():
+            session.close()
+
+
+def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Path) -> None:
+    """A turn of a session in memory may need more blocks of sliding layers than its own."""
+    model = architecture("gemma3", dtype=torch.float64)
+    options: dict[str, Any] = {"policy": "full", "dtype": "float64", "verify": "off"}
+    size = LLM(model, host_memory="4MiB", **options).runner.pool.chunk_bytes
+    prompts = [[token % 90 + 1 for token in tiny_prompt(length, seed=length)] for length in (60, 61, 20)]
+    with LLM(model, host_memory=7 * size, **options) as llm:  # one block is left for the layers with full attention
+        ada, bob = llm.session("ada", tmp_path), llm.session("bob", tmp_path)
+        answer(ada, prompts[0], SamplingParams(max_tokens=1, temperature=0))
+        answer(bob, prompts[1], SamplingParams(max_tokens=1, temperature=0))
+        found = answer(ada, prompts[2])
+        with LLM(model, host_memory="4MiB", enable_prefix_caching=False, **options) as roomy:
+            [expected] = completed(roomy.generate([ada.tokens[: -len(found)]], SHORT))
+        assert found == expected.token_ids
+        ada.close()
+        bob.close()

@@ -1,0 +1,233 @@
+"""What sessions say is so: no false alarm, honest counts, nothing computed for a request that cannot be answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.disk_chunks import FILE_BYTES, load, named, open_store, save, tokens_of
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
+from offload_rt.engine.runner import Runner
+from offload_rt.sessions.session import Session
+from offload_rt.storage.disk_store import DiskStore
+
+SHORT = SamplingParams(max_tokens=8, temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what survives the machine."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def make_llm(chunks: int = 100, **options: Any) -> LLM:
+    model, size = tiny_model("llama", dtype=torch.float64), 4 * 2 * 2 * 64 * 16 * 8
+    return LLM(model, dtype="float64", host_memory=chunks * size, **({"policy": "full"} | options))
+
+
+def answer(session: Session, turn: list[int]) -> list[int]:
+    found = [event.token_id for event in session.send(turn, SHORT)]
+    session.check_integrity()
+    return found
+
+
+def test_forks_that_say_the_same_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hand over the same last chunk while the disk is slow; truncating the one removes it, and the other, which
+    has it in memory still, writes it again instead of complaining of a full store."""
+    gate, real = threading.Event(), DiskStore.begin
+    gate.set()
+
+    def begin(self: DiskStore, *arguments: Any) -> Any:
+        assert gate.wait(60)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(DiskStore, "begin", begin)
+    one = make_llm().session("one", tmp_path)
+    answer(one, tiny_prompt(200, seed=1))
+    twin = one.fork("twin")
+    gate.clear()
+    assert answer(one, tiny_prompt(30, seed=2)) == answer(twin, tiny_prompt(30, seed=2))
+    gate.set()
+    one.truncate(keep_last=50)
+    held = len(twin.tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one.close()
+        twin.close()
+    again = make_llm().session("twin", tmp_path)
+    answer(again, tiny_prompt(5, seed=3))
+    assert again.loaded_tokens == held - 1 and again.host.stats.computed_tokens == 0
+    again.close()
+
+
+@pytest.mark.parametrize("options", [{"eviction": "counter"}, {}], ids=["eviction", "no eviction"])
+def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_computed(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, computed = make_llm(4, **options), []
+    real = Runner.advance_prefill
+    monkeypatch.setattr(Runner, "advance_prefill", lambda self, prefill: (computed.append(1), real(self, prefill)))
+    message = "a prompt of 300 tokens does not fit, and eviction begins" if options else "the host pool is full"
+    with pytest.raises(PoolFullError, match=message):
+        llm.generate([tiny_prompt(100, seed=1), tiny_prompt(300, seed=2)], SHORT)
+    assert computed == []
+    long = SamplingParams(max_tokens=40, temperature=0)
+    if options:
+        assert len(completed(llm.generate([tiny_prompt(254, seed=1)], long))[0].token_ids) == 40
+
+
+# ---------------------------------------------------------------------------------------------------- what was reused
+
+
+def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
+    stats = completed(llm.generate([prompt], SHORT))[0].stats
+    return stats.reused_tokens, stats.diverged_at
+
+
+def test_statistics_say_what_was_reused_and_where_a_prompt_parts_from_the_stored_ones() -> None:
+    llm, book = make_llm(), tiny_prompt(200, seed=1)
+    assert reuse(llm, book) == (0, 0)
+    assert reuse(llm, book) == (192, 192), "what does not fill a chunk is not there"
+    assert reuse(llm, book[:150]) == (128, None), "all of it is there; a part of a chunk is computed again"
+    assert reuse(llm, [*book[:100], *tiny_prompt(90, seed=2)]) == (64, 100)
+    assert reuse(llm, tiny_prompt(90, seed=3)) == (0, 0)
+    assert reuse(make_llm(enable_prefix_caching=False), book) == (0, None)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "one chunk", "everything"])
+def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> None:
+    session = make_llm().session("s", tmp_path)
+    answer(session, tiny_prompt(200, seed=1))
+    keys = session.history.keys
+    session.close()
+    for key in {"nothing": [], "one chunk": keys[1:2], "everything": keys}[lost]:
+        next(tmp_path.rglob(f"{key}.kv")).unlink()
+    with make_llm().session("s", tmp_path) as session:
+        answer(session, tiny_prompt(30, seed=2))
+        stats, here = session.last_stats, {"nothing": 207, "one chunk": 64, "everything": 0}[lost]
+        assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (here, here)
+        tiers = session.host.stats
+        assert (tiers.disk_tokens, tiers.computed_tokens) == (here, 207 - here)
+
+
+def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt finds all chunks, and one of them is damaged in a late layer: only what the second attempt got
+    was reused. A turn that is given up before its rows have arrived reused nothing."""
+    session = make_llm().session("s", tmp_path)
+    answer(session, tiny_prompt(200, seed=1))
+    session.close()
+    session = make_llm().session("s", tmp_path)
+    real, broken = DiskStore.read_layer, session.history.chunk_keys[2]
+    monkeypatch.setattr(DiskStore, "read_layer", lambda s, c, n, i: real(s, c, n, i) and (n < 2 or c.key != broken))
+    answer(session, tiny_prompt(30, seed=2))
+    stats = session.last_stats
+    assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (128, 128)
+    assert session.host.stats.disk_tokens + session.host.stats.host_tokens == 128 and session.host.stats.turns == 1
+    session.close()
+
+
+def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that is no damage is the turn's error, which nobody waits for without end; the session goes on."""
+    session = make_llm().session("s", tmp_path)
+    answer(session, tiny_prompt(200, seed=1))
+    session.close()
+    session = make_llm().session("s", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "read_layer", lambda *args: 1 // 0)
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            answer(session, tiny_prompt(30, seed=2))
+    session.check_integrity()
+    answer(session, tiny_prompt(30, seed=2))
+    assert session.loaded_tokens > 128
+    session.close()
+
+
+def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
+    """Whatever a process that died left there: files of every kind count, and those beyond the cap leave."""
+    store = open_store(tmp_path)
+    for number in range(6):
+        save(store, number)
+    store.put(named("one"), bytes(500))
+    store.put(named("one"), bytes(600))
+    there = store.bytes_used
+    store.close()
+    next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))
+    again = open_store(tmp_path)
+    assert again.bytes_used == there == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
+    again.close()
+    limited = open_store(tmp_path, 3 * FILE_BYTES)
+    assert limited.bytes_used <= 3 * FILE_BYTES and limited.get(named("one")) is not None
+    limited.check_integrity()
+    limited.close()
+
+
+def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path, 3 * FILE_BYTES)
+    assert save(store, 1) and save(store, 2)
+    assert store.begin(store.root, "exact", tokens_of(9), 4 * FILE_BYTES) is None
+    with pytest.raises(StoreError, match="is full"):
+        store.put(named("huge"), bytes(4 * FILE_BYTES))
+    assert load(store, 1) and load(store, 2)
+    with monkeypatch.context() as patch:  # what cannot be removed makes no room
+        patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))
+        assert not save(store, 3) or store.bytes_used <= 3 * FILE_BYTES
+        assert not save(store, 4)
+    assert save(store, 5)
+    store.check_integrity()
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------- ends, and how they look
+
+
+def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
+    llm = make_llm()
+    [completion] = completed(llm.generate([tiny_prompt(20)], SHORT))
+    assert repr(completion) == "CompletionOutput('', tokens=8, finish_reason='length')"
+    long = dataclasses.replace(completion, text="word " * 100)
+    assert len(repr(long)) < 120 and "…" in repr(long)
+    assert repr(llm) == f"LLM({llm.name!r}, policy='full', device='cpu', dtype='float64', host_memory='12.5 MiB')"
+    session = llm.session("s", tmp_path)
+    events = session.send(tiny_prompt(9), SHORT)
+    next(events)
+    assert repr(session) == f"Session('s', {llm.name!r}, turns=0, tokens=9, answering)"
+    list(events)
+    assert repr(session) == f"Session('s', {llm.name!r}, turns=1, tokens=17, open)"
+    session.close()
+    assert repr(session).endswith("closed)")
+
+
+def test_blocks_close_what_they_open(tmp_path: Path) -> None:
+    """Also with an answer half read and turns in a queue: everything that was said is saved, another process may write,
+    and what is closed says so."""
+    with make_llm() as llm:
+        with llm.session("one", tmp_path) as session:
+            answer(session, tiny_prompt(70, seed=1))
+        with pytest.raises(InputError, match="closed"):
+            session.send([1], SHORT)
+        half, queue = llm.session("half", tmp_path), llm.turns(tmp_path)
+        events = half.send(tiny_prompt(80, seed=2), SHORT)
+        read = [next(events).token_id for _ in range(3)]
+        queued = queue.add("queued", tiny_prompt(50, seed=3), SHORT)
+        queue.step()
+        with pytest.raises(InputError, match="answering"):
+            queued.session.close()
+    assert list(events) == [] and queued.finish_reason == "abort"
+    llm.close()
+    for call in (lambda: llm.generate([[1]]), lambda: llm.stream([1]), lambda: llm.session("x", tmp_path)):
+        with pytest.raises(InputError, match=r"LLM\(.*\) is closed"):
+            call()
+    with pytest.raises(InputError, match="is closed"):
+        llm.score([[1]], [[2]])
+    llm.runner.check_integrity()
+    with make_llm() as other, other.session("half", tmp_path) as again:
+        assert again.tokens == [*tiny_prompt(80, seed=2), *read]

@@ -1,0 +1,492 @@
+"""Sessions: what comes back from host memory or disk gives the tokens of the conversation as if never interrupted."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.disk_chunks import chunk_files
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams, StoreError
+from offload_rt.sessions import truncate as truncation
+from offload_rt.sessions.history import History
+from offload_rt.sessions.session import Session
+from offload_rt.storage.loader import ChunkLoader, read_buffer_layers
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed=3), tiny_prompt(28, seed=4)]
+"""Chunks end in the second turn's answer, the third turn and the fourth turn's answer."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
+    "int4 keys": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
+    "tail": {"policy": "infinigen", "policy_options": {"recent": 16, "tail": "int4", "budget": 0.3}},
+}
+
+
+def make_llm(name: str = "llama", memory: int | str = "64MiB", **options: Any) -> LLM:
+    chosen = {"policy": "full"} | options
+    return LLM(tiny_model(name, dtype=torch.float64), dtype="float64", host_memory=memory, **chosen)
+
+
+def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    found = [event.token_id for event in session.send(turn, params)]
+    session.check_integrity()
+    session.kv.runner.check_integrity()
+    return found
+
+
+def talk(session: Session, turns: list[list[int]]) -> list[list[int]]:
+    return [answer(session, turn) for turn in turns]
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("where", ["host", "disk", "disk read anew"])
+def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
+    options: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    llm = make_llm(**options)
+    straight = llm.session("straight", tmp_path / "a")
+    expected = talk(straight, TURNS)
+    straight.close()
+    if where == "host":  # another store: nothing of it is on disk, but the prefix tree has the full chunks
+        llm = make_llm(**options)
+    for turn, right in zip(TURNS, expected, strict=True):
+        session = llm.session("s", tmp_path / "b")
+        assert answer(session, turn) == right
+        if turn is not TURNS[0] and where != "host":
+            assert session.loaded_tokens > 100
+        session.close()
+        if where != "host":
+            llm = make_llm(**options)
+    assert llm.runner.pool.bytes_used == llm.runner.pool.idle_chunks * llm.runner.pool.chunk_bytes
+
+
+def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    first, second = answer(session, TURNS[0]), answer(session, TURNS[1])
+    plain = make_llm(enable_prefix_caching=False)
+    assert completed(plain.generate([TURNS[0]], GREEDY))[0].token_ids == first
+    assert completed(plain.generate([TURNS[0] + first + TURNS[1]], GREEDY))[0].token_ids == second
+    assert session.tokens == TURNS[0] + first + TURNS[1] + second
+    stats = session.last_stats
+    assert stats is not None and stats.new_tokens == 12 and stats.reused_tokens == len(TURNS[0] + first) - 1
+
+
+def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
+    llm, book = make_llm(), tiny_prompt(640, seed=9)
+    one = llm.session("one", tmp_path)
+    answer(one, [*book, 5])
+    one.save()
+    before = chunk_files(tmp_path)
+    two = llm.session("two", tmp_path)
+    answer(two, [*book, 7])
+    two.save()
+    assert chunk_files(tmp_path) - before <= 2, "only what comes after the book"
+    for session in (one, two):
+        session.close()
+    fresh = make_llm()
+    three = fresh.session("three", tmp_path)
+    answer(three, [*book, 8])
+    assert three.loaded_tokens == 640, "a new session about it need not read it again either"
+    three.close()
+
+
+@pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a wrong token: of the policy full the tokens are the same, since computing gives what was stored. A policy
+    that selects would decode other rows; its answer equals that of a prompt of the same tokens."""
+    llm = make_llm(**POLICIES[policy])
+    session = llm.session("s", tmp_path)
+    talk(session, TURNS[:2])
+    history = session.tokens
+    session.close()
+    rng = random.Random(3)
+    paths = sorted(tmp_path.rglob("*.kv"))
+    if damage == "late":
+        real, calls = ChunkLoader._fill, []
+
+        def fill(self: ChunkLoader, chunk: Any, layer: int, *where: Any) -> bool:
+            calls.append(layer)
+            return real(self, chunk, layer, *where) and not (layer == 2 and len(calls) == 2 * len(self._chunks) + 2)
+
+        monkeypatch.setattr(ChunkLoader, "_fill", fill)
+    for path in paths if damage != "late" else []:
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(4200, len(data))] ^= 1
+        if damage == "removed":
+            path.unlink()
+        else:
+            path.write_bytes({"bits": data, "truncated": data[:-9], "empty": b""}[damage])
+    llm = make_llm(**POLICIES[policy])
+    session = llm.session("s", tmp_path)
+    got = answer(session, TURNS[2])
+    if policy == "full" or damage != "late":
+        plain = make_llm(enable_prefix_caching=False, **POLICIES[policy])
+        assert got == completed(plain.generate([history + TURNS[2]], GREEDY))[0].token_ids
+    session.close()
+    again = make_llm(**POLICIES[policy]).session("s", tmp_path)
+    assert again.tokens == history + TURNS[2] + got
+    answer(again, TURNS[3])
+    assert again.loaded_tokens == len(history + TURNS[2] + got) - 1, "what was damaged has been stored anew"
+    again.close()
+
+
+def test_forks_go_their_own_ways(tmp_path: Path) -> None:
+    llm = make_llm(**POLICIES["infinigen"])
+    session = llm.session("a", tmp_path)
+    answer(session, TURNS[0])
+    twin = session.fork("b")
+    with pytest.raises(InputError, match="already"):
+        session.fork("b")
+    one, two = answer(session, TURNS[1]), answer(twin, TURNS[2])
+    session.close()
+    twin.close()
+    llm = make_llm(**POLICIES["infinigen"])
+    straight = llm.session("c", tmp_path / "other")
+    answer(straight, TURNS[0])
+    assert answer(straight.fork("d"), TURNS[2]) == two
+    assert answer(straight, TURNS[1]) == one
+    for name, turn in (("a", one), ("b", two)):
+        assert llm.session(name, tmp_path).tokens[-12:] == turn
+
+
+def test_an_answer_that_is_closed_early_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    whole = answer(llm.session("whole", tmp_path), TURNS[0])
+    events = session.send(TURNS[0], GREEDY)
+    got = [next(events).token_id for _ in range(7)]
+    with pytest.raises(InputError, match="is answering"):
+        session.send([1])
+    events.close()  # type: ignore[attr-defined]
+    assert session.tokens == TURNS[0] + got == TURNS[0] + whole[:7]
+    assert answer(session, whole[7:9]) is not None
+    session.close()
+    with pytest.raises(InputError, match="closed"):
+        session.send([1])
+
+
+def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    right = talk(session, TURNS[:2])
+    session.close()
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    real = llm.runner.advance_prefill
+
+    def stop(prefill: Any) -> None:
+        if prefill.layer == 2:
+            raise KeyboardInterrupt
+        real(prefill)
+
+    before = session.tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, "advance_prefill", stop)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                answer(session, TURNS[2])
+            assert session.tokens == before
+    plain = make_llm(enable_prefix_caching=False)
+    expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
+    assert answer(session, TURNS[2]) == expected
+    session.close()
+
+
+def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="learns from every query"):
+        make_llm(policy="h2o").session("s", tmp_path)
+    with pytest.raises(ConfigError, match="learns from every query"):
+        make_llm(policy="infinigen", policy_options={"preset": "paper"}).session("s", tmp_path)
+    with pytest.raises(ConfigError, match="eviction"):
+        make_llm(eviction="lru").session("s", tmp_path)
+    llm = make_llm()
+    with pytest.raises(InputError, match="1 to 200"):
+        llm.session("", tmp_path)
+    session = llm.session("ä/b ..", tmp_path)
+    with pytest.raises(InputError, match="open already"):
+        llm.session("ä/b ..", tmp_path)
+    with pytest.raises(StoreError, match="another process"):
+        make_llm().session("t", tmp_path)
+    with pytest.raises(InputError, match="no tokenizer"):
+        session.send("text")
+    with pytest.raises(InputError, match="token id"):
+        session.send([199])
+    with pytest.raises(InputError, match="one answer"):
+        session.send([1], SamplingParams(n=2))
+    session.close()
+    make_llm().session("t", tmp_path).close()
+
+
+def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
+    llm = make_llm()
+    session = llm.session("s", tmp_path, limit="400KiB")
+    right = talk(session, TURNS[:2])
+    with pytest.warns(UserWarning, match="not saved whole"):
+        session.close()
+    assert (
+        sum(path.stat().st_size for path in tmp_path.rglob("*") if path.name != "lock" and path.is_file()) <= 400 << 10
+    )
+    session = make_llm().session("s", tmp_path)
+    assert session.tokens == TURNS[0] + right[0] + TURNS[1] + right[1]
+    plain = completed(make_llm(enable_prefix_caching=False).generate([session.tokens + TURNS[2]], GREEDY))[0].token_ids
+    assert answer(session, TURNS[2]) == plain and session.loaded_tokens > 0
+    session.close()
+
+
+# --------------------------------------------------------------------------------------------------------- truncation
+
+
+def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int], turned: int = 0) -> torch.Tensor:
+    """Logits after `more`, by hand: rows of the whole text, those of `kept` picked out, `more` at positions that go on;
+    the first four keys turned by `turned` positions."""
+    model: Any = tiny_model("llama", dtype=torch.float64)
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model(torch.tensor([tokens]), past_key_values=cache)
+        picked = DynamicCache()
+        for layer in range(4):
+            k, v = cache.layers[layer].keys[:, :, kept], cache.layers[layer].values[:, :, kept]
+            if turned:
+                k = k.clone()
+                k[0, :, :4] = llm.runner.adapter.rotate_keys(layer, k[0, :, :4], turned)
+            picked.update(k, v, layer)
+        positions = torch.arange(len(tokens), len(tokens) + len(more))[None]
+        mask = torch.ones(1, len(kept) + len(more), dtype=torch.long)
+        out = model(torch.tensor([more]), past_key_values=picked, position_ids=positions, attention_mask=mask)
+    return out.logits[0, -1]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("how", ["keep_last", "drop"])
+def test_truncation_picks_rows_and_positions_go_on(how: str, restart: bool, tmp_path: Path) -> None:
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    computed = len(session.tokens) - 1
+    tokens, last = session.tokens[:computed], session.tokens[computed:]
+    kept = [*range(4), *range(computed - 70, computed)] if how == "keep_last" else [*range(30), *range(60, computed)]
+    if restart:
+        session.close()
+        llm = make_llm()
+        session = llm.session("s", tmp_path)
+    gone = session.truncate(keep_last=70) if how == "keep_last" else session.truncate(drop=range(30, 60))
+    assert gone == computed - len(kept) and session.tokens == [tokens[i] for i in kept] + last
+    if restart:
+        session.close()
+        llm = make_llm()
+        session = llm.session("s", tmp_path)
+    expected = int(cut_reference(llm, tokens, kept, last + TURNS[1]).argmax())
+    assert answer(session, TURNS[1])[0] == expected
+    assert session.loaded_tokens == (len(kept) if restart else session.loaded_tokens)
+    session.close()
+
+
+def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path) -> None:
+    """Positions 0..3 seen from farther than the model was made for: their keys move across the gap, from the
+    originals."""
+    model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=200)
+    llm = LLM(model, dtype="float64", policy="full", host_memory="16MiB")
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    computed = len(session.tokens) - 1
+    tokens, last = session.tokens[:computed], session.tokens[computed:]
+    kept = [*range(4), *range(computed - 70, computed)]
+    session.truncate(keep_last=70)
+    more = last + TURNS[2]
+    expected = cut_reference(llm, tokens, kept, more, turned=computed - 74)
+    assert session.history.sink_shift == 0
+    assert answer(session, TURNS[2])[0] == int(expected.argmax())
+    assert session.history.sink_shift == computed - 74
+    session.close()
+    again = LLM(model, dtype="float64", policy="full", host_memory="16MiB").session("s", tmp_path)
+    assert len(answer(again, [5])) == 12 and again.loaded_tokens > 100
+    again.close()
+
+
+def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
+    """The sinks' keys after fifty cuts, each turned from their originals, are those turned once by the sum."""
+    model = tiny_model("llama", max_position_embeddings=200)
+    llm = LLM(model, policy="full", host_memory="16MiB")
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0][:100], SamplingParams(max_tokens=5, temperature=0))
+    original = llm.runner.pool.stored(session.kv.sequence.blocks, 1, range(4))[0].k.clone()  # type: ignore[union-attr]
+    for i in range(50):
+        session.truncate(keep_last=60)
+        answer(session, tiny_prompt(95, seed=i), SamplingParams(max_tokens=5, temperature=0))
+    history, sequence = session.history, session.kv.sequence
+    assert history.shift > 4000 and history.sink_shift > 3500 and sequence is not None
+    now = llm.runner.pool.stored(sequence.blocks, 1, range(4))[0].k
+    torch.testing.assert_close(now, llm.runner.adapter.rotate_keys(1, original, history.sink_shift), rtol=0, atol=0)
+    assert float((now.norm(dim=-1) / original.norm(dim=-1) - 1).abs().max()) < 1e-5
+    session.close()
+
+
+def test_truncation_is_refused_where_it_cannot_be_right(tmp_path: Path) -> None:
+    for name, message in (("gpt2", "absolute positions"), ("opt", "absolute positions")):
+        session = make_llm(name).session("s", tmp_path / name)
+        answer(session, TURNS[0])
+        with pytest.raises(ModelError, match=message):
+            session.truncate(keep_last=10)
+        session.close()
+    session = make_llm().session("s", tmp_path)
+    answer(session, TURNS[1])
+    every = range(session.history.computed)
+    for wrong in ({}, {"keep_last": 5, "drop": [1]}, {"keep_last": 0}, {"drop": [999]}):
+        with pytest.raises(InputError):
+            session.truncate(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="drop has every token"):
+        session.truncate(drop=every)
+    with pytest.raises(InputError, match="sinks"):
+        session.truncate(keep_last=5, sinks=64)
+    assert session.truncate(keep_last=1000) == 0
+    session.close()
+
+
+# ------------------------------------------------------------------------------------------------------ order of events
+
+
+def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a buffer of one layer: layer l + 1 is read while l is computed, never before l - 1 is. Every layer is
+    offered to the saver when it is computed, and all are computed though no save has ended."""
+
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    session.close()
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    events: list[tuple[str, int]] = []
+    disk, adapter, gate = session.context.storage, llm.runner.adapter, threading.Event()
+    monkeypatch.setattr(session.context, "read_buffer", lambda size, tokens: 1)
+
+    def log(owner: Any, name: str, event: str, place: int, before: Callable[[], Any] = lambda: None) -> None:
+        real = getattr(owner, name)
+
+        def logged(*args: Any) -> Any:
+            before()
+            if (event, args[place]) not in events:
+                events.append((event, args[place]))
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, logged)
+
+    log(disk, "read_layer", "load", 1)
+    log(adapter, "after_attention", "compute", 0)
+    log(session.context.saver, "_write", "save", 1, before=gate.wait)
+    generation = session.send(TURNS[2], GREEDY)
+    next(generation)
+    computed = [layer for event, layer in events if event == "compute"]
+    assert computed == [0, 1, 2, 3] and not [e for e in events if e[0] == "save"], "saving is still shut"
+    assert session.context.saver._waiting > 0
+    at = {event: i for i, event in enumerate(events)}
+    for layer in range(4):
+        assert at["load", layer] < at["compute", layer]
+        if layer >= 2:
+            assert at["load", layer] > at["compute", layer - 2], "the buffer has one layer"
+    gate.set()
+    list(generation)
+    session.save()
+    assert session.context.saver._waiting == 0
+    session.close()
+
+
+def test_the_read_buffer_hides_what_computing_cannot(tmp_path: Path) -> None:
+    """S_buf = B (T_load L_hist - T_pref L_new), in layers."""
+    assert read_buffer_layers(8.0, 8.0, 32) == 1 and read_buffer_layers(0.0, 1.0, 32) == 1
+    assert read_buffer_layers(8.0, 2.0, 32) == 24 and read_buffer_layers(8.0, 0.0, 32) == 32
+
+
+def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    right = talk(session, TURNS[:2])
+    session.close()
+    llm = make_llm()
+    session = llm.session("s", tmp_path)
+    session.prefetch()
+    loader = session.kv.loader
+    assert loader is not None
+    loader._thread.join(5)
+    assert loader._done == 4, "unmeasured, the buffer has all layers"
+    plain = make_llm(enable_prefix_caching=False)
+    expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
+    assert answer(session, TURNS[2]) == expected and loader.stall_seconds < 0.05
+    session.close()
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_rounded_rows_come_back_as_they_were_left(bits: str, tmp_path: Path) -> None:
+    straight = make_llm(kv_cache_dtype=bits).session("s", tmp_path / "a")
+    expected = talk(straight, TURNS[:3])
+    for turn, right in zip(TURNS[:3], expected, strict=True):
+        session = make_llm(kv_cache_dtype=bits).session("s", tmp_path / "b")
+        assert answer(session, turn) == right
+        session.close()
+    straight.close()
+
+
+def test_what_was_decoded_before_a_gap_stays_marked() -> None:
+    history = History("s", "m", tokens=list(range(200)), computed=200, decoded=[(64, 100), (150, 180)])
+    history.forget_from(90)
+    assert (history.computed, history.decoded) == (90, [(64, 90)])
+
+
+def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, calls = make_llm(), []
+    session = llm.session("s", tmp_path)
+    answer(session, TURNS[0])
+    storage, settle, copy = llm.runner.link.storage, llm.runner.link.storage.settle, truncation.copy_rows
+
+    def settled(blocks: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # the saver's waits end where a store is full
+            calls.append(("settle", id(blocks)))
+        settle(blocks)
+
+    monkeypatch.setattr(storage, "settle", settled)
+
+    def copied(pool: Any, source: Any, target: Any, kept: Any) -> None:
+        calls.append(("copy", id(source)))
+        copy(pool, source, target, kept)
+
+    monkeypatch.setattr(truncation, "copy_rows", copied)
+    session.truncate(keep_last=64)
+    at = next(i for i, (what, _) in enumerate(calls) if what == "copy")
+    assert ("settle", calls[at][1]) in calls[:at], "the source of the copy is waited for"
+    session.close()
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
+def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """It would begin as an empty one, for example on a processor with another default dtype."""
+    model = tiny_model("llama", dtype=torch.float64)
+
+    def load(**options: Any) -> LLM:
+        return LLM(model.to(torch.float64), policy="full", host_memory="16MiB", **({"dtype": "float64"} | options))
+
+    with load() as llm:
+        answer(llm.session("s", tmp_path), tiny_prompt(70))
+    if options.get("dtype"):
+        model.to(torch.float32)
+    with LLM(model, policy="full", host_memory="16MiB", **({"dtype": "float64"} | options)) as llm:
+        with pytest.raises(
+            StoreError, match=r"stored with dtype='float64' and kv_cache_dtype='auto'.*Load the model with"
+        ):
+            llm.session("s", tmp_path)
+        assert llm.session("another", tmp_path).tokens == []
+    with load() as llm:
+        assert llm.session("s", tmp_path).tokens[:70] == tiny_prompt(70)

@@ -1,0 +1,214 @@
+"""A further storage tier is one file that implements `StorageTier`: sessions run on this toy one as they do on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, InputError, SamplingParams
+from offload_rt.kv_cache.disk.homes import Home
+from offload_rt.kv_cache.prefix_tree import chunk_key, root_key
+from offload_rt.sessions.history import document_name
+from offload_rt.sessions.session import Session
+from offload_rt.sessions.store import SessionStore
+from offload_rt.sessions.turn_queue import TurnQueue
+from offload_rt.storage.chunk_store import Document, NamedChunk, StorageTier, read_through
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0)
+TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
+
+# ------------------------------------------------------------------------------------------- the whole of the toy tier
+
+
+@dataclass(frozen=True)
+class MemoryChunk:
+    """A chunk whose layers are bytes in memory, with the tokens that its key stands for."""
+
+    key: bytes
+    tokens: bytes
+    blocks: dict[int, bytes]
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens) // 8
+
+    @property
+    def layer_bytes(self) -> int:
+        return len(self.blocks[0])
+
+    def read_layer(self, layer: int, into: memoryview) -> bool:
+        into[:] = self.blocks[layer]
+        return True
+
+    def home(self) -> None: ...
+
+    def check_layer(self, layer: int, home: Home, into: memoryview) -> bool:
+        raise NotImplementedError("nobody has a home")
+
+
+@dataclass
+class MemoryWriter:
+    store: MemoryTier
+    chunk: MemoryChunk
+
+    def home(self) -> None: ...
+
+    def write(self, layer: int, block: memoryview) -> None:
+        self.chunk.blocks[layer] = bytes(block)
+
+    def commit(self) -> bool:
+        self.store.chunks[self.chunk.key] = self.chunk
+        return True
+
+    def abort(self) -> None:
+        self.chunk.blocks.clear()
+
+
+@dataclass
+class MemoryTier:
+    """Chunks and documents in dictionaries that outlive it, as a folder outlives a process. It evicts nothing."""
+
+    namespace: str
+    layers: int
+    chunks: dict[bytes, MemoryChunk] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    last_error: str = ""
+    closed: bool = False
+
+    @property
+    def root(self) -> bytes:
+        return root_key(self.namespace)
+
+    @property
+    def bytes_used(self) -> int:
+        return sum(len(block) for chunk in list(self.chunks.values()) for block in chunk.blocks.values())
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.chunks
+
+    def find(self, parent: bytes, lineage: str, tokens: bytes) -> MemoryChunk | None:
+        chunk = self.chunks.get(chunk_key(parent, lineage, tokens))
+        return chunk if chunk is not None and chunk.tokens == tokens else None
+
+    def begin(self, parent: bytes, lineage: str, tokens: bytes, layer_bytes: int) -> MemoryWriter | None:
+        key = chunk_key(parent, lineage, tokens)
+        return None if key in self.chunks else MemoryWriter(self, MemoryChunk(key, tokens, {}))
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.chunks.pop(key, None)
+
+    def retain(self, keys: Container[bytes], space: str | None = None) -> int:
+        gone = [key for key in self.chunks if key not in keys]
+        self.remove(gone)
+        return len(gone)
+
+    def touch(self, keys: Iterable[bytes]) -> None: ...
+
+    def expect(self, keys: Sequence[bytes]) -> None: ...
+
+    def pin(self, keys: Iterable[bytes]) -> None: ...
+
+    def unpin(self, keys: Iterable[bytes]) -> None: ...
+
+    def put(self, name: str, data: bytes) -> None:
+        self.texts[name] = data
+
+    def get(self, name: str) -> Document | None:
+        return Document(self.texts[name]) if name in self.texts else None
+
+    def documents(self) -> dict[str, Document | None]:
+        return {f"{self.root.hex()}/{name}": self.get(name) for name in self.texts}
+
+    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+        return self.texts.pop(name.split("/")[-1], None) is not None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+# ------------------------------------------------------------------------------------------------------------ its tests
+
+
+def make_llm() -> LLM:
+    return LLM(tiny_model("llama", dtype=torch.float64), dtype="float64", host_memory="16MiB", policy="full")
+
+
+def answer(session: Session, turn: list[int]) -> list[int]:
+    found = [event.token_id for event in session.send(turn, GREEDY)]
+    session.check_integrity()
+    return found
+
+
+@pytest.fixture
+def kept() -> Iterator[dict[str, MemoryTier]]:
+    tiers: dict[str, MemoryTier] = {}
+    yield tiers
+    assert all(tier.closed for tier in tiers.values())
+
+
+def open_store(llm: LLM, kept: dict[str, MemoryTier]) -> SessionStore:
+    """The sessions in a tier that has what the tier of the same namespace had before."""
+
+    def open_tier(namespace: str, layers: int) -> StorageTier:
+        before = kept.get(namespace)
+        chunks, texts = (before.chunks, before.texts) if before is not None else ({}, {})
+        kept[namespace] = MemoryTier(namespace, layers, chunks, texts)
+        return kept[namespace]
+
+    return SessionStore(llm.runner, open_tier)
+
+
+def test_a_session_on_a_tier_from_outside_answers_as_on_disk(kept: dict[str, MemoryTier], tmp_path: Path) -> None:
+    llm = make_llm()
+    on_disk = llm.session("s", tmp_path)
+    expected = [answer(on_disk, turn) for turn in TURNS]
+    on_disk.truncate(keep_last=60)
+    expected.append(answer(on_disk, TURNS[0]))
+    on_disk.close()
+    found = []
+    for turn in TURNS:  # every turn in another process, as it were
+        session = open_store(make_llm(), kept).open("s")
+        found.append(answer(session, turn))
+        assert session.loaded_tokens == 0 if turn is TURNS[0] else session.loaded_tokens > 100
+        assert session.host.stats.computed_tokens == 0, "all rows came from the tier"
+        session.close()
+    session = open_store(make_llm(), kept).open("s")
+    session.truncate(keep_last=60)
+    session.close()
+    session = open_store(make_llm(), kept).open("s")
+    found.append(answer(session, TURNS[0]))
+    session.close()
+    assert found == expected
+
+
+def test_a_queue_forks_and_discards_on_a_tier_from_outside(kept: dict[str, MemoryTier]) -> None:
+    store = open_store(make_llm(), kept)
+    queue = TurnQueue(store, 2)
+    one, two = queue.add("one", TURNS[0], GREEDY), queue.add("two", TURNS[0], GREEDY)
+    list(queue.run())
+    assert one.token_ids == two.token_ids != []
+    twin = store.session("one").fork("twin")
+    with pytest.raises(InputError, match="twin"):
+        store.session("two").fork("twin")
+    twin.discard()
+    assert sorted(store.context.storage.documents()) == [
+        f"{store.context.storage.root.hex()}/{n}" for n in sorted(map(document_name, ("one", "two")))
+    ]
+    queue.close()
+
+
+def test_reading_a_chunk_through_says_whether_it_is_there(kept: dict[str, MemoryTier]) -> None:
+    store = open_store(make_llm(), kept)
+    session = store.open("s")
+    answer(session, TURNS[0])
+    session.save()
+    name = session.kv.names(64)[0]
+    assert read_through(store.context.storage, name)
+    assert not read_through(store.context.storage, NamedChunk(0, name.parent, "another lineage", name.tokens, name.key))
+    session.close()

@@ -1,0 +1,444 @@
+"""Turns of several sessions in one queue: the same answers as alone; tiers that look ahead (CachedAttention §3.3)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, InputError, SamplingParams
+from offload_rt.errors import PoolFullError
+from offload_rt.sessions.host_tier import HostTier
+from offload_rt.sessions.session import Session
+from offload_rt.sessions.session_kv import SessionKV
+from offload_rt.sessions.turn import Turn
+from offload_rt.sessions.turn_queue import TurnQueue
+
+SHORT = SamplingParams(max_tokens=12, temperature=0)
+NAMES = ("ada", "bob", "cyd", "dan")
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
+    "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
+}
+LAYERS = 3
+CHUNK_BYTES = LAYERS * 2 * 2 * 64 * 16 * 8
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what survives the machine, as `test_disk` and `test_reliability` are."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def make_llm(chunks: int = 400, **options: Any) -> LLM:
+    """With a pool of `chunks` chunks."""
+    chosen = {"policy": "full"} | options
+    size = CHUNK_BYTES
+    if "kv_cache_dtype" in options:
+        size = LLM(MODEL, dtype="float64", host_memory="1MiB", **chosen).runner.pool.chunk_bytes
+    llm = LLM(MODEL, dtype="float64", host_memory=chunks * size, **chosen)
+    assert llm.runner.pool.chunk_count == chunks
+    return llm
+
+
+def turn(name: str, number: int) -> list[int]:
+    """What a session is told: the sessions differ from their first token on."""
+    return tiny_prompt(70 + 10 * number, seed=1000 * NAMES.index(name) + number)
+
+
+def alone(folder: Path, names: tuple[str, ...], turns: int, **options: Any) -> dict[str, list[list[int]]]:
+    """Answers of each session by itself, never interrupted; each is computed once."""
+    assert turns <= 3
+    found = {}
+    for name in names:
+        if (key := f"{name} {options}") not in ALONE:
+            session = make_llm(**options).session(name, folder / name)
+            ALONE[key] = [[e.token_id for e in session.send(turn(name, i), SHORT)] for i in range(3)]
+            session.close()
+        found[name] = ALONE[key][:turns]
+    return found
+
+
+ALONE: dict[str, list[list[int]]] = {}
+
+
+def drain(queue: TurnQueue) -> Iterator[None]:
+    while not queue.idle:
+        queue.step()
+        queue.check_integrity()
+        yield
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path) -> None:
+    """Four sessions, three turns each, a batch of three and a pool that not all of them fit: sessions leave host memory
+    and come back from disk, and turns of one session follow each other."""
+    right = alone(tmp_path / "alone", NAMES, 3, **options)
+    queue = make_llm(21, **options).turns(tmp_path / "q", max_num_seqs=3)
+    queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(3) for name in NAMES}
+    for _ in drain(queue):
+        pass
+    for (name, i), one in queued.items():
+        assert one.token_ids == right[name][i] and one.finish_reason == "length", (name, i)
+    stats = queue.stats
+    assert stats.turns >= 12 and stats.computed_tokens == 0 and stats.host_tokens + stats.disk_tokens > 0
+    queue.close()
+    session = make_llm(**options).session("bob", tmp_path / "q")
+    assert session.tokens[-12:] == right["bob"][2]
+    session.close()
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    """Three answers that outgrow the pool together: the youngest gives way in the middle of its answer, its session is
+    as it was before the turn, and no token of it changes or comes twice."""
+    names, lengths = NAMES[:3], [SHORT, SamplingParams(max_tokens=40, temperature=0)]
+    right = {}
+    for name in names:
+        session = make_llm(**options).session(name, tmp_path / name)
+        right[name] = [[e.token_id for e in session.send(turn(name, i), lengths[i])] for i in range(2)]
+        session.close()
+    queue = make_llm(11, **options).turns(tmp_path / "q", max_num_seqs=3)
+    queued = {(name, i): queue.add(name, turn(name, i), lengths[i]) for i in range(2) for name in names}
+    seen: dict[int, list[int]] = {}
+    while not queue.idle:
+        for event in queue.step():
+            seen.setdefault(event.request_id, []).append(event.token_id)
+        queue.check_integrity()
+    assert queue._engine.scheduler.preemptions > 0
+    for (name, i), one in queued.items():
+        assert one.token_ids == right[name][i] == seen[one.number], (name, i)
+    queue.close()
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
+def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(policy: str, tmp_path: Path) -> None:
+    """Host memory for two or three sessions, one turn at a time, round and round: LRU and FIFO always give up the one
+    that comes next, look-ahead the one that comes last, and what left is back before its turn."""
+    llm = make_llm(9)
+    queue = llm.turns(tmp_path, max_num_seqs=1, policy=policy)
+    starts = []
+
+    def wait_for_reading(session: Session) -> None:
+        """As if the computation took longer than reading: what was asked for has arrived."""
+        loader = session.kv.loader
+        if loader is not None and loader._ahead == queue.store.context.storage.layers:
+            loader._thread.join(10)
+
+    real = Turn.start
+
+    def start(self: Turn, runner: Any) -> Any:
+        loader = self.kv.loader
+        starts.append((self.kv.history.name, self.kv.sequence is not None, loader is None or loader.finished))
+        return real(self, runner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turn, "start", start)
+        for i in range(3):
+            for name in NAMES:
+                queue.add(name, turn(name, i)[:64], SHORT)
+        for _ in drain(queue):
+            for session in queue._opened.values():
+                wait_for_reading(session)
+    stats, later, last = queue.stats, starts[len(NAMES) :], starts[-len(NAMES) :]
+    if policy == "lookahead":
+        assert all(there and arrived for _, there, arrived in later), later
+        assert stats.disk_tokens == 0 and stats.fetched > 0 and stats.fetched_tokens > 0
+    else:
+        assert not any(there for _, there, _ in last) and stats.fetched == 0 and stats.disk_tokens > 0
+    assert stats.evicted > 0 and stats.computed_tokens == 0
+    queue.close()
+
+
+def test_windows_are_the_papers(tmp_path: Path) -> None:
+    """L_pw = C_free / S_kv and L_ew = (C_mem + C_disk) / S_kv, from the bytes of the pool, the limit of the store and
+    the mean of the sessions."""
+    llm = make_llm(40)
+    queue = llm.turns(tmp_path, limit=80 * CHUNK_BYTES)
+    pool, sessions = llm.runner.pool, [queue.store.session(name) for name in NAMES]
+    for session, chunks in zip(sessions, (2, 4, 6, 8), strict=True):
+        session.history.tokens = [1] * 64 * chunks
+    rows = [session.kv for session in sessions]
+    capacity = pool.chunk_count
+    assert queue.store.host.windows(rows) == (capacity // 5, (capacity + 80) // 5)
+    blocks = pool.new_block_table(64 * (capacity - 12))
+    assert queue.store.host.windows(rows)[0] == 12 // 5
+    pool.release(blocks)
+    for session in sessions:
+        session.history.tokens = []
+    queue.close()
+    endless = llm.turns(tmp_path / "endless")
+    assert endless.store.host.windows(rows)[1] == 4, "without a limit the whole queue is spared"
+    endless.close()
+
+
+def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
+    """Early eviction: parked sessions leave before anybody has to wait for it, the tail of the window first."""
+    llm = make_llm(20)
+    queue = llm.turns(tmp_path, max_num_seqs=1, free_host=0.5)
+    for name in NAMES:
+        queue.add(name, tiny_prompt(200, seed=NAMES.index(name)), SHORT)
+    for _ in drain(queue):
+        pass
+    pool, host = llm.runner.pool, queue.store.host
+    host.look_ahead(())
+    evicted, ada = host.stats.evicted, queue.store.session("ada").kv
+    assert host.free_bytes >= 0.5 * pool.chunk_count * pool.chunk_bytes and evicted >= 1
+    assert len(host.parked) == 4 - evicted and ada not in host.parked
+    host.look_ahead([ada])
+    assert ada in host.parked and host.stats.evicted == evicted, "what is fetched takes the room that was kept"
+    queue.close()
+
+
+def test_parked_sessions_leave_after_their_time(tmp_path: Path) -> None:
+    now = 0.0
+    llm = make_llm()
+    session = llm.session("s", tmp_path, ttl=60)
+    list(session.send(turn("ada", 0), SHORT))
+    session.host._clock = lambda: now
+    session.host._since[session.kv] = 0.0
+    now = 59.0
+    session.host.look_ahead(())
+    assert session.kv.sequence is not None
+    now = 61.0
+    session.host.look_ahead(())
+    assert session.kv.sequence is None and session.host.stats.evicted == 1
+    right = alone(tmp_path / "alone", ("ada",), 2)["ada"]
+    assert [e.token_id for e in session.send(turn("ada", 1), SHORT)] == right[1]
+    session.close()
+
+
+def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
+    """Without a queue too: sessions that only lie in host memory are no reason to refuse a turn."""
+    llm = make_llm(10)
+    sessions = [llm.session(name, tmp_path) for name in NAMES]
+    right = alone(tmp_path / "alone", NAMES, 2)
+    for i in range(2):
+        for name, session in zip(NAMES, sessions, strict=True):
+            assert [e.token_id for e in session.send(turn(name, i), SHORT)] == right[name][i]
+            session.check_integrity()
+    assert sessions[0].host.stats.evicted > 0
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.parametrize("found", ["before the turn", "meanwhile"])
+def test_damaged_chunks_start_the_turn_again(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = alone(tmp_path / "alone", NAMES[:2], 2)
+    queue = make_llm().turns(tmp_path / "q")
+    for name in NAMES[:2]:
+        queue.add(name, turn(name, 0), SHORT)
+    for _ in drain(queue):
+        pass
+    queue.close()
+    for path in (tmp_path / "q").rglob("*.kv"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    if found == "before the turn":
+        real = SessionKV.fetch
+
+        def fetch(self: SessionKV, *, whole: bool) -> None:
+            real(self, whole=whole)
+            if self.loader is not None:
+                self.loader._thread.join(10)
+
+        monkeypatch.setattr(SessionKV, "fetch", fetch)
+    queue = make_llm().turns(tmp_path / "q")
+    queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
+    for _ in drain(queue):
+        pass
+    assert {name: one.token_ids for name, one in queued.items()} == {name: right[name][1] for name in queued}
+    assert queue.stats.computed_tokens > 0
+    queue.close()
+
+
+def test_a_turn_that_can_never_fit_leaves_the_queue_and_the_others_go_on(tmp_path: Path) -> None:
+    queue = make_llm(10).turns(tmp_path)
+    queue.add("ada", tiny_prompt(2000, seed=1), SHORT)
+    other = queue.add("bob", turn("bob", 0), SHORT)
+    again = queue.add("ada", turn("ada", 0), SHORT)
+    with pytest.raises(PoolFullError):
+        list(queue.run())
+    list(queue.run())
+    right = alone(tmp_path / "alone", NAMES[:2], 1)
+    assert other.token_ids == right["bob"][0] and again.token_ids == right["ada"][0]
+    queue.close()
+
+
+def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can_frees_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = alone(tmp_path / "alone", NAMES[:2], 2)
+    llm = make_llm()
+    queue = llm.turns(tmp_path / "q", max_num_seqs=2)
+    for name in NAMES[:2]:
+        queue.add(name, turn(name, 0), SHORT)
+    list(queue.run())
+    real, refused = llm.runner.pool.check_spare, []
+
+    def refuse(chunks: int) -> None:
+        if len(refused) < 2:
+            refused.append(chunks)
+            raise PoolFullError("not now")
+        real(chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner.pool, "check_spare", refuse)
+        queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
+        for _ in drain(queue):
+            pass
+    assert refused and {name: one.token_ids for name, one in queued.items()} == {n: right[n][1] for n in queued}
+    assert queue.stats.disk_tokens == 0, "the rows stayed in host memory meanwhile"
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
+        queue.store.session("ada").kv.leave_host()
+        queue.store.host.take(queue.store.session("ada").kv)
+        lost = queue.add("ada", turn("ada", 2), SHORT)
+        with pytest.raises(PoolFullError, match="never"):
+            list(queue.run())
+    session = queue.store.session("ada")
+    assert lost.finish_reason == "abort" and not session.busy and queue.idle
+    session.check_integrity()
+    again = queue.add("ada", turn("ada", 2), SHORT)
+    list(queue.run())
+    assert len(again.token_ids) == 12
+    queue.close()
+
+
+@pytest.mark.parametrize("then", ["waits", "is cancelled"])
+def test_a_new_session_gives_back_what_others_have_of_its_prompt(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that is dropped before its first layer leaves no rows of tokens that its session does not have."""
+    llm, prompt = make_llm(), turn("ada", 0)
+    llm.generate([prompt], SHORT)
+    queue = llm.turns(tmp_path / "q")
+    kv, dropped = queue.store.session("ada").kv, []
+    real = Turn.start
+
+    def start(self: Turn, runner: Any) -> Any:
+        prefill = real(self, runner)
+        if not dropped:
+            assert kv.sequence is not None and kv.sequence.position == 64
+            self.drop(runner) if then == "waits" else self.finish(runner, "abort")
+            dropped.append(kv.sequence)
+            raise PoolFullError("not now")
+        return prefill
+
+    monkeypatch.setattr(Turn, "start", start)
+    queue.add("ada", prompt, SHORT)
+    with suppress(PoolFullError):
+        list(queue.run())
+    assert dropped == [None]
+    kv.check_integrity()
+    again = queue.add("ada", prompt, SHORT)
+    list(queue.run())
+    assert again.token_ids == alone(tmp_path / "alone", ("ada",), 1)["ada"][0]
+    llm.runner.pool.check_integrity()
+    queue.close()
+
+
+def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
+    """A disk that holds two and a half of four sessions, host memory for one and a half, round and round: least
+    recently used is always needed next, and computed again; look-ahead loses less. The answers are the same."""
+    answers, again = {}, {}
+    for policy in ("lookahead", "lru"):
+        queue = make_llm(7).turns(tmp_path / policy, max_num_seqs=1, policy=policy, limit=9 * (CHUNK_BYTES + 4096))
+        queued = [queue.add(name, turn(name, i)[:64], SHORT) for i in range(3) for name in NAMES]
+        for _ in drain(queue):
+            assert queue.store.context.storage.bytes_used <= 9 * (CHUNK_BYTES + 4096)
+        answers[policy] = [one.token_ids for one in queued]
+        again[policy] = queue.stats.computed_tokens
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that some session is not saved whole
+            queue.close()
+    assert answers["lookahead"] == answers["lru"]
+    assert again["lookahead"] < again["lru"], again
+
+
+def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a decode step: rows and states that are a token ahead in some layers are read anew."""
+    for options in POLICIES.values():
+        llm = make_llm(**options)
+        session = llm.session("ada", tmp_path / str(options))
+        list(session.send(turn("ada", 0), SHORT))
+        adapter, steps = llm.runner.adapter, 0
+        real = type(adapter).after_attention
+
+        def interrupt(self: Any, layer: int, *rest: Any, real: Any = real) -> Any:
+            nonlocal steps
+            steps += layer == 1
+            if layer == 1 and steps == 5:
+                raise KeyboardInterrupt
+            return real(self, layer, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(adapter), "after_attention", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                list(session.send(turn("ada", 1), SHORT))
+        session.check_integrity()
+        kept = session.tokens
+        answer = [e.token_id for e in session.send(turn("ada", 2), SHORT)]
+        session.close()
+        straight = make_llm(**options).session("ada", tmp_path / f"{options} straight")
+        list(straight.send(turn("ada", 0), SHORT))
+        got = len(kept) - len(straight.tokens) - len(turn("ada", 1))
+        assert 0 < got < 12
+        list(straight.send(turn("ada", 1), SamplingParams(max_tokens=got, temperature=0)))
+        assert straight.tokens == kept
+        assert [e.token_id for e in straight.send(turn("ada", 2), SHORT)] == answer
+        straight.close()
+
+
+def test_mistakes_are_clear(tmp_path: Path) -> None:
+    llm = make_llm()
+    with pytest.raises(ConfigError, match="did you mean 'lookahead'"):
+        llm.turns(tmp_path, policy="lookahed")
+    with pytest.raises(ConfigError, match="ttl=0"):
+        llm.session("s", tmp_path, ttl=0)
+    with pytest.raises(ConfigError, match="free_host"):
+        llm.turns(tmp_path, free_host=1.0)
+    session = llm.session("s", tmp_path)
+    events = session.send(turn("ada", 0), SHORT)
+    next(events)
+    queue = llm.turns(tmp_path)
+    with pytest.raises(InputError, match="answering elsewhere"):
+        queue.add("s", [1])
+    events.close()  # type: ignore[attr-defined]
+    queue.add("s", [1], SHORT)
+    queue.step()
+    with pytest.raises(InputError, match="is answering"):
+        session.send([1])
+    queue.cancel()
+    session.close()
+    queue.close()
+
+
+def test_nobody_in_the_queue_is_nobody_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting turns look-ahead is LRU: the same sessions leave in the same order."""
+    gone: dict[str, list[str]] = {"lookahead": [], "lru": []}
+    real = HostTier._evict
+
+    def evict(self: HostTier, kv: SessionKV) -> None:
+        gone[self._options.policy].append(kv.history.name)
+        real(self, kv)
+
+    monkeypatch.setattr(HostTier, "_evict", evict)
+    for policy in gone:
+        llm = make_llm(7)
+        sessions = {name: llm.session(name, tmp_path / policy, policy=policy, free_host=0) for name in NAMES}
+        for name in ("ada", "bob", "cyd", "ada", "dan", "bob", "cyd"):
+            list(sessions[name].send(turn(name, 0)[:64], SHORT))
+        for session in sessions.values():
+            session.close()
+    assert gone["lookahead"] == gone["lru"] and len(set(gone["lru"])) >= 3

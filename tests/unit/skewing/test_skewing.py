@@ -1,0 +1,584 @@
+"""Skewing: bases against brute force, calibration against transformers' own queries and keys, folding, the artifact."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
+from transformers import AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import AutoModelForCausalLM
+
+from offload_rt import LLM
+from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
+from offload_rt.models.location import locate
+from offload_rt.models.registry import LoadedModel, adapter_for, load_model
+from offload_rt.skewing import artifact as artifact_module
+from offload_rt.skewing import calibrate as calibrate_module
+from offload_rt.skewing.artifact import SkewArtifact
+from offload_rt.skewing.calibrate import cache_path, cached_artifact, calibrate, default_tokens, measure, text_tokens
+from offload_rt.skewing.fold import fold, skew_model
+from offload_rt.skewing.guess import Correction
+from offload_rt.skewing.rotation import (
+    BASES,
+    Moments,
+    SkewBasis,
+    balanced_basis,
+    kept_energy,
+    plain_basis,
+    svd_basis,
+)
+
+DATA = Path(os.environ.get("OFFLOAD_RT_DATA", Path(__file__).parents[4] / "shared" / "data"))
+NOVELS, BOOK = DATA / "models" / "novels", DATA / "books" / "war_and_peace.txt"
+needs_novels = pytest.mark.skipif(
+    not (NOVELS.is_dir() and BOOK.is_file()), reason=f"no test model and book under {DATA} (OFFLOAD_RT_DATA)"
+)
+METHODS = tuple(BASES)
+ABSOLUTE = [("opt", {}), ("opt_postnorm", {}), ("gpt2", {}), ("gpt2", {"scale_attn_by_inverse_layer_idx": True})]
+
+
+# --- bases -----------------------------------------------------------------------------------------------------------
+
+
+def random_rows(tokens: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q, K `[tokens, d]` float64: anisotropic in two unrelated bases, not centred."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def rows() -> torch.Tensor:
+        spectrum = torch.logspace(0, -2, d, dtype=torch.float64)
+        return (draw(tokens, d) * spectrum) @ torch.linalg.qr(draw(d, d)).Q + 0.3 * draw(d)
+
+    return rows(), rows()
+
+
+def moments_of(Q: torch.Tensor, K: torch.Tensor) -> Moments:
+    return Moments(Q.T @ Q / len(Q), K.T @ K / len(K), K.mean(0))
+
+
+def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> float:
+    """Brute force: squared error of all scores from r columns, up to the constant that softmax ignores."""
+    centred = K - K.mean(0)
+    kept = (Q @ basis.query)[:, :r] @ (centred @ basis.key)[:, :r].T
+    return float((Q @ centred.T - kept).square().sum())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tokens", [1, 5, 16, 300])
+def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
+    """Also from fewer calibration tokens than d = 16, and for queries and keys that were not calibrated on."""
+    basis = BASES[method](moments_of(*random_rows(tokens, 16, seed=1)))
+    Q, K = random_rows(50, 16, seed=2)
+    exact = Q @ K.T
+    # The ridge bounds the condition of B_q: 1e-16 of float64 grows to at most 1e-10 here.
+    torch.testing.assert_close((Q @ basis.query) @ (K @ basis.key).T, exact, rtol=0, atol=1e-10 * exact.abs().max())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [0.0, 100.0])
+def test_degenerate_heads(method: str, size: float) -> None:
+    """Dead heads (all zero), and keys that are all alike, of whose covariance only rounding is left (often indefinite):
+    no direction to prefer, and no reason to fail."""
+    for seed in range(5):
+        Q, K = random_rows(50, 6, seed)
+        moments = moments_of(size * Q, size * K[:1].expand(7, 6))
+        basis = BASES[method](moments)
+        torch.testing.assert_close(basis.query @ basis.key.T, torch.eye(6, dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+def test_svd_basis_is_the_papers() -> None:
+    Q, K = random_rows(200, 8, seed=3)
+    basis = svd_basis(moments_of(Q, K))
+    assert torch.equal(basis.key, basis.query)
+    torch.testing.assert_close(basis.query.T @ basis.query, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
+    match = (torch.linalg.svd(Q).Vh @ basis.query).abs()  # a signed permutation
+    torch.testing.assert_close(match.sort(0).values[-1], torch.ones(8, dtype=torch.float64), rtol=0, atol=1e-9)
+    largest = basis.query.gather(0, basis.query.abs().argmax(0, keepdim=True))
+    assert (largest > 0).all(), "the sign rule"
+
+
+def test_svd_columns_are_the_best_subset() -> None:
+    """Against every other choice of the same number of the paper's columns."""
+    Q, K = random_rows(200, 6, seed=4)
+    basis = svd_basis(moments_of(Q, K))
+    for r in range(1, 6):
+        errors = [
+            score_error(Q, K, SkewBasis(basis.query[:, c], basis.key[:, c]), r)
+            for c in map(list, combinations(range(6), r))
+        ]
+        assert score_error(Q, K, basis, r) == pytest.approx(min(errors), rel=1e-9)
+        assert min(errors) < 0.9 * sorted(errors)[1], "the data cannot tell subsets apart"
+
+
+def test_balanced_moments_are_equal_and_diagonal() -> None:
+    moments = moments_of(*random_rows(300, 12, seed=5))
+    skewed = moments.skewed(balanced_basis(moments, ridge=0.0))
+    torch.testing.assert_close(skewed.query, skewed.key_covariance, rtol=0, atol=1e-12)
+    diagonal = skewed.query.diagonal()
+    torch.testing.assert_close(skewed.query, diagonal.diag(), rtol=0, atol=1e-12)
+    assert (diagonal.diff() <= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_balanced_is_the_best_rank_and_svd_beats_none(seed: int) -> None:
+    Q, K = random_rows(300, 12, seed=10 + seed)
+    moments = moments_of(Q, K)
+    singular = torch.linalg.svdvals(Q @ (K - K.mean(0)).T)[:12].square()
+    for r in range(1, 12):
+        plain, svd, balanced = (
+            score_error(Q, K, make(moments), r) for make in (plain_basis, svd_basis, balanced_basis)
+        )
+        floor = float(singular[r:].sum())
+        # Eckart-Young; the ridge (1e-6) moves the basis off the optimum to second order only
+        assert floor * (1 - 1e-9) <= balanced <= floor * (1 + 1e-4)
+        assert balanced <= svd <= plain
+
+
+def test_kept_energy_is_the_brute_force_error() -> None:
+    Q, K = random_rows(300, 12, seed=6)
+    moments = moments_of(Q, K)
+    total = float((Q @ (K - K.mean(0)).T).square().sum())
+    for make in (plain_basis, svd_basis, balanced_basis):
+        for r in (0, 3, 12):
+            expected = 1 - score_error(Q, K, make(moments), r) / total
+            assert float(kept_energy(moments, make(moments), r)) == pytest.approx(expected, abs=1e-10)
+
+
+def test_batched_bases_are_those_of_each_head() -> None:
+    heads = [moments_of(*random_rows(100, 8, seed=s)) for s in range(3)]
+    batch = Moments(*(torch.stack([getattr(m, name) for m in heads]) for name in ("query", "key", "key_mean")))
+    for method, make in BASES.items():
+        together = make(batch)
+        for i, head in enumerate(heads):
+            torch.testing.assert_close(together.query[i], make(head).query, msg=method)
+            torch.testing.assert_close(together.key[i], make(head).key, msg=method)
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captured() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Unscaled q `[H, T, d]` and k `[Hkv, T, d]` of every attention call inside transformers."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def capture(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        prescaled = module.scaling if type(module).__name__ == "OPTAttention" else 1.0
+        seen.append((query[0] / prescaled, key[0]))
+        return sdpa(module, query, key, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = capture
+    yield seen
+    del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override; the original is back
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices, segments (2 of 130 tokens), windows (Mistral: 48), groups, scales; positions as they are."""
+    monkeypatch.setattr(calibrate_module, "SLICE", 32)
+    model = tiny_model(name, dtype=torch.float64)
+    ids = tiny_prompt(260)
+    moments, _ = measure(adapter_for(model), ids, positions=130)
+    for segment in (ids[:130], ids[130:]):
+        model(torch.tensor([segment]), use_cache=False)
+    layers = model.config.num_hidden_layers
+    for layer in range(layers):
+        parts = [captured[layer], captured[layers + layer]]
+        k = torch.cat([k for _, k in parts], dim=1)
+        q = torch.cat([q for q, _ in parts], dim=1).reshape(len(k), -1, k.shape[-1])
+        # float64, but RMSNorm and RoPE pass through float32 in transformers
+        for found, expected in (
+            (moments.query[layer], q.mT @ q / q.shape[1]),
+            (moments.key[layer], k.mT @ k / k.shape[1]),
+            (moments.key_mean[layer], k.mean(1)),
+        ):
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * expected.abs().max())
+
+
+def test_spread_positions_turn_queries_and_leave_attention_alone() -> None:
+    """RoPE keeps lengths, so the trace of every layer's moments says whether the text was attended to as it is."""
+    adapter, ids = adapter_for(tiny_model("llama", dtype=torch.float64)), tiny_prompt(130)
+    natural, spread = (measure(adapter, ids, positions=positions)[0] for positions in (130, 4096))
+    for name in ("query", "key"):
+        here, there = getattr(natural, name), getattr(spread, name)
+        torch.testing.assert_close(*(m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (here, there)), rtol=1e-5, atol=0)
+        assert (here - there).abs().max() > 0.05 * here.abs().max()
+
+
+def test_positions_are_spread_evenly() -> None:
+    assert calibrate_module._spread(50, 50).tolist() == list(range(50))
+    spread = calibrate_module._spread(100, 131072)
+    share = 131072 / 100
+    assert all(int(i * share) <= p <= (i + 1) * share for i, p in enumerate(spread.tolist()))
+    assert len(set(spread.diff().tolist())) > 90, "an even step can be in tune with a rotary plane"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_artifact_describes_the_skewed_keys(name: str, method: str) -> None:
+    adapter = adapter_for(tiny_model(name))
+    geometry, ids = adapter.geometry, tiny_prompt(100)
+    artifact = calibrate(adapter, ids, method=method, fingerprint="f", calibration="a text", positions=100)
+    assert artifact.query.shape == (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
+    assert re.fullmatch("a text at positions below 100, tokens [0-9a-f]{16}", artifact.calibration)
+    identity = torch.eye(geometry.head_dim).expand_as(artifact.query)
+    torch.testing.assert_close(artifact.query @ artifact.key.mT, identity, rtol=0, atol=2e-5)
+    positions = torch.arange(100)
+    x = adapter.attention_input(0, adapter.embed(torch.tensor(ids), positions))
+    skewed = adapter.key_value(0, x, positions)[0] @ artifact.key[0]
+    torch.testing.assert_close(skewed.mean(1), artifact.key_mean[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(skewed.std(1, correction=0), artifact.key_std[0], rtol=1e-3, atol=1e-4)
+
+
+def test_calibration_reports_progress_and_repeats() -> None:
+    adapter, calls = adapter_for(tiny_model("gpt2")), []
+    made = [
+        calibrate(
+            adapter,
+            tiny_prompt(1100),
+            method="svd",
+            fingerprint="f",
+            calibration="c",
+            progress=lambda *at: calls.append(at),
+        )
+        for _ in range(2)
+    ]
+    assert calls == [(i, 8) for i in range(1, 9)] * 2, "two segments (1,024 positions) of four layers"
+    assert torch.equal(made[0].query, made[1].query)
+
+
+def test_bad_calibration_input() -> None:
+    adapter = adapter_for(tiny_model("opt"))
+    for ids in ([], [VOCAB], [-1]):
+        with pytest.raises(InputError, match=r"empty|vocabulary"):
+            measure(adapter, ids)
+    for positions in (0, 1025):
+        with pytest.raises(InputError, match="the model has 1024"):
+            measure(adapter, [1], positions=positions)
+    model = tiny_model("llama")
+    model.model.embed_tokens.weight[3] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        measure(adapter_for(model), [1, 2, 3])
+
+
+def test_default_tokens_without_a_tokenizer() -> None:
+    ids, name = default_tokens(None, VOCAB, 300)
+    assert len(ids) == 300
+    assert 0 <= min(ids) < max(ids) < VOCAB
+    assert "pseudo-random" in name
+    assert ids == default_tokens(None, VOCAB, 300)[0]
+
+
+# --- the trained test model ------------------------------------------------------------------------------------------
+
+
+@cache
+def novels() -> LoadedModel:
+    return load_model(str(NOVELS), device="cpu", dtype="float32")
+
+
+@cache
+def novels_moments(text: str, positions: int) -> Moments:
+    tokenizer = novels().tokenizer
+    assert tokenizer is not None
+    if text == "calibration":
+        ids, _ = default_tokens(tokenizer, 2048, 2048)
+    else:
+        ids, _ = text_tokens(tokenizer, BOOK.read_text(encoding="utf-8")[40_000:60_000], 2048, "war_and_peace.txt")
+    return measure(novels().adapter, ids, positions=positions)[0]
+
+
+@needs_novels
+def test_skewing_concentrates_a_trained_model() -> None:
+    """30 % of the columns, on a book that was not calibrated on; measured: 0.71, 0.79, 0.81."""
+    calibration, held_out = novels_moments("calibration", 2048), novels_moments("book", 2048)
+    plain, svd, balanced = (
+        float(kept_energy(held_out, make(calibration), 19).mean()) for make in (plain_basis, svd_basis, balanced_basis)
+    )
+    assert svd > plain + 0.05
+    assert balanced > svd + 0.01
+
+
+@needs_novels
+@pytest.mark.parametrize("method", METHODS)
+def test_a_basis_belongs_to_its_positions(method: str) -> None:
+    """The trap: calibrated on 2,048 positions, RoPE has turned the basis away by 32,768; measured 0.63 against 0.71."""
+    held_out = novels_moments("book", 32768)
+    near, far = (BASES[method](novels_moments("calibration", positions)) for positions in (2048, 32768))
+    assert float(kept_energy(held_out, far, 19).mean()) > float(kept_energy(held_out, near, 19).mean()) + 0.05
+
+
+# --- folding ---------------------------------------------------------------------------------------------------------
+
+
+def artifact_for(model: Any, method: str, tokens: int = 300) -> SkewArtifact:
+    loaded = load_model(model)
+    return calibrate(
+        loaded.adapter, tiny_prompt(tokens), method=method, fingerprint=loaded.fingerprint, calibration="tiny prompt"
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "overrides"), ABSOLUTE)
+def test_folded_checkpoint_gives_the_logits(name: str, overrides: dict[str, Any], method: str, tmp_path: Path) -> None:
+    model = tiny_model(name, **overrides)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    fold(model, artifact_for(model, method)).save_pretrained(tmp_path)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "the original changed"
+    folded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.tensor([tiny_prompt(400, seed=7)])
+    with torch.no_grad():
+        expected, found = model(ids).logits, folded(ids).logits
+    assert (found - expected).abs().max() <= 5e-5 * expected.abs().max()
+    # It was skewed: on the text it was calibrated on, the queries are uncorrelated
+    moment = measure(adapter_for(folded), tiny_prompt(300))[0].query
+    correlated = moment - moment.diagonal(dim1=-2, dim2=-1).diag_embed()
+    assert correlated.abs().max() < 1e-4 * moment.abs().max()
+
+
+def test_fold_without_biases_and_from_few_tokens(tmp_path: Path) -> None:
+    model = tiny_model("opt", enable_bias=False)
+    folded = fold(model, artifact_for(model, "balanced", tokens=7))  # d = 16
+    ids = torch.tensor([tiny_prompt(200)])
+    expected = model(ids).logits
+    assert (folded(ids).logits - expected).abs().max() <= 5e-5 * expected.abs().max()
+
+
+def test_fold_shares_what_it_does_not_change() -> None:
+    model = tiny_model("gpt2", dtype=torch.bfloat16)
+    folded = fold(model, artifact_for(model, "svd"))
+    own = {id(p) for p in model.parameters()}
+    fresh = [name for name, p in folded.named_parameters() if id(p) not in own]
+    assert all("c_attn" in name for name in fresh)
+    assert len(fresh) == 2 * 4
+    assert folded.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_rope_is_not_folded(name: str) -> None:
+    model = tiny_model(name)
+    with pytest.raises(ModelError, match="RoPE"):
+        fold(model, artifact_for(model, "svd", tokens=20))
+
+
+def test_fold_refuses_an_artifact_of_other_shapes() -> None:
+    artifact = artifact_for(tiny_model("opt", num_attention_heads=2), "svd")
+    with pytest.raises(ArtifactError, match=artifact.fingerprint):
+        fold(tiny_model("opt"), artifact)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_skew_model_with_tokenizer(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(locate("reference").place)
+    tiny_model("gpt2", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    report = skew_model(
+        str(tmp_path / "model"), tmp_path / "out", method="balanced", calibration="It was a dark night. " * 50,
+        calibration_tokens=200,
+    )  # fmt: skip
+    assert report.calibration.startswith("first 200 tokens of a given text at positions below ")
+    assert report.folded == tmp_path / "out" / "folded"
+    assert report.logit_difference is not None
+    assert 0 < report.logit_difference <= 5e-5
+    assert report.energy_kept_skewed > 0
+    assert AutoTokenizer.from_pretrained(report.folded)("night") == tokenizer("night")
+    loaded = load_model(str(report.folded))
+    assert loaded.fingerprint != report.fingerprint
+    SkewArtifact.load(report.artifact, report.fingerprint)
+    with pytest.raises(ArtifactError, match=loaded.fingerprint):
+        SkewArtifact.load(report.artifact, loaded.fingerprint)
+
+
+def test_skew_model_without_tokenizer(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    report = skew_model(str(tmp_path / "model"), tmp_path / "out", calibration_tokens=100)
+    assert report.folded is None
+    assert report.logit_difference is None
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["skew.safetensors"]
+    assert load_model(str(tmp_path / "model")).fingerprint == report.fingerprint
+    with pytest.raises(InputError, match="no tokenizer"):
+        skew_model(str(tmp_path / "model"), tmp_path / "out", calibration="text")
+    with pytest.raises(ConfigError, match="calibration_tokens=0"):
+        skew_model(str(tmp_path / "model"), tmp_path / "out", calibration_tokens=0)
+    with pytest.raises(InputError, match="cannot write"):
+        skew_model(str(tmp_path / "model"), report.artifact)
+
+
+# --- the artifact ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made() -> SkewArtifact:
+    return artifact_for(tiny_model("llama"), "balanced", tokens=50)
+
+
+def test_artifact_round_trip(made: SkewArtifact, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "skew.safetensors"
+    made.save(path)
+    first = path.read_bytes()
+    made.save(path)
+    assert path.read_bytes() == first, "not deterministic"
+    assert list(path.parent.iterdir()) == [path], "temporary files left"
+    loaded = SkewArtifact.load(path, made.fingerprint).to("cpu")
+    assert (loaded.method, loaded.fingerprint, loaded.calibration) == (made.method, made.fingerprint, made.calibration)
+    for name in ("query", "key", "key_mean", "key_std", "slope", "offset"):
+        assert torch.equal(getattr(loaded, name), getattr(made, name))
+    assert SkewArtifact.load(path, None).fingerprint == made.fingerprint
+
+
+def test_svd_artifact_shares_one_tensor_and_still_saves(tmp_path: Path) -> None:
+    identity = torch.eye(4).expand(2, 3, 4, 4).contiguous()
+    mean, std, right = torch.zeros(2, 3, 4), torch.ones(2, 3, 4), Correction.none(2)
+    SkewArtifact("svd", identity, identity, mean, std, right.slope, right.offset, "f", "c").save(tmp_path / "a")
+    assert torch.equal(SkewArtifact.load(tmp_path / "a", "f").key, identity)
+
+
+def test_artifact_of_another_model_names_both(made: SkewArtifact, tmp_path: Path) -> None:
+    made.save(tmp_path / "a")
+    other = load_model(tiny_model("llama", seed=1)).fingerprint
+    with pytest.raises(ArtifactError, match=rf"{made.fingerprint}.*{other}"):
+        SkewArtifact.load(tmp_path / "a", other)
+
+
+def test_artifact_of_another_version(made: SkewArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact_module, "VERSION", 99)
+        made.save(tmp_path / "a")
+    with pytest.raises(ArtifactError, match=rf"version 99.*version {artifact_module.VERSION}"):
+        SkewArtifact.load(tmp_path / "a", None)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_truncated_artifact(made: SkewArtifact, tmp_path: Path, keep: int) -> None:
+    made.save(tmp_path / "a")
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:keep])
+    with pytest.raises(ArtifactError, match="damaged"):
+        SkewArtifact.load(tmp_path / "a", made.fingerprint)
+
+
+def test_changed_artifact(made: SkewArtifact, tmp_path: Path) -> None:
+    made.save(tmp_path / "a")
+    data = bytearray((tmp_path / "a").read_bytes())
+    data[-1000] ^= 1
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"damaged.*digest"):
+        SkewArtifact.load(tmp_path / "a", made.fingerprint)
+
+
+def test_not_an_artifact(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no such file"):
+        SkewArtifact.load(tmp_path / "nothing", None)
+    with pytest.raises(ArtifactError, match="no such file"):
+        SkewArtifact.load(tmp_path, None)
+    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    with pytest.raises(ArtifactError, match="no skew artifact"):
+        SkewArtifact.load(tmp_path / "other", None)
+    (tmp_path / "text").write_text("x" * 500)
+    with pytest.raises(ArtifactError, match="damaged"):
+        SkewArtifact.load(tmp_path / "text", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": torch.zeros(2, 2, 4, 3)}, r"key is .*expected float32 \(2, 2, 4, 4\)"),
+        ({"query": torch.zeros(2, 2, 4)}, r"query has shape"),
+        ({"key_std": torch.zeros(2, 2, 4, dtype=torch.float64)}, "key_std is torch.float64"),
+        ({"key_mean": torch.full((2, 2, 4), torch.inf)}, "not finite"),
+        ({"slope": torch.ones(2, 2, 8)}, r"slope is .*expected float32 \(3, 2, 8\)"),
+        ({"offset": torch.zeros(3, 2, 1)}, r"offset is .*expected float32 \(3, 2, 8\)"),
+        ({"key_mean": None}, "damaged"),
+    ],
+)
+def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: str, tmp_path: Path) -> None:
+    """Files whose digest is right but whose tensors cannot be an artifact's."""
+    whole = {
+        "query": torch.zeros(2, 2, 4, 4),
+        "key": torch.zeros(2, 2, 4, 4),
+        "key_mean": torch.zeros(2, 2, 4),
+        "key_std": torch.zeros(2, 2, 4),
+        "slope": torch.ones(3, 2, 8),
+        "offset": torch.zeros(3, 2, 8),
+    }
+    tensors = {name: tensor for name, tensor in (whole | change).items() if tensor is not None}
+    version = artifact_module.VERSION
+    header = {"format": "offload-rt skew", "version": version, "method": "svd", "fingerprint": "f", "calibration": "c"}
+    header["sha256"] = artifact_module._digest(tensors)
+    save_file(tensors, tmp_path / "a", metadata={"skew": json.dumps(header)})
+    with pytest.raises(ArtifactError, match=message):
+        SkewArtifact.load(tmp_path / "a", "f")
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
+    loaded = load_model(tiny_model("llama"))
+    path = cache_path(loaded, "svd", 100)
+    assert path.parent == tmp_path / "skew"
+    first = cached_artifact(loaded, "svd", 100)
+    written = path.read_bytes()
+
+    cached_artifact(loaded, "balanced", 100)  # a request in between changes nothing
+    assert len(list(path.parent.iterdir())) == 2
+    path.write_bytes(written[:-7])
+    again = cached_artifact(loaded, "svd", 100)
+    assert path.read_bytes() == written, "a damaged file is made again, to the bit"
+    assert torch.equal(again.query, first.query)
+
+    with monkeypatch.context() as patch:
+        patch.delattr(calibrate_module, "measure")
+        assert torch.equal(cached_artifact(loaded, "svd", 100).query, first.query)
+        with pytest.raises(NameError):
+            cached_artifact(loaded, "svd", 99)
+
+
+def test_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "file"))
+    assert cached_artifact(load_model(tiny_model("opt")), "svd", 50).method == "svd"
+    assert "not cached" in caplog.text
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(tiny_model("opt"))
+    monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    path = cache_path(loaded, "svd")
+    assert path.parent == Path("/somewhere/offload-rt/skew")
+    assert path.name == f"{loaded.fingerprint}-svd-random2048-1024-v2.safetensors"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_path(loaded, "svd").parent == Path.home() / ".cache" / "offload-rt" / "skew"
+
+
+def test_a_first_load_says_that_it_calibrates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal, whatever `progress` is, and only where nothing is cached."""
+    monkeypatch.setattr("offload_rt.utils.progress.PATIENCE_SECONDS", -1.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    model = tiny_model("llama", seed=11)
+    LLM(model, host_memory="8MiB")
+    assert "calibrating LlamaForCausalLM for selection, once" in capsys.readouterr().err
+    LLM(model, host_memory="8MiB")
+    assert "calibrating" not in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""A day of sessions in minutes (`make stress PART=day`; DAY_SECONDS, 600): they arrive as in a recorded trace of chats
+(without one at random), go on, are forked, cut and forgotten in a store with a limit, while processes end well or are
+killed. Memory, files and threads stay flat, the limit holds, and what a sample of them says is what the whole text
+makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
+
+from offload_rt import LLM, OffloadError, SamplingParams
+
+SECONDS = float(os.environ.get("DAY_SECONDS", "600"))
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, max_position_embeddings=512)
+LIMIT = 24 << 20
+OPTIONS: dict[str, Any] = {"limit": LIMIT, "ttl": 20.0}
+SESSIONS, RATE, LIFE = 2000, 30.0, 15.0
+"""Names, arrivals a second, seconds that a process lives."""
+
+TRACE = Path(os.environ.get("OFFLOAD_RT_DATA", "../shared/data")) / "traces" / "conversation_trace.jsonl"
+SCALE = 200
+"""Recorded tokens for one of ours: the tiny model's 512 positions hold what they come to."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: seconds after the one before, session, tokens of prompt and answer."""
+
+    after: float
+    name: str
+    prompt: int
+    answer: int
+
+
+def arrivals(rng: random.Random) -> Iterator[Arrival]:
+    """Requests without end. Of a trace: from a place of its own on, the gaps and lengths recorded there, one session
+    for what begins alike; gaps are stretched to the rate."""
+    if not TRACE.exists():
+        while True:
+            name = f"s{int(SESSIONS * rng.random() ** 3)}"
+            yield Arrival(rng.expovariate(RATE), name, rng.randrange(1, 60), 4)
+    rows = [json.loads(line) for line in TRACE.read_text().splitlines()]
+    pace = len(rows) / (rows[-1]["timestamp"] - rows[0]["timestamp"]) / RATE
+    for before, row in itertools.pairwise(itertools.islice(itertools.cycle(rows), rng.randrange(len(rows)), None)):
+        tokens = (-(-row[name] // SCALE) for name in ("input_length", "output_length"))
+        name = f"s{row['hash_ids'][min(1, len(row['hash_ids']) - 1)] % SESSIONS}"
+        yield Arrival(max(0, row["timestamp"] - before["timestamp"]) * pace, name, *(min(n, 60) for n in tokens))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Morning:
+    """One process: what it does until it is ended, and what it writes down of it."""
+
+    def __init__(self, folder: Path, log: Path, seed: int) -> None:
+        self.folder, self.log, self.rng = folder, log.open("a"), random.Random(seed)
+        self.llm = LLM(MODEL, dtype="float64", host_memory="4MiB", policy="full")
+        self.arrivals = arrivals(self.rng)
+        self.names: set[str] = set()
+        self.turns = self.checked = self.forks = self.cuts = self.forgotten = 0
+
+    def run(self, until: float) -> None:
+        """Turns in queues of a second each, and between these what else people do."""
+        while time.monotonic() < until:
+            self.batch()
+            self.others()
+            self.note()
+        self.llm.close()
+        self.note(ended=True)
+
+    def batch(self) -> None:
+        """Arrivals of a second, answered together."""
+        queue, rng = self.llm.turns(self.folder, max_num_seqs=8, **OPTIONS), self.rng
+        left, waiting = 1.0, []
+        for arrival in self.arrivals:
+            prompt = tiny_prompt(arrival.prompt, seed=rng.randrange(10**6))
+            params = SamplingParams(max_tokens=arrival.answer, temperature=0)
+            waiting.append((prompt, queue.add(arrival.name, prompt, params)))
+            self.names.add(arrival.name)
+            if (left := left - arrival.after) < 0:
+                break
+        while not queue.idle:
+            with suppress(OffloadError):
+                queue.step()
+        for prompt, queued in waiting:
+            history = queued.session.history
+            last = history.tokens[-len(queued.token_ids) - len(prompt) :] == [*prompt, *queued.token_ids]
+            if queued.token_ids and last and not history.shift and rng.random() < 0.2:
+                before = history.tokens[: -len(queued.token_ids)]
+                assert_greedy(MODEL, before, queued.token_ids)
+                self.checked += 1
+            self.turns += 1
+        queue.close()
+
+    def others(self) -> None:
+        name = self.rng.choice(sorted(self.names))
+        with suppress(OffloadError), self.llm.session(name, self.folder, **OPTIONS) as session:
+            what = self.rng.random()
+            if what < 0.4:
+                session.fork(f"s{self.rng.randrange(SESSIONS)}").close()
+                self.forks += 1
+            elif what < 0.8:
+                self.cuts += session.truncate(keep_last=self.rng.randrange(1, 200)) > 0
+            else:
+                session.discard()
+                self.forgotten += 1
+
+    def note(self, ended: bool = False) -> None:
+        """What the process holds now."""
+        stores = [path.stat().st_size for path in self.folder.rglob("*.*") if path.is_file()]
+        held = {
+            "process": os.getpid(), "rss": resident(), "files": len(stores), "bytes": sum(stores),
+            "open": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "ended": ended,
+            "pool": self.llm.runner.pool.bytes_held, "turns": self.turns, "checked": self.checked,
+            "names": len(self.names), "forks": self.forks, "cuts": self.cuts, "forgotten": self.forgotten,
+        }  # fmt: skip
+        self.log.write(json.dumps(held) + "\n")
+        self.log.flush()
+
+
+def child(folder: Path, log: Path, seed: int, until: float) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        os.fsync = lambda handle: None  # type: ignore[assignment]
+        warnings.simplefilter("ignore")
+        Morning(folder, log, seed).run(until)
+        code = 0
+    except BaseException:
+        import traceback
+
+        (log.parent / f"failure{seed}").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="takes minutes: make stress PART=day")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_day(tmp_path: Path) -> None:
+    folder, log, rng = tmp_path / "store", tmp_path / "log.jsonl", random.Random(1)
+    end, seed, killed = time.monotonic() + SECONDS, 0, 0
+    while (now := time.monotonic()) < end:
+        seed += 1
+        process = child(folder, log, seed, min(end, now + LIFE))
+        if rng.random() < 0.5:
+            time.sleep(rng.uniform(2, LIFE))
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+                killed += 1
+        _, status = os.waitpid(process, 0)
+        assert not (tmp_path / f"failure{seed}").exists(), (tmp_path / f"failure{seed}").read_text()
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    notes = [json.loads(line) for line in log.read_text().splitlines()]
+    last = {note["process"]: note for note in notes}.values()
+    total = {
+        name: sum(note[name] for note in last) for name in ("turns", "checked", "names", "forks", "cuts", "forgotten")
+    }
+    most = {name: max(note[name] for note in notes) for name in ("rss", "files", "bytes", "open", "threads")}
+    print(json.dumps({"seconds": SECONDS, "processes": seed, "killed": killed, **total, "most": most}))
+    assert most["bytes"] <= LIMIT + (1 << 20), "temporaries of the dead and documents of both generations included"
+    assert most["files"] <= 4 * SESSIONS + LIMIT // 4096, (
+        "generations, sinks and damaged ones of every name, and chunks"
+    )
+    assert all(note["pool"] == 0 for note in notes if note["ended"])
+    third = len(notes) // 3
+    for name in ("rss", "open", "threads"):
+        early, late = (max(note[name] for note in part) for part in (notes[: 2 * third], notes[2 * third :]))
+        assert late <= 1.1 * early + 2, f"{name} grows: {early} in the first two thirds, {late} in the last"

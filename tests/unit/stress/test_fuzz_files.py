@@ -1,0 +1,300 @@
+"""Any file that is ever read, damaged in any way: our errors or the right answer; never a crash, memory without bound,
+a wrong token, a file outside its folder. `make stress PART=files` runs OFFLOAD_RT_FUZZ cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.damage import altered, change, memory_limit
+from support.scripts import load_example
+from support.tiny_gguf import write_tiny_gguf
+from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_model, tiny_prompt
+
+from offload_rt import LLM, OffloadError, SamplingParams
+from offload_rt.cli import main
+from offload_rt.engine.recording import Recording
+from offload_rt.errors import InputError, ModelError, StoreError
+from offload_rt.eval.core.report import RowStore
+from offload_rt.eval.simulate.store import read_trace
+from offload_rt.sessions.catalog import delete_stored, export_text, find_stored, read_catalog
+from offload_rt.sessions.history import History, document_name
+from offload_rt.skewing.artifact import SkewArtifact
+from offload_rt.skewing.tuned import TunedPolicy, default_options
+from offload_rt.utils.texts import read_prompts, read_text
+
+CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
+BEFORE = Path(__file__).parents[2] / "data" / "written_before"
+MODEL = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+SHORT = SamplingParams(max_tokens=3, temperature=0)
+TURNS = [tiny_prompt(70, seed=1), tiny_prompt(20, seed=2), tiny_prompt(40, seed=3)]
+MEMORY = 3 << 30
+"""Bytes beyond what the process has: sixty times what any of these files needs."""
+
+
+@pytest.fixture(autouse=True)
+def quickly_and_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing here is about what survives the machine; nothing leaves the folder."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+
+
+def make_llm() -> LLM:
+    return LLM(MODEL, dtype="float64", host_memory="2MiB", policy="full")
+
+
+def copied(whole: Path, place: Path) -> list[Path]:
+    """A fresh copy of a folder; its files."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(whole, place)
+    return sorted(path for path in place.rglob("*") if path.is_file() and path.name != "lock")
+
+
+def damaged(whole: Path, place: Path, seed: int, spread: int = 400) -> list[str]:
+    """A copy of the folder in which one or two files are damaged. Returns what was done."""
+    rng, files = random.Random(seed), copied(whole, place)
+    return [
+        f"{path.name}: {change(path, rng, files, spread)}"
+        for path in rng.sample(files, min(len(files), rng.choice((1, 1, 2))))
+    ]
+
+
+def survives(whole: Path, place: Path, cases: int, read: Callable[[Path], Any], spread: int = 400) -> int:
+    """Damages and reads so often; returns how often that was refused. The folder's neighbours stay as they are."""
+    refused, beside = 0, sorted(place.parent.iterdir())
+    for seed in range(cases):
+        done = damaged(whole, place, seed, spread)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with memory_limit(MEMORY):
+                    read(place)
+            except OffloadError:
+                refused += 1
+            except BaseException as error:
+                error.add_note(f"case {seed}: {done}")
+                raise
+        assert sorted(path for path in place.parent.iterdir() if path != place) == [p for p in beside if p != place]
+    return refused
+
+
+# ----------------------------------------------------------------------------------------------------------- sessions
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[int]]]]:
+    """A store with two sessions of two turns, and what each of them was after each turn."""
+    folder, told = tmp_path_factory.mktemp("whole") / "store", {}
+    with make_llm() as llm:
+        for shift, name in enumerate(("ada", "bob")):
+            session = llm.session(name, folder)
+            told[name] = [[]]
+            for turn in TURNS[shift : shift + 2]:
+                list(session.send(turn, SHORT))
+                told[name].append(session.tokens)
+            session.truncate(keep_last=80) if name == "bob" else None
+            told[name].append(session.tokens)
+            session.close()
+    return folder, told
+
+
+def test_a_store_that_was_damaged(sessions: tuple[Path, dict[str, list[list[int]]]], tmp_path: Path) -> None:
+    """What comes back is what was said, all of it or up to a turn, and what follows is what follows that."""
+    whole, told = sessions
+    llm, opened = make_llm(), 0
+
+    def read(folder: Path) -> None:
+        nonlocal opened
+        for name in ("ada", "bob"):
+            try:
+                session = llm.session(name, folder)
+            except StoreError:
+                continue
+            try:
+                tokens, shift = session.tokens, session.history.shift
+                answer = [event.token_id for event in session.send(TURNS[2], SHORT)]
+                session.check_integrity()
+                opened += 1
+                if session.history.turns and tokens not in told[name]:  # a document that says so, and is sealed
+                    assert all(0 <= token < 199 for token in tokens)
+                elif not shift:
+                    assert_greedy(MODEL, tokens + TURNS[2], answer)
+            finally:
+                session.close()
+        llm.runner.check_integrity()
+
+    survives(whole, tmp_path / "store", CASES // 40 or 12, read)
+    assert opened > 5
+
+
+def test_a_store_that_was_damaged_and_is_looked_at(
+    sessions: tuple[Path, dict[str, list[list[int]]]], tmp_path: Path
+) -> None:
+    whole, _ = sessions
+
+    def read(folder: Path) -> None:
+        read_catalog(folder)
+        for name in ("ada", "bob"):
+            with suppress(OffloadError):
+                export_text(find_stored(folder, name).history)
+        with suppress(OffloadError):
+            delete_stored(folder, "ada")
+
+    survives(whole, tmp_path / "store", CASES // 20 or 12, read)
+
+
+def test_a_history_that_says_anything(sessions: tuple[Path, dict[str, list[list[int]]]]) -> None:
+    """None, or one that can be played on."""
+    [document] = sessions[0].glob(f"*/{document_name('bob')}.doc")
+    data, rng, possible = document.read_bytes()[8:], random.Random(1), 0
+    for _ in range(CASES // 4 or 300):
+        text = data
+        for _ in range(rng.choice((1, 2, 3))):
+            text = altered(json.loads(text), rng)
+            if History.from_bytes(text) is None:
+                break
+        history = History.from_bytes(text)
+        if history is not None:
+            possible += 1
+            assert history.exact <= len(history.tokens) and export_text(history) is not None
+            assert History.from_bytes(history.to_bytes()) == history
+    assert possible > 10
+
+
+@pytest.mark.parametrize("counts", [{"shift": 10**30}, {"shift": 1 << 62}, {"shift": 5, "sink_shift": 6}])
+def test_a_history_with_counts_that_no_conversation_has(counts: dict[str, int]) -> None:
+    """The first was opened, and its next turn an OverflowError (case 1,995 of the store above)."""
+    history = History("ada", "llama", tokens=[1, 2, 3], computed=3)
+    assert History.from_bytes(history.to_bytes()) == history
+    assert History.from_bytes(json.dumps(json.loads(history.to_bytes()) | counts).encode()) is None
+
+
+# -------------------------------------------------------------------------------------- what was made and is read again
+
+
+def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
+    """Files of every kind in folders of `folder`, and what reads them."""
+    shutil.copytree(BEFORE / "skew_tiny", folder / "artifact")
+    shutil.copytree(BEFORE / "recording", folder / "recording")
+    (folder / "tuned").mkdir()
+    (folder / "tuned" / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "f").text())
+    RowStore(folder / "rows").put({"suite": "x"}, {"value": 1.5})
+    request = {"input_length": 500, "output_length": 9}
+    trace = [request | {"timestamp": 1000 * i, "hash_ids": [i]} for i in range(5)]
+    (folder / "trace").mkdir()
+    (folder / "trace" / "trace.jsonl").write_text("\n".join(map(json.dumps, trace)) + "\n")
+    (folder / "text").mkdir()
+    (folder / "text" / "book.txt").write_text("It was a dark and stormy night.\n" * 30)
+    (folder / "chapters").mkdir()
+    (folder / "chapters" / "novel.txt").write_text("Title\n\nCHAPTER 1\n\nOnce\n\nCHAPTER 2\n\nupon")
+    (folder / "chapters" / "novel.txt.chapters").write_text("5\n22\n")
+    (folder / "answers").mkdir()
+    (folder / "answers" / "out.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 2)
+    novel, questions = load_example("generate_document"), load_example("answer_many")
+
+    def chapters(place: Path) -> None:
+        with suppress(OSError, UnicodeDecodeError):  # of the document itself: it is the user's text
+            text = novel.read_document(place / "novel.txt")
+            assert all(0 <= start <= len(text) for start in novel.headings(place / "novel.txt", text))
+
+    return {
+        "artifact": lambda place: SkewArtifact.load(place / "skew.safetensors", None),
+        "recording": lambda place: list(Recording.open(place).steps()),
+        "tuned": lambda place: default_options(place, "infinigen", {}, None),
+        "rows": lambda place: RowStore(place).get({"suite": "x"}),
+        "trace": lambda place: read_trace(place / "trace.jsonl"),
+        "text": lambda place: (read_text(str(place / "book.txt")), read_prompts(str(place / "book.txt"))),
+        "chapters": chapters,
+        "answers": lambda place: questions.answered(place / "out.jsonl", ["a", "a"]),
+    }
+
+
+KINDS = ("artifact", "recording", "tuned", "rows", "trace", "text", "chapters", "answers")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_made_and_is_read_again(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    read = written(folder)[kind]
+    read(folder / kind)
+    survives(folder / kind, tmp_path / "damaged", CASES // 16 or 20, read)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 5000, b"[1]", b"\xff", b"1e999", None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_no_end(kind: str, content: bytes | None, tmp_path: Path) -> None:
+    """Brackets without end (a RecursionError before), numbers that none is, a file without end (None)."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    read = written(folder)[kind]
+    for path in list((folder / kind).rglob("*.*")):
+        path.unlink()
+        path.symlink_to("/dev/zero") if content is None else path.write_bytes(content)
+    with suppress(OffloadError), memory_limit(MEMORY):
+        read(folder / kind)
+
+
+@pytest.mark.parametrize(("field", "value"), [("selecting", [99]), ("kv_heads", 0), ("tokens", "abc"), ("layers", -1)])
+def test_a_recording_that_cannot_be(field: str, value: Any, tmp_path: Path) -> None:
+    shutil.copytree(BEFORE / "recording", tmp_path / "recording")
+    about = tmp_path / "recording" / "run.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {field: value}))
+    with pytest.raises(InputError, match="is damaged: no run has such values"):
+        list(Recording.open(tmp_path / "recording").steps())
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+def write_and_go_on(llm: LLM) -> None:
+    """A model that was loaded says something, or says why it cannot."""
+    [done] = llm.generate([[1, 2, 3]], SHORT)
+    assert len(done.outputs[0].token_ids) >= 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_a_checkpoint_that_was_damaged(kind: str, tmp_path: Path) -> None:
+    """Numbers of weights and of a configuration may be others without anybody knowing; nothing else may happen."""
+    whole = tmp_path / "whole"
+    if kind == "folder":
+        tiny_checkpoint(whole, "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    else:
+        whole.mkdir()
+        write_tiny_gguf(whole / "model.gguf")
+
+    def read(place: Path) -> None:
+        with LLM(str(place), policy="full", host_memory="2MiB", device="cpu") as llm:
+            write_and_go_on(llm)
+
+    read(whole)
+    refused = survives(whole, tmp_path / "damaged", CASES // (50 if kind == "folder" else 400) or 4, read, spread=4000)
+    assert refused > 0 or not CASES
+
+
+def test_a_configuration_that_cannot_be(tmp_path: Path) -> None:
+    """An OverflowError before."""
+    tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**30}))
+    with pytest.raises(ModelError, match="says what no model can be"):
+        LLM(str(tmp_path / "tiny"), policy="full", host_memory="2MiB", device="cpu")
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    for content in ("", "[]", '{"model_type": "llama", "hidden_size": -1}', '{"model_type": ["llama"]}'):
+        (tmp_path / "model" / "config.json").write_text(content)
+        assert main(["info", str(tmp_path / "model"), "--context", "100"]) == 2
+        assert capsys.readouterr().err.strip().count("\n") == 0

@@ -1,0 +1,211 @@
+"""Steps captured once and replayed for other tokens, lengths and sequences, where there is no CUDA: a stand-in keeps
+every operation and every launch of a Triton kernel (under the interpreter) with the very tensors they were given, and
+repeats them on the same memory. What it cannot show is CUDA's: streams, events, the graph's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.batches import OPTIONS, begun, compiled, make
+from support.device_link import staged
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.engine.runner import Runner
+from offload_rt.errors import ConfigError
+from offload_rt.model_runner.cuda_graphs import GraphSteps
+from offload_rt.policies.infinigen.key_lists import Rule
+
+
+def tensors(out: Any) -> list[torch.Tensor]:
+    """What an operation returned."""
+    return [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, torch.Tensor)]
+
+
+class Repeating(TorchDispatchMode):
+    """`Graph`: each operation again, its results into the memory of the first ones; views stay views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._again: list[Callable[[], None]] = []
+        self._inside = False
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        out = func(*args, **named)
+        if not self._inside:
+            given = {x.untyped_storage().data_ptr() for x in (*args, *named.values()) if isinstance(x, torch.Tensor)}
+            outs = tensors(out)
+            fresh = [x.untyped_storage().data_ptr() not in given for x in outs]
+
+            def again() -> None:
+                for old, one, made in zip(outs, tensors(func(*args, **named)), fresh, strict=True):
+                    if made:
+                        old.copy_(one)
+
+            self._again.append(again)
+        return out
+
+    def capture(self, body: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        run: Any = InterpretedFunction.run
+
+        def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+            self._again.append(lambda: run(kernel, *args, grid=grid, warmup=warmup, **named))
+            self._inside = True
+            run(kernel, *args, grid=grid, warmup=warmup, **named)
+            self._inside = False
+
+        with pytest.MonkeyPatch.context() as patch, self:
+            patch.setattr(InterpretedFunction, "run", launch)
+            results = body()
+        for result in results:
+            result.fill_(0)  # as of a graph that has not run
+        return results
+
+    def replay(self) -> None:
+        self.replays += 1
+        for again in self._again:
+            again()
+
+
+def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
+    runner, made = make(True, **options), []
+
+    def graph() -> Repeating:
+        made.append(Repeating())
+        return made[-1]
+
+    runner.steps = GraphSteps(runner.strategies, graph)
+    return runner, made
+
+
+REPLAYED: dict[str, dict[str, Any]] = {"dense": {"dense_layers": (0,)}, "tail": {"tail": "int4"}}
+if "OFFLOAD_RT_STRESS" in os.environ:
+    REPLAYED["partial"] = {"scorer": "partial", "source": "attention_input"}
+
+
+@pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
+def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two buckets: the first step of each is eager, the second is captured. In between a sequence ends and another
+    one, which takes its chunks, joins."""
+    compiled(monkeypatch)
+    eager, (runner, made) = make(True, **options), graphed(**options)
+    runs = []
+    for one in (eager, runner):
+        batch = [begun(one, 46), begun(one, 61, seed=1)]
+        logits = [one.decode(batch) for _ in range(2)]
+        one.free(batch.pop(0))
+        batch.append(begun(one, 26, seed=2))
+        logits += [one.decode(batch) for _ in range(4)]
+        one.check_integrity()
+        for sequence in batch:
+            sequence.trace.settle()
+        runs.append((logits, [(s.trace.attended, s.trace.bytes_to_device, s.trace.bytes_to_host) for s in batch]))
+    assert [graph.replays for graph in made] == [2, 2]
+    for want, got in zip(runs[0][0], runs[1][0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert runs[0][1] == runs[1][1]
+
+
+def test_what_a_graph_cannot_hold_stays_eager() -> None:
+    class Never:
+        def capture(self, body: Any) -> Any:
+            raise AssertionError("captured")
+
+    def decode(runner: Runner, steps: int, share: bool = False, recorder: Any = None) -> None:
+        first = begun(runner, 70)
+        first.trace.recorder = recorder
+        batch = [first, runner.fork(first, 110)] if share else [first]
+        runner.steps = GraphSteps(runner.strategies, Never)  # type: ignore[arg-type]
+        for _ in range(steps):
+            runner.decode(batch)
+
+    class Deaf:
+        def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
+            """Somebody listens."""
+
+    decode(make(), 3, share=True)
+    decode(make(), 3, recorder=Deaf())
+    decode(make(preset="paper"), 3)
+    decode(make(False), 3)
+    llm = LLM(tiny_model("llama", num_hidden_layers=2), policy_options=OPTIONS, host_memory="4MiB", working_set=9)
+    policy: Any = llm.runner.policy
+    policy.rule = Rule(policy.alpha, policy.options.max_fraction)
+    decode(llm.runner, 3)
+    measuring = staged(LLM(tiny_model("llama"), policy_options=OPTIONS, host_memory="4MiB", missed_mass_every=1))
+    policy = measuring.runner.policy
+    policy.rule = Rule(policy.alpha, policy.options.max_fraction)
+    decode(measuring.runner, 3)
+    with pytest.raises(AssertionError, match="captured"):
+        decode(make(), 2)
+
+
+def test_where_a_capture_breaks_off_steps_are_eager(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in the middle of a step; it is said, and not tried again."""
+    tried = []
+
+    class Breaks:
+        def capture(self, body: Any) -> Any:
+            body()
+            tried.append(self)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    eager, runner = make(), make()
+    runner.steps = GraphSteps(runner.strategies, Breaks)  # type: ignore[arg-type]
+    want, got = ([one.decode([sequence]) for _ in range(6)] for one in (eager, runner) for sequence in [begun(one, 61)])
+    torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
+    assert len(tried) == 1
+    assert [record.getMessage().endswith("stream is capturing") for record in caplog.records] == [True]
+    runner.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+def test_a_module_that_asks_the_device_something_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    prompts, tokens = [tiny_prompt(length, seed=length) for length in (30, 61)], []
+    for graphs in (False, None):
+        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+        model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: (out.sum().item(), None)[1])
+        settings: dict[str, Any] = {"enable_prefix_caching": False, "cuda_graphs": graphs}
+        llm = LLM(model, policy_options=OPTIONS, device="cuda", host_memory="8MiB", **settings)
+        found = completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))
+        tokens.append([c.token_ids for c in found])
+        llm.runner.check_integrity()
+    assert tokens[0] == tokens[1]
+    assert ["cannot be captured" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_graphs_need_a_cuda_device() -> None:
+    runner = make()
+    with pytest.raises(ConfigError, match="cuda_graphs=True needs a CUDA device"):
+        Runner(runner.model, runner.policy, runner.pool, runner.link, EngineConfig(cuda_graphs=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"dense_layers": (0,)}, {"scorer": "partial", "dense_layers": ()}])
+def test_on_a_device_graphs_give_the_eager_tokens(options: dict[str, Any]) -> None:
+    """A ragged batch through two buckets. (On a simulated device: cells "graphs" of `test_cuda_path.py`.)"""
+    prompts = [tiny_prompt(length, seed=length) for length in (30, 61)]
+    tokens = []
+    for graphs in (False, True):
+        settings: dict[str, Any] = {"missed_mass_every": 0, "enable_prefix_caching": False, "cuda_graphs": graphs}
+        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+        llm = LLM(model, policy_options=OPTIONS | options, device="cuda", host_memory="8MiB", **settings)
+        tokens.append(
+            [c.token_ids for c in completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))]
+        )
+        steps = llm.runner.steps
+        assert isinstance(steps, GraphSteps) is graphs and (
+            not isinstance(steps, GraphSteps) or any(steps._captured.values())
+        )
+    assert tokens[0] == tokens[1]

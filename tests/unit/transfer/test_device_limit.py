@@ -1,0 +1,166 @@
+"""`device_memory` on a device: the allocator's peak, with all that streams keep from being used again, stays under the
+limit while prompts are prefilled and while steps are decoded, however far the host is ahead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda_simulator import Late, Lazy, Schedule, simulated
+from support.tiny_models import tiny_checkpoint, tiny_prompt
+
+from offload_rt import LLM, EngineConfig
+from offload_rt.cli import main
+from offload_rt.models.registry import load_shape
+from offload_rt.planning import memory_model
+from offload_rt.planning.device_plan import costs_for
+from offload_rt.planning.memory_model import DeviceCosts, requirements
+from offload_rt.policies.registry import memory_demand
+from offload_rt.transfer.weights.streamed import BUFFERS
+from offload_rt.utils.units import format_size
+
+ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+LAYERS, CONTEXT, DECODED = 6, 320, 4
+WINDOW = {"sinks": 4, "recent": 16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy, how many sequences, and what goes with them; `streamed`: no layer's weights stay on the device."""
+
+    name: str
+    policy: str
+    batch: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    streamed: bool = False
+    daily: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ROWS = WINDOW | {"preset": "rows", "alpha": 50.0}
+TABLE = [
+    Row("full", "full", daily=True),
+    Row("full, batch, streamed", "full", 3, streamed=True, daily=True),
+    Row("full, rounded", "full", settings={"kv_cache_dtype": "int8"}),
+    Row("tail", "infinigen", options=WINDOW),
+    Row("tail, streamed", "infinigen", options=WINDOW, streamed=True),
+    Row("rows", "infinigen", options=ROWS),
+    Row("rows, batch", "infinigen", 3, ROWS),
+    Row("rows, graphs", "infinigen", 3, ROWS, {"cuda_graphs": True, "enable_prefix_caching": False}),
+    Row("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
+    Row("quest", "quest", options=WINDOW, daily=True),
+    Row("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
+]
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "lazy": Lazy,
+    "late write-back": lambda: Late((2,)),
+    "late prefetch": lambda: Late((1,)),
+}
+RUNS = [(row, name) for row in TABLE if ALL or row.daily for name in (SCHEDULES if ALL else ("lazy",))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_checkpoint(path, "llama", num_hidden_layers=LAYERS)
+    return path
+
+
+@pytest.mark.parametrize(("row", "schedule"), RUNS, ids=str)
+def test_the_peak_is_below_the_limit(
+    row: Row, schedule: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is the least that the plan takes. There is no cuBLAS here that would take its part of it."""
+    monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))  # a first start, which calibrates
+    with simulated(SCHEDULES[schedule]()) as sim:
+        limit = least(row, folder)
+        llm = LLM(
+            folder, policy=row.policy, policy_options=row.options, device="cuda", dtype="float32",
+            device_memory=limit, max_model_len=CONTEXT, host_memory="8MiB", missed_mass_every=0, prefill_chunk_size=512,
+            **row.settings,
+        )  # fmt: skip
+        runner, usage, sequences = llm.runner, sim.memory.usage, []
+        weights, peaks = usage.active, {"load": usage.active_peak}
+        sim.memory.usage.reset_peaks()
+        for seed in range(row.batch):
+            sequences.append(runner.new_sequence(tiny_prompt(CONTEXT, seed=seed), CONTEXT))
+            runner.prefill(sequences[-1], CONTEXT - DECODED)
+        peaks["prefill"] = usage.active_peak
+        sim.memory.usage.reset_peaks()
+        for _ in range(DECODED):
+            runner.decode(sequences).argmax(-1).tolist()
+        peaks["decode"] = usage.active_peak
+        sim.memory.usage.reset_peaks()
+        runner.free(sequences.pop(0))
+        sequences.append(runner.new_sequence(tiny_prompt(CONTEXT, seed=9), CONTEXT))
+        runner.prefill(sequences[-1], CONTEXT - 1)
+        peaks["next prefill"] = usage.active_peak
+        for sequence in sequences:
+            runner.free(sequence)
+    print(f"\n{row}, {schedule}: limit {limit:,}", *(f"{name} {peak / limit:.0%}" for name, peak in peaks.items()))
+    assert weights < min(peaks["prefill"], peaks["decode"]), "nothing was counted"
+    assert max(peaks.values()) <= limit, peaks
+    assert max(peaks.values()) - weights > 0.15 * (limit - weights), "the limit is no limit"
+
+
+def test_a_first_start_calibrates_with_layers_that_stream(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the limit, which is for a context that takes less."""
+    monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
+    row = Row("tail, streamed", "infinigen", options=WINDOW, streamed=True)
+    with simulated(Lazy()) as sim:
+        limit = least(row, folder)
+        llm = LLM(
+            folder, policy_options=WINDOW, device="cuda", dtype="float32", device_memory=limit, max_model_len=CONTEXT,
+            host_memory="8MiB",
+        )  # fmt: skip
+        assert llm.runner.plan is not None and len(llm.runner.plan.streamed) == LAYERS
+        assert 0.8 * limit < sim.memory.usage.active_peak <= limit
+
+
+def least(row: Row, folder: Path) -> int:
+    """The least bytes that hold the row's sequences."""
+    shape = load_shape(folder, device="cuda", dtype="float32")
+    demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
+    rounded, working = "kv_cache_dtype" in row.settings, row.settings.get("working_set", 0)
+    graphs = "cuda_graphs" in row.settings
+    costs = DeviceCosts(shape, demand, 512, rounded=rounded, working_set=working, graphs=graphs)
+    layers = BUFFERS if row.streamed else LAYERS
+    return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
+
+
+def test_info_says_what_captured_graphs_keep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence's own and those of shorter contexts, which are half of it; under a limit one, if it is asked for."""
+    arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
+    name, said = "device: captured graphs, at most", {}
+    with simulated(Lazy()):
+        for options in ((), ("--device-memory", "1GiB"), ("--cuda-graphs", "--device-memory", "1GiB")):
+            assert main((*arguments, "cuda", *options)) in (0, 1)
+            said[options] = next((line for line in capsys.readouterr().out.splitlines() if name in line), "")
+        config = EngineConfig(cuda_graphs=True, device="cuda", dtype="float32")
+        costs = costs_for(config, load_shape(folder, device="cuda", dtype="float32"))
+    eager, one, eight = (requirements(costs, 1000, CONTEXT, most) for most in (0, 1, 8))
+    step = one.staging + one.decode
+    assert (eager.graphs, one.graphs, eight.graphs) == (0, step, 8 * step)
+    assert (one.device - eager.device, eight.device - eager.device) == (step, 8 * step)
+    usual, limited, one_of_them = said.values()
+    assert format_size(2 * step) in usual and not limited and format_size(step) in one_of_them
+    assert main((*arguments, "cpu", "--cuda-graphs")) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_an_allocation_beyond_the_limit_would_be_seen(folder: Path) -> None:
+    with simulated(Lazy()) as sim:
+        held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        assert sim.memory.usage.active_peak >= held.nbytes

@@ -1,0 +1,462 @@
+"""`device_memory`: weights that stream give the same tokens, and the bytes on the device stay under the limit at every
+moment, counted by the allocator (`allocations.py`)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.allocations import count, device_selection
+from support.device_link import staged
+from support.outputs import completed
+from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
+from torch import nn
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.core import CHUNK, ModelGeometry
+from offload_rt.errors import ConfigError, DeviceFullError, MemoryLimitError
+from offload_rt.models.registry import ModelShape, load_shape
+from offload_rt.models.weights import WeightSizes, decoder_layers, layer_bytes, weight_sizes
+from offload_rt.planning.device_plan import plan_device, plan_for
+from offload_rt.planning.memory_model import DeviceCosts
+from offload_rt.policies.options import InfiniGenOptions
+from offload_rt.policies.registry import memory_demand
+from offload_rt.transfer.streams import InlineStream
+from offload_rt.transfer.weights.streamed import WeightStream
+
+LAYERS, PROMPT, NEW = 12, 110, 5
+CONTEXT = 2 * CHUNK
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
+PAIR = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
+
+ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {}),
+    ("infinigen", {"preset": "rows"}),
+    ("infinigen", {"preset": "paper"}),
+    (
+        "infinigen",
+        {"preset": "rows", "scorer": "int4", "max_missed_mass": 0.02, "dense_layers": (), "source": "attention_input"},
+    ),
+    ("h2o", {}),
+    ("quest", {}),
+]
+LARGE = [POLICIES[1], POLICIES[2], POLICIES[4], POLICIES[5]]
+"""Whose work on a prompt, or whose scoring keys (4 columns in rows of 16 bytes), take more than the tiny model's
+weights."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoints of twelve layers, by architecture."""
+    made: dict[str, Path] = {}
+
+    def saved(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            tiny_model(name, **depth(name, LAYERS)).save_pretrained(made[name])
+        return made[name]
+
+    return saved
+
+
+@pytest.fixture(scope="module")
+def unlimited(folder: Any) -> Any:
+    """Tokens of two prompts without a limit, by policy and options: each is computed once."""
+    made: dict[str, Any] = {}
+
+    def tokens(policy: str, options: dict[str, Any]) -> Any:
+        key = f"{policy} {options}"
+        if key not in made:
+            llm = LLM(folder("llama"), policy=policy, policy_options=options, device="cpu", host_memory="64MiB")
+            made[key] = [c.token_ids for c in completed(llm.generate(PAIR, GREEDY))]
+        return made[key]
+
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start takes more than these short contexts (`test_device_limit.py`)."""
+    monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
+
+
+def costs_of(folder: Path, policy: str, options: dict[str, Any], *, rounded: bool = False) -> DeviceCosts:
+    shape = load_shape(folder, device="cpu")
+    demand = memory_demand(policy, options, shape.geometry, shape.dtype)
+    return DeviceCosts(shape, demand, 512, rounded=rounded)
+
+
+def streaming_limit(costs: DeviceCosts, contexts: list[int], resident: int = 4) -> int:
+    """Bytes that hold `contexts`, and `resident` layers and two buffers of weights."""
+    sizes = costs.shape.sizes
+    return sizes.fixed + (resident + 2) * sizes.layers[0] + costs.total(contexts)
+
+
+def limited(folder: Path, policy: str, options: dict[str, Any], limit: int, **settings: Any) -> LLM:
+    return LLM(
+        folder,
+        policy=policy,
+        policy_options=options,
+        device="cpu",
+        device_memory=limit,
+        host_memory="64MiB",
+        max_model_len=settings.pop("max_model_len", CONTEXT),
+        **settings,
+    )
+
+
+def stream_of(llm: LLM) -> WeightStream | None:
+    """What streams its layers."""
+    return None if llm.runner.weights is None else llm.runner.weights.stream
+
+
+# --------------------------------------------------------------------------------------------------------- same tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "options"), [(name, *POLICIES[1]) for name in NAMES] + [("llama", *POLICIES[0])]
+)
+def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: str, options: dict[str, Any]) -> None:
+    limit = streaming_limit(costs_of(folder(name), policy, options), [CONTEXT])
+    prompt = tiny_prompt(PROMPT)
+    whole = LLM(folder(name), policy=policy, policy_options=options, device="cpu", host_memory="64MiB")
+    [expected] = completed(whole.generate([prompt], GREEDY))
+    llm = limited(folder(name), policy, options, limit)
+    [completion] = completed(llm.generate([prompt], GREEDY))
+    assert completion.token_ids == expected.token_ids
+    stream, stats = stream_of(llm), completion.stats
+    assert stream is not None and len(stream.layers) == LAYERS - 4
+    stream.check_integrity()
+    one_pass = sum(layer_bytes(llm.runner.model.layers[layer]) for layer in stream.layers)
+    # A prefill and NEW - 1 steps, and what was brought for the step that did not come.
+    assert NEW * one_pass <= stats.h2d_weight_bytes <= NEW * one_pass + 2 * one_pass // len(stream.layers)
+    assert stats.weight_bytes == expected.stats.weight_bytes == whole.weight_bytes
+    assert stats.h2d_bytes == expected.stats.h2d_bytes
+    assert stats.weight_bytes_device < stats.weight_bytes
+
+
+def test_a_batch_shares_what_streams(folder: Any) -> None:
+    rows = {"preset": "rows", "source": "residual"}
+    costs = costs_of(folder("llama"), "infinigen", rows)
+    prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
+    llm = limited(folder("llama"), "infinigen", rows, streaming_limit(costs, [CONTEXT] * 3))
+    stream = stream_of(llm)
+    assert stream is not None
+    calibrated = stream.bytes
+    together = completed(llm.generate(prompts, GREEDY))
+    alone = completed(
+        LLM(folder("llama"), policy_options=rows, device="cpu", host_memory="64MiB").generate(prompts, GREEDY)
+    )
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert sum(c.stats.h2d_weight_bytes for c in together) + stream.device_bytes >= stream.bytes - calibrated > 0
+
+
+# ------------------------------------------------------------------------------------------------------ under the limit
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "link"),
+    [(*policy, "staged") for policy in (POLICIES if ALL else (POLICIES[0], POLICIES[1], POLICIES[4]))]
+    + [(*policy, "in place") for policy in POLICIES[: 2 if ALL else 1]]
+    + [(*POLICIES[1], "staged, int8 rows"), (*POLICIES[1], "staged, a working set")],
+)
+def test_the_allocator_never_holds_more_than_the_limit(
+    folder: Any, unlimited: Any, policy: str, options: dict[str, Any], link: str
+) -> None:
+    """The limit is the least that holds two prompts together. It is below the weights' own size, but for `LARGE`."""
+    rounded = link == "staged, int8 rows"
+    working_set = 8 if link == "staged, a working set" else 0
+    costs = replace(costs_of(folder("llama"), policy, options, rounded=rounded), working_set=working_set)
+    limit = streaming_limit(costs, [CONTEXT, CONTEXT], resident=0)
+    expected = None if rounded else unlimited(policy, options)
+
+    def make() -> LLM:
+        kv_cache_dtype = "int8" if rounded else "auto"
+        llm = limited(folder("llama"), policy, options, limit, kv_cache_dtype=kv_cache_dtype, working_set=working_set)
+        return staged(llm) if link == "staged" else llm
+
+    def pool_of(llm: LLM) -> set[int]:
+        return {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)}
+
+    with device_selection():
+        tokens, counted = count(make, pool_of, lambda llm: [c.token_ids for c in completed(llm.generate(PAIR, GREEDY))])
+    assert limit < costs.shape.weight_bytes or (policy, options) in LARGE
+    assert 0.5 * limit <= counted.peak <= limit
+    assert expected is None or tokens == expected
+
+
+def blocks_of(llm: LLM) -> list[int]:
+    """Where the streamed weights lie in host memory."""
+    stream = stream_of(llm)
+    return [] if stream is None else [block.host.untyped_storage().data_ptr() for block in stream._blocks.values()]
+
+
+def test_what_lies_on_the_device_before_a_run_is_what_the_plan_says(folder: Any) -> None:
+    """To the byte: embeddings, head, resident layers and two buffers, and nothing else."""
+    costs = costs_of(folder("qwen2"), "full", {})
+    limit = streaming_limit(costs, [CONTEXT])
+    llm, counted = count(
+        lambda: limited(folder("qwen2"), "full", {}, limit),
+        lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)},
+        lambda llm: (torch.zeros(1), llm)[1],
+    )
+    plan = llm.runner.plan
+    assert plan is not None and len(plan.streamed) == LAYERS - 4
+    assert counted.before == plan.weights
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("policy", "options"), POLICIES)
+def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy: str, options: dict[str, Any]) -> None:
+    """CUDA's own peak counter; CUDA_WORKSPACE of the limit is for cuBLAS. The streamed run's tokens are those of the
+    same device without a limit. (On a simulated device, without that part: `test_device_limit.py`.)"""
+    shape = load_shape(folder("llama"), device="cuda", dtype="float32")
+    demand = memory_demand(policy, options, shape.geometry, shape.dtype)
+    limit = streaming_limit(DeviceCosts(shape, demand, 512), [CONTEXT, CONTEXT], resident=0)
+    prompts = [tiny_prompt(PROMPT, seed=seed) for seed in (1, 2)]
+    settings: dict[str, Any] = {"policy": policy, "policy_options": options, "device": "cuda", "dtype": "float32"}
+    expected = [
+        c.token_ids for c in completed(LLM(folder("llama"), host_memory="64MiB", **settings).generate(prompts, GREEDY))
+    ]
+    torch.cuda.empty_cache()
+    earlier = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    llm = LLM(folder("llama"), host_memory="64MiB", device_memory=limit, max_model_len=CONTEXT, **settings)
+    assert [c.token_ids for c in completed(llm.generate(prompts, GREEDY))] == expected
+    assert torch.cuda.max_memory_allocated() - earlier <= limit
+
+
+# --------------------------------------------------------------------------------------------- scoring keys on the host
+
+
+@pytest.mark.parametrize("options", [{}, POLICIES[2][1], POLICIES[3][1]])
+def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str, Any]) -> None:
+    """A limit that holds everything but them: bases and keys are what is missing."""
+    costs = costs_of(folder("llama"), "infinigen", options)
+    on_device = streaming_limit(costs, [CONTEXT], resident=0)
+    plan = plan_device(on_device, costs, CONTEXT)
+    assert plan.streamed == tuple(range(LAYERS)) and not plan.keys_on_host
+    llm = limited(folder("llama"), "infinigen", options, on_device - 1)
+    assert llm.runner.plan is not None and llm.runner.plan.keys_on_host
+    prompt = tiny_prompt(PROMPT)
+    [here] = completed(llm.generate([prompt], GREEDY))
+    [there] = completed(
+        LLM(folder("llama"), policy_options=options, device="cpu", host_memory="64MiB").generate([prompt], GREEDY)
+    )
+    assert here.token_ids == there.token_ids
+    assert here.stats.h2d_bytes == there.stats.h2d_bytes
+    assert (here.stats.scoring_bytes_device, there.stats.scoring_bytes_host) == (0, 0)
+    assert here.stats.scoring_bytes_host == there.stats.scoring_bytes_device > 0
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_corrections_of_guesses_are_on_the_device_wherever_keys_are(folder: Any, corrected: bool) -> None:
+    costs = costs_of(folder("llama"), "infinigen", {"corrected": corrected})
+    geometry, size = costs.shape.geometry, costs.shape.dtype.itemsize
+    held = 2 * geometry.hidden * LAYERS * size if corrected else 0  # slope and offset
+    assert replace(costs, keys_on_host=True).basis() == held
+    assert costs.basis() == held + costs.demand.basis_bytes > held
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
+    costs = costs_of(folder("opt"), "full", {})
+    sizes, rest = costs.shape.sizes, costs.total([CONTEXT])
+    everything = sizes.fixed + sum(sizes.layers) + rest
+    assert plan_device(everything, costs, CONTEXT).streamed == ()
+    for kept in range(LAYERS - 2):
+        plan = plan_device(sizes.fixed + (kept + 2) * sizes.layers[0] + rest, costs, CONTEXT)
+        assert len(plan.streamed) == LAYERS - kept and plan.weights <= plan.limit - rest
+        assert plan.streamed_bytes == (LAYERS - kept) * sizes.layers[0]
+        gaps = [b - a for a, b in zip(plan.streamed, plan.streamed[1:], strict=False)]
+        assert max(gaps) - min(gaps) <= 1, "streamed layers are spread evenly"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_those_of_the_loaded_model(folder: Any, name: str) -> None:
+    shape = load_shape(folder(name), device="cpu")
+    model = tiny_model(name, **depth(name, LAYERS))
+    assert shape.sizes == weight_sizes(model)
+    own = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    assert len(shape.sizes.layers) == LAYERS
+    assert shape.weight_bytes - shape.sizes.fixed == sum(p.nbytes for p in model.parameters() if id(p) in own)
+
+
+def test_a_limit_that_cannot_hold_says_what_would(folder: Any) -> None:
+    costs = costs_of(folder("llama"), "full", {})
+    least = streaming_limit(costs, [CONTEXT], resident=0)
+    with pytest.raises(MemoryLimitError, match=r"1 B are missing. Up to 64 tokens would fit: pass max_model_len"):
+        limited(folder("llama"), "full", {}, least - 1)
+    limited(folder("llama"), "full", {}, least - 1, max_model_len=64)
+    with pytest.raises(MemoryLimitError, match="Not even one token fits"):
+        limited(folder("llama"), "full", {}, "64KiB")  # type: ignore[arg-type]
+
+
+def test_a_longer_prompt_than_planned_is_refused_and_what_fits_still_runs(folder: Any) -> None:
+    costs = costs_of(folder("llama"), "full", {})
+    llm = limited(folder("llama"), "full", {}, streaming_limit(costs, [CONTEXT], resident=0))
+    with pytest.raises(DeviceFullError, match=r"this plan is for 128 tokens"):
+        llm.generate([tiny_prompt(400)], GREEDY)
+    llm.generate([tiny_prompt(PROMPT)], GREEDY)
+    llm.runner.check_integrity()
+
+
+def test_sequences_that_do_not_fit_together_wait(folder: Any) -> None:
+    costs = costs_of(folder("llama"), "full", {})
+    llm = limited(folder("llama"), "full", {}, streaming_limit(costs, [CONTEXT], resident=0))
+    prompts = [tiny_prompt(length, seed=length) for length in (100, 90, 119)]
+    together = [c.token_ids for c in completed(llm.generate(prompts, GREEDY))]
+    assert together == [completed(llm.generate([prompt], GREEDY))[0].token_ids for prompt in prompts]
+    assert llm.runner.pool.bytes_held == 0
+
+
+def test_weights_of_a_loaded_model_stay_where_they_are() -> None:
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    sizes = weight_sizes(model)
+    with pytest.raises(ConfigError, match="pass the model's folder"):
+        LLM(model, policy="full", device_memory=sizes.fixed + 900_000, max_model_len=64, host_memory="1MiB")
+    LLM(model, policy="full", device_memory=sizes.fixed + sum(sizes.layers) + 1_000_000, max_model_len=64)
+
+
+@pytest.mark.parametrize("wrong", [{"device_memory": 0}, {"device_memory": "x"}, {"max_model_len": 0}])
+def test_settings_without_meaning_are_refused(folder: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        LLM(folder("llama"), policy="full", **wrong)
+
+
+def test_demand_follows_the_options() -> None:
+    geometry = load_shape(tiny_model("llama")).geometry  # 4 layers, 2 KV heads of 16
+    options = InfiniGenOptions.preset("rows", dense_layers=(0, 1), budget=0.3)
+    demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
+    assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == (
+        (0, 1),
+        68,
+        0.3,
+        2 * 16,
+    )  # 4 columns, padded
+    assert memory_demand("full", {}, geometry, torch.float32).dense == (0, 1, 2, 3)
+    assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 16 * 4 / 8
+
+
+# ----------------------------------------------------------------------------------------------------------- the stream
+
+
+def stack(layers: int = 6) -> list[nn.Module]:
+    """Layers of one shape whose weights say which they are; one matrix lies column by column."""
+    made: list[nn.Module] = []
+    for number in range(layers):
+        layer = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7)).requires_grad_(False)
+        for offset, weight in enumerate(layer.parameters()):
+            weight.fill_(number + offset / 8)
+        layer[0].weight.data = layer[0].weight.data.t().contiguous().t()
+        made.append(layer)
+    return made
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40), st.sets(st.integers(0, 5), min_size=3))
+@settings(max_examples=30, deadline=None)
+def test_whatever_the_order_a_layer_in_use_has_its_own_weights(
+    calls: list[tuple[bool, int]], streamed: set[int]
+) -> None:
+    layers = stack()
+    before = [[weight.stride() for weight in layer.parameters()] for layer in layers]
+    stream = WeightStream(layers, streamed, torch.device("cpu"), InlineStream())
+    for begins, layer in calls:
+        if begins:
+            stream.begin(layer)
+        stream.use(layer)
+        assert all(bool((w == layer + i / 8).all()) for i, w in enumerate(layers[layer].parameters()))
+        assert [weight.stride() for weight in layers[layer].parameters()] == before[layer]
+        stream.check_integrity()
+    assert stream.device_bytes == 2 * layer_bytes(layers[0])
+
+
+def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
+    layers = stack()
+    stream = WeightStream(layers, (0, 2, 3, 5), torch.device("cpu"), InlineStream())
+    size, held = layer_bytes(layers[0]), []
+    for _ in range(3):
+        for layer in range(6):
+            stream.begin(layer)
+            held.append({h for h in stream._held if h is not None})
+    assert held[6:12] == [{0, 2}, {2, 3}, {2, 3}, {3, 5}, {5, 0}, {5, 0}]
+    assert stream.bytes == (3 * 4 + 1) * size
+
+
+def test_compute_waits_for_a_copy_and_a_copy_for_what_reads_its_buffer() -> None:
+    """The order that a device with streams is told."""
+    told: list[str] = []
+
+    class Telling(InlineStream):
+        def behind_compute(self) -> Any:
+            told.append("copy behind compute")
+            return super().behind_compute()
+
+        def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
+            told.append("compute behind copy")
+
+    stream = WeightStream(stack(), (0, 1, 2), torch.device("cpu"), Telling())
+    stream.begin(0)
+    assert told == ["copy behind compute"] * 2
+    stream.use(0)
+    stream.use(0)
+    stream.use(1)
+    assert told[2:] == ["compute behind copy"] * 2
+    stream.begin(1)
+    assert told[4:] == ["copy behind compute"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "row"),
+    [("rows", 31, 48), ("default", 32, 130)],
+    ids=[
+        "rows: 38 of 128 columns as int8 in rows of 48 bytes, layer 0 dense",
+        "tail: 128 columns of keys and values in 4 bits, two steps",
+    ],
+)
+def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> None:
+    """At 128k tokens all of it fits 24 GB; in 12 GB layers stream; in 4 GB nothing fits, even where scoring keys are
+    on the host."""
+    layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
+    sizes = WeightSizes(2 * (2 * 128_256 + 1) * 4096, (layer,) * 32, 14336)
+    geometry = ModelGeometry(
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=128_256,
+        scales=(128**-0.5,) * 32,
+        windows=(None,) * 32,
+        max_positions=131_072,
+        absolute_positions=False,
+        default_alpha=5.0,
+    )
+    shape = ModelShape(geometry, sizes.fixed + sum(sizes.layers), sizes, torch.bfloat16, torch.device("cuda"))
+    demand = memory_demand("infinigen", {"preset": preset}, geometry, torch.bfloat16)
+    costs = DeviceCosts(shape, demand, 512)
+    assert plan_device(24_000_000_000, costs, 131_072).streamed == ()
+    small = plan_device(12_000_000_000, costs, 131_072)
+    assert not small.keys_on_host and 0 < len(small.streamed) < 32
+    assert small.weights + costs.total([131_072]) <= 12_000_000_000 < small.weights + costs.total([131_072]) + layer
+    assert small.streamed_bytes == len(small.streamed) * layer
+    exact = small.weights + costs.total([131_072])
+    for limit, slices in ((24_000_000_000, 2048), (exact, 512)):
+        config = EngineConfig(policy_options={"preset": preset}, device_memory=limit, max_model_len=131_072)
+        chosen = plan_for(replace(config, host_memory=1 << 36), shape)
+        assert chosen.costs.slice == slices and chosen.streamed == plan_device(limit, costs, 131_072).streamed
+    keys = layers * 8 * row * 131_072
+    assert keys <= costs.scoring(131_072) <= 1.1 * keys
+    with pytest.raises(MemoryLimitError, match="scoring keys on the host"):
+        plan_device(4_000_000_000, costs, 131_072)

@@ -1,0 +1,185 @@
+"""The CUDA link's bookkeeping, run on a CPU with streams that work at once: the same tokens and bytes as the CPU
+link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.device_link import staged
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.core import CHUNK, Selection, Visible
+from offload_rt.kv_cache.pool import HostPool
+from offload_rt.outputs import CompletionOutput
+from offload_rt.transfer.cuda import CudaLink
+from offload_rt.transfer.link import Ticket
+from offload_rt.transfer.residency import Residency
+from offload_rt.transfer.streams import InlineStream
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("infinigen", {}),
+    ("infinigen", {"preset": "paper"}),
+    ("infinigen", {"sinks": 2, "recent": 8, "max_missed_mass": 0.05}),
+    ("h2o", {"budget": 0.3}),
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(("policy", "options"), POLICIES)
+def test_staged_rows_equal_rows_in_place(name: str, policy: str, options: dict[str, Any]) -> None:
+    def run(prepare: bool) -> list[CompletionOutput]:
+        llm = LLM(
+            tiny_model(name, dtype=torch.float64),
+            policy=policy,
+            policy_options=options,
+            host_memory="64MiB",
+            dtype="float64",
+        )
+        prompts = [tiny_prompt(length, seed=length) for length in (1, 58, 123)]
+        runs = staged(llm) if prepare else llm
+        return completed(runs.generate(prompts, SamplingParams(max_tokens=10, temperature=0)))
+
+    for staged_run, in_place in zip(run(True), run(False), strict=True):
+        assert staged_run.token_ids == in_place.token_ids
+        assert staged_run.stats.h2d_bytes == in_place.stats.h2d_bytes
+        assert staged_run.stats.d2h_bytes == in_place.stats.d2h_bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"), [("full", {}), ("infinigen", {"recent": 8}), ("infinigen", {"preset": "paper"})]
+)
+def test_staged_rows_equal_rows_in_place_while_slots_are_overwritten(policy: str, options: dict[str, Any]) -> None:
+    """A dense layer is fetched before the newest token exists: what leaves the window must be in its new place."""
+
+    def run(prepare: bool) -> list[int]:
+        model = tiny_model("llama", dtype=torch.float64)
+        chunk = 2 * 4 * 2 * 16 * 64 * 8
+        llm = LLM(model, policy=policy, policy_options=options, host_memory=2 * chunk, dtype="float64", eviction="lru")
+        ready = staged(llm) if prepare else llm
+        [done] = completed(ready.generate([tiny_prompt(110)], SamplingParams(max_tokens=60, temperature=0)))
+        return done.token_ids
+
+    assert run(True) == run(False)
+
+
+def test_a_fork_loads_its_resident_rows() -> None:
+    """Equal prompts are prefilled once; the fork's sinks and window come from the pool."""
+    model = tiny_model("llama", dtype=torch.float64)
+    tokens = tiny_prompt(90)
+    options = {"sinks": 3, "recent": 16}
+
+    def scores(prepare: bool) -> list[list[float]]:
+        llm = LLM(model, policy_options=options, host_memory="8MiB", dtype="float64")
+        ready = staged(llm) if prepare else llm
+        return [s.logprobs for s in ready.score([tokens[:70]] * 2, [tokens[70:], tokens[75:]])]
+
+    assert scores(True) == [pytest.approx(row, abs=1e-9) for row in scores(False)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int2"])
+def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: Any) -> None:
+    """Chunks of two sequences lie between each other, over several slabs; a fetch gives the rows that were appended,
+    also from chunks that the block table has taken since its last fetch."""
+    geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
+    pool = HostPool(geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * CHUNK)
+    link = CudaLink(pool, geometry, device, streams=None if cuda else (InlineStream(), InlineStream()))
+    block_tables = [pool.new_block_table(CHUNK), pool.new_block_table(CHUNK)]
+    for blocks in block_tables:
+        link.storage.open(blocks, 0, 1)
+    rows = torch.randn(2, len(block_tables), geometry.kv_heads, 3 * CHUNK, geometry.head_dim, device=device)
+    for stop in range(CHUNK, 3 * CHUNK + 1, CHUNK):
+        for b, blocks in enumerate(block_tables):
+            pool.reserve(blocks, stop)
+            k, v = rows[:, b, :, stop - CHUNK : stop]
+            link.storage.append(blocks, 1, stop - CHUNK, k, v)
+            tokens = torch.stack([torch.randperm(stop - 1)[:40] for _ in range(geometry.kv_heads)]).to(device)
+            ticket = link.rows.fetch_more(blocks, 1, Selection(tokens))
+            (part,) = ticket.wait()
+            want = pool.format.decode(pool.format.encode(rows[:, b])).gather(
+                2, tokens[None, :, :, None].expand(2, -1, -1, geometry.head_dim)
+            )
+            assert torch.equal(torch.stack((part.k, part.v)), want)
+            assert ticket.bytes == 2 * tokens.numel() * pool.layout.row_bytes
+    for blocks in block_tables:
+        link.storage.close(blocks)
+        pool.release(blocks)
+    link.check_integrity()
+    assert link.device_bytes == 0
+    pool.check_integrity()
+
+
+class TellingStream(InlineStream):
+    """Tells who waits for which of its marks: (name of the waiting stream, mark)."""
+
+    def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
+        self.name, self.told, self.newest = name, told, None
+
+    def mark(self) -> Any:
+        self.newest = super().mark()
+        return self.newest
+
+    def wait_for(self, mark: Any) -> None:
+        self.told.append((self.name, mark))
+
+    def hold_compute(self, mark: Any, *tensors: torch.Tensor) -> None:
+        self.told.append(("compute", mark))
+
+
+def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
+    """The order that a device with streams is told, for each way to fetch."""
+    told: list[tuple[str, Any]] = []
+    prefetch, write_back = TellingStream("prefetch", told), TellingStream("write-back", told)
+    geometry = tiny_llama_geometry()
+    pool = HostPool(geometry, torch.float32, 1 << 21)
+    link = CudaLink(pool, geometry, torch.device("cpu"), streams=(prefetch, write_back))
+    blocks = pool.new_block_table(CHUNK)
+    link.storage.open(blocks, 2, 4)
+    rows = torch.randn(2, geometry.kv_heads, 40, geometry.head_dim)
+    visible = Visible.of(40, sinks=2, recent=4, window=None)
+    some = Selection(torch.arange(5, 15).expand(geometry.kv_heads, -1))
+    ways: list[Callable[[], Ticket]] = [
+        lambda: link.rows.fetch(blocks, 1, visible, None),
+        lambda: link.rows.fetch(blocks, 1, visible, some),
+        lambda: link.rows.fetch_range(blocks, 1, range(20)),
+        lambda: link.rows.fetch_more(blocks, 1, some),
+        lambda: link.rows.fetch_together([blocks], 1, [visible], [some])[0],
+    ]
+    for fetch in ways:
+        link.storage.append(blocks, 1, 0, *rows)
+        written = write_back.newest
+        told.clear()
+        ticket = fetch()
+        assert ("prefetch", written) in told
+        arrived = prefetch.newest
+        told.clear()
+        ticket.wait()
+        assert told == [("compute", arrived)]
+    link.storage.close(blocks)
+    pool.release(blocks)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("recent", [1, 4, 7])
+@pytest.mark.parametrize("step", [1, 5, 20])
+def test_residency_holds_exactly_the_resident_rows(sinks: int, recent: int, step: int) -> None:
+    geometry = tiny_llama_geometry()
+    residency = Residency(geometry, torch.float32, torch.device("cpu"), sinks, recent)
+    for start in range(0, 40, step):
+        rows = torch.arange(start, min(40, start + step), dtype=torch.float32)[None, :, None].expand(2, -1, 16)
+        residency.store(1, start, rows, -rows)
+        length = start + rows.shape[1]
+        visible = Visible.of(length, sinks=sinks, recent=recent, window=None)
+        parts = residency.part(1, visible)
+        keys = torch.cat([part.k for part in parts], dim=1)
+        assert keys[0, :, 0].tolist() == [*visible.sinks, *visible.recent]
+        assert torch.equal(torch.cat([part.v for part in parts], dim=1), -keys)
+
+
+def tiny_llama_geometry() -> Any:
+    return LLM(tiny_model("llama"), policy="full", host_memory="1MiB").geometry

@@ -1,0 +1,236 @@
+"""Tables, pictures and requirements against runs of the runtime itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, InputError, SamplingParams
+from offload_rt.cli.run_picture import plot_run
+from offload_rt.cli.tables import requirements_table, stats_table
+from offload_rt.core import CHUNK
+from offload_rt.models.registry import load_shape
+from offload_rt.outputs import Stats
+from offload_rt.planning.memory_model import DeviceCosts, Machine, Requirements, obstacles, requirements
+from offload_rt.policies.options import FullOptions, InfiniGenOptions
+from offload_rt.policies.registry import memory_demand
+
+GIB = 2**30
+PROMPT, NEW = 500, 40
+
+
+def run(llm: LLM) -> Stats:
+    return completed(llm.generate([tiny_prompt(PROMPT)], SamplingParams(max_tokens=NEW, temperature=0)))[0].stats
+
+
+@pytest.fixture(scope="module")
+def infinigen(tmp_path_factory: pytest.TempPathFactory) -> Stats:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return run(LLM(tiny_model("llama"), policy_options={"preset": "rows", "scorer": "int4"}))
+
+
+def shown(table: object) -> str:
+    console = Console(width=120, file=StringIO())
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def row(text: str, name: str) -> str:
+    """The value beside `name` in a printed table."""
+    (line,) = (line for line in text.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == name)
+    return line.split("│")[2].strip()
+
+
+def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
+    text = shown(stats_table(infinigen))
+    assert row(text, "prompt") == "500 tokens"
+    assert row(text, "written") == "40 tokens"
+    assert row(text, "dense layers") == "0 of 4"
+    assert row(text, "attended fraction") == f"{infinigen.exact_fraction:.2%}"
+    assert row(text, "link fraction") == f"{infinigen.fetched_fraction:.2%}"
+    assert infinigen.missed_mass is not None
+    assert row(text, "missed attention mass") == f"{infinigen.missed_mass:.2%}"
+    nothing = replace(infinigen, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2, 3))
+    assert row(shown(stats_table(nothing)), "missed attention mass") == "not measured"
+    assert row(shown(stats_table(nothing)), "dense layers") == "all 4"
+
+
+def test_table_says_what_is_usual_and_what_to_do(infinigen: Stats) -> None:
+    much = replace(infinigen, missed_mass=0.26, approximate_bytes_device=0)
+    assert "raise the budget" in row(shown(stats_table(much)), "which is much")
+    assert row(shown(stats_table(replace(much, missed_mass=0.04))), "which is usual") == "below 10%"
+    assert "not lost" in row(shown(stats_table(replace(much, approximate_bytes_device=1))), "which is usual")
+    assert "which is" not in shown(stats_table(replace(much, missed_mass=None)))
+
+
+def test_table_says_where_nothing_was_selected(infinigen: Stats) -> None:
+    """100 tokens under a budget of 20: the sinks and the window have 68."""
+    options = {"budget": 0.2, "dense_layers": ()}
+    llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
+    [done] = completed(llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=4, temperature=0)))
+    assert "nothing was selected" in row(shown(stats_table(done.stats)), "in layers that select")
+    assert "nothing" not in row(shown(stats_table(infinigen)), "in layers that select")
+
+
+def pixels_of(path: Path) -> np.ndarray:
+    """`[height, width, 3]`, 0 to 255."""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def bars_in(pixels: np.ndarray) -> int:
+    """Pixels of the bars of missed mass."""
+    return int((np.abs(pixels - [76, 120, 168]).sum(axis=2) < 12).sum())
+
+
+def test_plot_shows_dense_and_selecting_layers(infinigen: Stats, tmp_path: Path) -> None:
+    """The dense layer's band has the colour of 100 %, the others' another one."""
+    plot_run(infinigen, tmp_path / "run.png")
+    pixels = pixels_of(tmp_path / "run.png")
+    assert pixels.shape == (840, 1320, 3)
+    dense = np.abs(pixels - [253, 231, 37]).sum(axis=2) < 12  # viridis' last colour
+    height = np.flatnonzero(dense[:, 300])
+    assert len(height) > 50  # layer 0, at the top of the map
+    assert height.max() < 200
+    assert bars_in(pixels) > 1000  # missed mass per layer
+
+
+@pytest.mark.parametrize("what", ["no steps", "all dense", "nothing sampled", "one step"])
+def test_plot_of_runs_with_little_to_show(infinigen: Stats, tmp_path: Path, what: str) -> None:
+    few = {
+        "no steps": replace(infinigen, attended_by_step=[], missed_by_step=[]),
+        "all dense": replace(infinigen, dense_layers=(0, 1, 2, 3), attended_by_step=[[1.0] * 4] * 3, missed_by_step=[]),
+        "nothing sampled": replace(infinigen, missed_by_step=[]),
+        "one step": replace(
+            infinigen, attended_by_step=infinigen.attended_by_step[:1], missed_by_step=infinigen.missed_by_step[:1]
+        ),
+    }
+    plot_run(few[what], tmp_path / "run.png")
+    pixels = pixels_of(tmp_path / "run.png")
+    assert pixels.shape == (840, 1320, 3)
+    assert (bars_in(pixels) > 1000) == (what == "one step")
+
+
+def test_plot_into_no_folder_is_an_input_error(infinigen: Stats, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot write the plot"):
+        plot_run(infinigen, tmp_path / "none" / "run.png")
+
+
+# ----------------------------------------------------------------------------------------------------- requirements
+
+
+def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) -> DeviceCosts:
+    shape = load_shape(tiny_model(name, dtype=dtype))
+    policy = "full" if options is None else "infinigen"
+    return DeviceCosts(shape, memory_demand(policy, options or FullOptions(), shape.geometry, dtype), 512)
+
+
+@pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
+def test_requirements_are_what_a_run_takes(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
+    llm = LLM(tiny_model("qwen3"), policy_options={"preset": "rows", "scorer": scorer, "dense_layers": (1,)})
+    stats = run(llm)
+    options = InfiniGenOptions.preset("rows", scorer=scorer, dense_layers=(1,))
+    costs = costs_of("qwen3", torch.float32, options)
+    needed = requirements(costs, llm.weight_bytes, PROMPT + NEW)
+    assert needed.kv_host == stats.kv_bytes_host
+    assert needed.weights == stats.weight_bytes
+    # Scoring keys grow by sixteenths, rounded up to 64 slots (256 tokens of int2), one layer at a time held twice.
+    layers = llm.geometry.layers
+    assert stats.scoring_bytes_device <= costs.scoring(PROMPT + NEW) * (layers - 1) / layers
+    assert costs.scoring(PROMPT + NEW) <= stats.scoring_bytes_device * 17 / 16 * (1 + 256 / PROMPT) * layers / (
+        layers - 1
+    )
+
+
+def test_contexts_that_are_attended_to_as_a_whole_are_fetched_so() -> None:
+    """A longer one has been as short before."""
+    shape = load_shape(tiny_model("llama"))
+    options = {"dense_until": 500, "max_fraction": 0.1, "dense_layers": (1,)}
+    whole, selecting = (
+        DeviceCosts(shape, memory_demand("auto", given, shape.geometry, shape.dtype), 512)
+        for given in (options, options | {"dense_until": 0})
+    )
+    tokens = (400, 600, 9000)
+    assert [whole.fetched(n, 0) for n in tokens] == [400, 500, 900]
+    assert [selecting.fetched(n, 0) for n in tokens] == [40, 60, 900]
+    assert whole.fetched(9000, 1) == 9000
+
+
+def test_requirements_by_hand() -> None:
+    full = costs_of("llama", torch.bfloat16, None)  # 4 layers, 2 KV heads of 16, hidden 64
+    token = 2 * 2 * 16 * 2  # K and V of a token and layer in bfloat16
+    staged = token + 8 * 8 * 2  # with ids
+    needed = requirements(full, 1000, 1000)
+    assert needed.kv_per_token == 4 * token
+    assert needed.kv_host == 4 * token * 16 * CHUNK  # 1000 tokens are 16 chunks
+    assert needed.resident == 4 * token
+    assert needed.staging == (3 * 1000 + 1) * staged
+    assert needed.device == 1000 + needed.scoring + needed.resident + max(
+        needed.prefill, needed.staging + needed.decode
+    )
+    options = InfiniGenOptions.preset("rows", dense_layers=(), scorer="partial")
+    sparse = requirements(costs_of("llama", torch.bfloat16, options), 1000, 1000)
+    assert sparse.staging == (3 * 100 + 68) * staged
+    assert (sparse.resident, sparse.working_set) == (68 * 4 * token, 0)
+    stays = replace(costs_of("llama", torch.bfloat16, options), working_set=9)
+    more = requirements(stays, 1000, 1000)
+    assert more.working_set == 4 * (9 + 1) * (token + 2 * 8)  # 2 KV heads, a token and a score for each row
+    assert (more.resident, more.device) == (sparse.resident, sparse.device + more.working_set)
+    keys = 4 * 2 * 4 * 2 * 1000  # 30 % of 16 columns are 4
+    assert keys <= sparse.scoring - costs_of("llama", torch.bfloat16, options).fixed() <= keys * 5 / 4 * 1.35
+    first = costs_of("llama", torch.bfloat16, InfiniGenOptions.preset("rows"))
+    assert first.staging([1000]) == (2 * 1000 + 100 + 68) * staged
+    assert first.link_bytes(1000) == (1000 + 3 * 100) * token
+
+
+NEEDED = Requirements(
+    context=10,
+    kv_per_token=1,
+    kv_host=4 * GIB,
+    weights=2 * GIB,
+    scoring=0,
+    resident=0,
+    working_set=0,
+    staging=GIB,
+    decode=0,
+    prefill=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (Machine(8 * GIB, 4 * GIB), []),
+        (Machine(8 * GIB, 3 * GIB), ["host pool"]),
+        (Machine(6 * GIB, 4 * GIB), ["shares it"]),
+        (Machine(6 * GIB, 4 * GIB, "GPU", 3 * GIB), []),
+        (Machine(6 * GIB, 4 * GIB, "GPU", 2 * GIB), ["GPU"]),
+        (Machine(3 * GIB, 2 * GIB, "GPU", 2 * GIB), ["host pool", "Host memory", "GPU"]),
+    ],
+)
+def test_obstacles(machine: Machine, words: list[str]) -> None:
+    found = obstacles(NEEDED, machine)
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+    text = shown(requirements_table("m", "full", NEEDED, machine))
+    assert row(text, "device: largest sum") == "3 GiB"
+    assert ("free: on GPU" in text) == (machine.device is not None)
+
+
+def test_machine_here() -> None:
+    machine = Machine.here(None, torch.device("cpu"))
+    assert machine.device is None
+    assert machine.pool_limit == machine.host_free // 2
+    assert Machine.here(5, torch.device("cpu")).pool_limit == 5

@@ -1,0 +1,236 @@
+"""The working set: rows on the device that need not cross the link again. A table that is a plain dict, rows that are
+the pool's, tokens that are the same with and without, bytes that are what the table missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.outputs import completed
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.core import CHUNK
+from offload_rt.engine.engine import Engine
+from offload_rt.transfer.plan import first_askers
+from offload_rt.transfer.working_set import Table, rows_within
+
+OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
+CHUNK_BYTES = 2 * 4 * 2 * 16 * CHUNK * 8
+
+
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 3}
+"""Of a Qwen: its last layer."""
+
+
+def make(working_set: int = 0, policy: str = "infinigen", chunks: int = 64, **settings: Any) -> LLM:
+    model = tiny_model(settings.pop("model", "llama"), dtype=torch.float64, **settings.pop("config", {}))
+    options = settings.pop("policy_options", OPTIONS)
+    return LLM(
+        model,
+        policy=policy,
+        policy_options=options,
+        host_memory=chunks * CHUNK_BYTES,
+        dtype="float64",
+        working_set=working_set,
+        **settings,
+    )
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0)
+
+
+class PlainTable:
+    """The same rule for one list, slot by slot. With decay 1/2 every score is exact."""
+
+    def __init__(self, capacity: int) -> None:
+        self.slots: list[int | None] = [None] * capacity
+        self.scores = [-1.0] * capacity
+
+    def look_up(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """(slot or -1, slot taken or the capacity) of each token."""
+        found = [self.slots.index(token) if token in self.slots else -1 for token in tokens]
+        self.scores = [score / 2 if score >= 0 else score for score in self.scores]
+        for slot in found:
+            if slot >= 0:
+                self.scores[slot] += 1
+        free = [slot for slot in range(len(self.slots)) if slot not in found]
+        free.sort(key=lambda slot: self.scores[slot])
+        into = []
+        for token, slot in zip(tokens, found, strict=True):
+            into.append(len(self.slots) if slot >= 0 or not free else free.pop(0))
+            if into[-1] < len(self.slots):
+                self.slots[into[-1]], self.scores[into[-1]] = token, 1.0
+        return found, into
+
+    def forget(self, token: int) -> None:
+        if token in self.slots:
+            slot = self.slots.index(token)
+            self.slots[slot], self.scores[slot] = None, -1.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
+    capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    table = Table(lists, capacity, torch.device("cpu"), decay=0.5)
+    plain = [PlainTable(capacity) for _ in range(lists)]
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(("look up", "look up", "look up", "forget", "clone")))
+        if action == "forget":
+            token = data.draw(st.integers(0, 9))
+            table.forget(token)
+            for one in plain:
+                one.forget(token)
+        elif action == "clone":
+            twin = table.clone()
+            table.look_up(torch.tensor([[100]] * lists))
+            table = twin
+        else:
+            count = data.draw(st.integers(1, 9))
+            draw = st.lists(st.integers(0, 9), min_size=count, max_size=count, unique=True)
+            tokens = [data.draw(draw) for _ in range(lists)]
+            found = table.look_up(torch.tensor(tokens))
+            want = [one.look_up(row) for one, row in zip(plain, tokens, strict=True)]
+            assert found.slots.tolist() == [slots for slots, _ in want]
+            assert found.into.tolist() == [into for _, into in want]
+            assert int(found.hits) == sum(slot >= 0 for slots, _ in want for slot in slots)
+        table.check_integrity()
+        assert [[None if t < 0 else t for t in row] for row in table.tokens.tolist()] == [one.slots for one in plain]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
+def test_the_first_asker_of_a_row(ids: list[int]) -> None:
+    want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
+    assert first_askers(torch.tensor(ids)).tolist() == want
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        ("infinigen", {}),
+        ("infinigen", {"policy_options": {"preset": "paper"}}),
+        ("infinigen", {"policy_options": OPTIONS | {"max_missed_mass": 0.05, "dense_layers": ()}}),
+        ("infinigen", {"kv_cache_dtype": "int4"}),
+        ("h2o", {"policy_options": {"budget": 0.3, "recent": 8}}),
+        ("infinigen", {"model": "qwen2", "config": SLIDING}),
+    ],
+    ids=["default", "paper", "repair", "int4", "h2o", "sliding"],
+)
+def test_tokens_are_the_same_and_fewer_bytes_cross(rows: int, policy: str, settings: dict[str, Any]) -> None:
+    """A ragged batch, checked against the pool after every step."""
+    prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
+    plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
+    llm = make(rows, policy, **settings)
+    engine = Engine(llm.runner, max_num_seqs=3)
+    requests = [engine.add(prompt, greedy(12)) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+    done = [one.completions()[0] for one in requests]
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    for with_set, without in zip(done, plain, strict=True):
+        assert with_set.stats.exact_fraction == without.stats.exact_fraction
+        assert with_set.stats.h2d_bytes <= without.stats.h2d_bytes
+        assert with_set.stats.fetched_fraction <= without.stats.fetched_fraction
+    assert done[-1].stats.h2d_bytes < plain[-1].stats.h2d_bytes
+    assert llm.runner.link.device_bytes == 0
+
+
+def test_hits_bytes_and_fractions_agree() -> None:
+    """Against the same selections without a working set: what was saved is what was hit, in bytes and in rows."""
+    prompt, steps = tiny_prompt(150), 20
+    [plain] = completed(make().generate([prompt], greedy(steps + 1)))
+    [done] = completed(make(9).generate([prompt], greedy(steps + 1)))
+    before, after = plain.stats, done.stats
+    assert before.working_set_hit_rate is None and before.working_set_bytes == 0
+    rate, row = after.working_set_hit_rate, 2 * 16 * 8
+    assert rate is not None and 0 < rate < 1
+    layers, heads = 3, 2
+    dense = sum(range(150, 150 + steps)) - steps * 9
+    selected = (before.h2d_bytes - dense * heads * row) / row
+    assert before.h2d_bytes - after.h2d_bytes == round(rate * selected) * row
+    assert after.sparse_fetched_fraction == pytest.approx(before.sparse_fetched_fraction * (1 - rate), rel=0.02)
+    assert after.fetched_fraction == pytest.approx(
+        before.fetched_fraction - before.sparse_fetched_fraction * rate * 3 / 4, 0.02
+    )
+    assert after.working_set_rows == 9
+    assert after.working_set_bytes == layers * heads * (9 + 1) * (row + 8)
+    sizes = (after.working_set_bytes - 1, after.working_set_bytes, 100)
+    assert [rows_within(size, layers, heads, row) for size in sizes] == [8, 9, 0]
+
+
+def test_a_working_set_of_everything_fetches_every_row_once() -> None:
+    options = OPTIONS | {"dense_layers": (), "max_fraction": 1.0, "alpha": float("inf")}
+    prompt = tiny_prompt(60)
+    [done] = completed(make(256, policy_options=options).generate([prompt], greedy(31)))
+    candidates = 60 + 30 - 2 - 8  # of the last step: each was fetched in some step
+    assert done.stats.h2d_bytes == 4 * 2 * candidates * 2 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("eviction", "policy_options"), [("lru", OPTIONS), ("fifo", OPTIONS), ("fifo", {"preset": "paper"})]
+)
+def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[str, Any]) -> None:
+    prompt, made = tiny_prompt(115), []
+    for rows in (0, 30):
+        llm = make(rows, chunks=2, eviction=eviction, policy_options=policy_options)
+        engine = Engine(llm.runner, max_num_seqs=1)
+        request = engine.add(prompt, greedy(50))
+        while not engine.idle:
+            engine.step()
+            engine.check_integrity()
+        made.append(request.completions()[0])
+    assert made[0].token_ids == made[1].token_ids
+    assert (made[1].stats.working_set_hit_rate or 0) > 0.05
+
+
+def test_forks_take_the_rows_along() -> None:
+    """Samples and beams: the same tokens, and a fork begins with what its origin has."""
+    prompt = tiny_prompt(150)
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
+    beams = SamplingParams(max_tokens=12, temperature=0, num_beams=3)
+    for params in (sampled, beams):
+        plain, done = completed(make().generate([prompt], params)), completed(make(25).generate([prompt], params))
+        assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    rate = done[0].stats.working_set_hit_rate
+    [alone] = completed(make(25).generate([prompt], greedy(12)))
+    assert rate is not None and rate > 0.8 * (alone.stats.working_set_hit_rate or 0)
+
+    runner = make(25).runner
+    first = runner.new_sequence(prompt, 200)
+    runner.prefill(first, 140)
+    for _ in range(5):
+        runner.decode([first])
+    fork = runner.fork(first, 200)
+    runner.check_integrity()
+    assert runner.link.working_set_bytes(fork.blocks) == runner.link.working_set_bytes(first.blocks) > 0
+    before = first.trace.bytes_to_device
+    runner.decode([first])
+    runner.decode([fork])
+    assert fork.trace.bytes_to_device == first.trace.bytes_to_device - before
+    for sequence in (first, fork):
+        runner.free(sequence)
+
+
+def test_preempted_requests_start_with_an_empty_set() -> None:
+    prompts = [tiny_prompt(110, seed=i) for i in range(3)]
+    apart = [one.token_ids for one in completed(make().generate(prompts, greedy(30)))]
+    engine = Engine(make(20, chunks=8).runner, max_num_seqs=3)
+    requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+    assert engine.scheduler.preemptions > 0
+    assert [one.completions()[0].token_ids for one in requests] == apart
+
+
+def test_a_negative_working_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match="working_set=-1 must not be negative"):
+        make(-1)
