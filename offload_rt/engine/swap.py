@@ -165,9 +165,12 @@ class Swap:
         return sequence.exact * (self._prefill_rate or step) + decoded * step / batch
 
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
-        """What the sequence will be on disk: chunks of layers that see everything, and what windows show."""
+        """Return the names of the blocks to write: those of full-attention layers, and those of sliding layers that
+        the next token attends to."""
         groups, names = self._runner.pool.groups, list(self._names(sequence))
-        shown = [names[place] for place in sorted(sequence.blocks.windows) if place < len(names)]
+        # The table may still hold a block that has just left the window. A table that is restored has no slots for it.
+        first = groups.first_seen(sequence.position, sequence.blocks.floor) // CHUNK
+        shown = [names[place] for place in range(first, len(names)) if place in sequence.blocks.windows]
         windows = [name.window(group) for name in shown for group in groups.groups if group]
         return SwappedSequence(
             names if groups.full else [], windows, sequence.position, sequence.exact, sequence.shift,

@@ -17,7 +17,7 @@ from torch import nn
 from .packed import packing_of, tensors_of
 from .text_part import is_of, other_parts, text_config
 
-_VERSION = 3
+VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
 """Elements of a weight that are digested at a time: copies stay in the processor's cache."""
 
@@ -41,7 +41,7 @@ def fingerprint(model: Any) -> str:
     or a dtype that holds the checkpoint's numbers exactly: a bfloat16 checkpoint loaded in float32 has the same one.
     Numbers that depend on the dtype of computation, such as stored KV, must name that dtype as well.
     """
-    digest = hashlib.sha256(f"offload-rt model {_VERSION}\n{_architecture(model)}\n".encode())
+    digest = hashlib.sha256(f"offload-rt model {VERSION}\n{_architecture(model)}\n".encode())
     weights = dict(model.named_parameters())
     if packing_of(model) is not None:  # some formats keep packed numbers in buffers
         weights |= dict(model.named_buffers())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from .checkpoint import (
     unsupported,
 )
 from .fingerprint import fingerprint
+from .fingerprint_cache import FingerprintCache
 from .host_embedding import HostEmbedding
 from .live_weights import LiveWeights
 from .location import OPEN, Hub, Location, locate
@@ -162,6 +164,7 @@ def load_model(
     model of which something stays in host memory), MemoryLimitError.
     """
     own_tokenizer: PreTrainedTokenizerBase | None = None
+    identify: Callable[[Any], str] = fingerprint
     if isinstance(model, (str, os.PathLike)):
         location, name = locate(model, hub), os.fspath(model)
         config = read_config(location, architectures())
@@ -169,6 +172,7 @@ def load_model(
         _refuse_early(location, config, verify, reach)
         own_tokenizer = read_tokenizer(location) if tokenizer is None else None
         landing = torch.device("cpu") if placement else chosen
+        identify = FingerprintCache(location).fingerprint
         loaded = read_weights(location, config, landing, resolve_dtype(dtype, location, config, chosen))
         hold_frequencies(loaded, reach)
         if placement:
@@ -182,7 +186,7 @@ def load_model(
     used = own_tokenizer if tokenizer is None else _given_tokenizer(tokenizer, hub)
     strange = one_error(f"the checkpoint {name!r} says what no model can be") if loaded is not model else nullcontext()
     with strange:
-        identity, weight_bytes = _proved(loaded, verify), _weight_bytes(loaded)
+        identity, weight_bytes = _proved(loaded, verify, identify), _weight_bytes(loaded)
         embedding = None
         if placement:
             place_weights(loaded, chosen, placement)
@@ -201,10 +205,10 @@ def load_model(
         )
 
 
-def _proved(model: Any, verify: Verify) -> str:
-    """The fingerprint of a model that has proved itself, as far as `verify` asks for it. Raises ModelError."""
+def _proved(model: Any, verify: Verify, identify: Callable[[Any], str]) -> str:
+    """Return the fingerprint of a model after the verification that `verify` requests. Raises ModelError."""
     adapter = adapter_for(model)  # refuses strange models before anything else looks at them
-    identity = fingerprint(model)
+    identity = identify(model)
     if verify == "always" or (verify == "auto" and not _is_of_transformers(model)):
         prove(model, adapter)
     elif verify == "auto":

@@ -91,8 +91,11 @@ class Turn(SampledRequest):
         sequence.trace.diverged_at = sequence.position
         self._seconds = sequence.trace.prefill_seconds
         self._saving = kv.context.saver.begin(sequence.blocks, kv.fresh(kv.stored(len(taken) // CHUNK * CHUNK)))
-        self._prefill = runner.begin_prefill(
-            sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
+        # The prefill takes slots in sliding layers, which idle sessions may have to give up.
+        self._prefill = self._host.retry_after_reclaim(
+            lambda: runner.begin_prefill(
+                sequence, len(taken), want_logits=True, before_layer=self._wait, after_layer=self._layer_done
+            )
         )
         return self._prefill
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.architectures import architecture
 from support.outputs import completed
 from support.sharing import greedy, make
 from support.tiny_models import tiny_prompt
@@ -212,3 +214,30 @@ def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
     alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
     assert alike == [True, False, False], "one chunk is exact, one in part, one decoded"
     llm.runner.free(sequence)
+
+
+@pytest.mark.parametrize("position", [CHUNK + 10, CHUNK + 11, CHUNK + 12])
+def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position: int) -> None:
+    """The block table keeps a block of sliding layers until the next step; a table that is restored has none for it."""
+    model = architecture("gemma3", dtype=torch.float64)
+    with LLM(
+        model, policy="full", dtype="float64", host_memory="4MiB", verify="off", enable_prefix_caching=False
+    ) as llm:
+        assert llm.runner.pool.groups.window == 12
+        swap = Swap(llm.runner, tmp_path)
+        swap._write_rate = swap._read_rate = 0.0
+        tokens = [token % 90 + 1 for token in tiny_prompt(position)]
+        sequence = llm.runner.new_sequence(tokens, CHUNK * 3)
+        llm.runner.prefill(sequence, CHUNK + 8)
+        sequence.tokens = tokens
+        while sequence.position < position:
+            llm.runner.reserve(sequence)
+            llm.runner.decode([sequence])
+        swapped = swap.swap_out(sequence, 1)
+        llm.runner.free(sequence)
+        assert swapped is not None
+        restored = swap.swap_in(swapped, [*tokens, 5])
+        assert restored is not None and restored.position == position
+        llm.runner.free(restored)
+        swap.discard(swapped)
+        assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0

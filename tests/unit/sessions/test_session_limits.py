@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import architecture
 from support.disk_chunks import chunk_files
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
@@ -279,3 +280,21 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
     for each in sessions:
         for session in each.values():
             session.close()
+
+
+def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Path) -> None:
+    """A turn of a session in memory may need more blocks of sliding layers than its own."""
+    model = architecture("gemma3", dtype=torch.float64)
+    options: dict[str, Any] = {"policy": "full", "dtype": "float64", "verify": "off"}
+    size = LLM(model, host_memory="4MiB", **options).runner.pool.chunk_bytes
+    prompts = [[token % 90 + 1 for token in tiny_prompt(length, seed=length)] for length in (60, 61, 20)]
+    with LLM(model, host_memory=7 * size, **options) as llm:  # one block is left for the layers with full attention
+        ada, bob = llm.session("ada", tmp_path), llm.session("bob", tmp_path)
+        answer(ada, prompts[0], SamplingParams(max_tokens=1, temperature=0))
+        answer(bob, prompts[1], SamplingParams(max_tokens=1, temperature=0))
+        found = answer(ada, prompts[2])
+        with LLM(model, host_memory="4MiB", enable_prefix_caching=False, **options) as roomy:
+            [expected] = completed(roomy.generate([ada.tokens[: -len(found)]], SHORT))
+        assert found == expected.token_ids
+        ada.close()
+        bob.close()

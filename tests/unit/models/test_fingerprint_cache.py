@@ -1,0 +1,164 @@
+"""A second load takes the fingerprint from the cache, unless anything that decides about it has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_models import tiny_checkpoint, tiny_model
+
+from offload_rt.models import fingerprint_cache
+from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.registry import LoadedModel, load_model
+
+
+class Digests:
+    """Counts how often the weights are digested."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, model: Any) -> str:
+        self.count += 1
+        return fingerprint(model)
+
+
+@pytest.fixture
+def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Digests:
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprint_cache, "_SETTLED_SECONDS", 0.0)
+    counted = Digests()
+    monkeypatch.setattr(fingerprint_cache, "fingerprint", counted)
+    return counted
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(tiny_checkpoint(tmp_path / "tiny", "llama"))
+
+
+def load(folder: Path, **options: Any) -> LoadedModel:
+    return load_model(folder, device="cpu", verify="off", **options)
+
+
+def edit_embedding(folder: Path) -> None:
+    """Change one element in place. Size, inode and mtime stay."""
+    path = folder / "model.safetensors"
+    before, tensors = path.stat(), load_file(path)
+    tensors["model.embed_tokens.weight"][-1, -1] += 0.5
+    save_file(tensors, folder.parent / "changed", metadata={"format": "pt"})
+    with path.open("r+b") as file:
+        file.write((folder.parent / "changed").read_bytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (before.st_size, before.st_ino, before.st_mtime_ns) == (after.st_size, after.st_ino, after.st_mtime_ns)
+
+
+def test_the_second_load_digests_nothing(folder: Path, digests: Digests, tmp_path: Path) -> None:
+    first, second = load(folder).fingerprint, load(folder).fingerprint
+    assert first == second == fingerprint(tiny_model("llama", vocab_size=2048))
+    assert digests.count == 1
+    [entry] = (tmp_path / "cache" / "fingerprints").iterdir()
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o600 and stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
+
+
+def test_one_changed_element_is_seen(folder: Path, digests: Digests) -> None:
+    before = load(folder)
+    edit_embedding(folder)
+    after = load(folder)
+    assert digests.count == 2 and after.fingerprint != before.fingerprint
+
+
+def test_a_changed_configuration_is_seen(folder: Path, digests: Digests) -> None:
+    before, path = load(folder), folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.01}))
+    assert load(folder).fingerprint != before.fingerprint and digests.count == 2
+
+
+def test_the_dtype_counts(folder: Path, digests: Digests) -> None:
+    """Rounding to bfloat16 makes another model."""
+    assert load(folder).fingerprint != load(folder, dtype="bfloat16").fingerprint
+    assert digests.count == 2
+
+
+def test_a_file_that_replaces_another_is_seen(folder: Path, digests: Digests, tmp_path: Path) -> None:
+    before = load(folder)
+    other = Path(tiny_checkpoint(tmp_path / "other", "llama", seed=1))
+    shutil.copyfile(other / "model.safetensors", folder / "new")
+    os.replace(folder / "new", folder / "model.safetensors")
+    assert load(folder).fingerprint != before.fingerprint and digests.count == 2
+
+
+def test_shards_elsewhere_count(folder: Path, digests: Digests) -> None:
+    """An index may name files that are not beside it."""
+    tiny_model("llama", vocab_size=2048).save_pretrained(folder, max_shard_size="200kB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    index = folder / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    name = said["weight_map"]["model.embed_tokens.weight"]
+    (folder / "parts").mkdir()
+    os.replace(folder / name, folder / "parts" / name)
+    said["weight_map"] = {key: f"parts/{own}" if own == name else own for key, own in said["weight_map"].items()}
+    index.write_text(json.dumps(said))
+    before = load(folder)
+    tensors = load_file(folder / "parts" / name)
+    tensors["model.embed_tokens.weight"][0, 0] += 0.5
+    save_file(tensors, folder / "parts" / name, metadata={"format": "pt"})
+    assert load(folder).fingerprint != before.fingerprint and digests.count == 2
+
+
+def test_files_that_change_during_a_load_are_not_cached(
+    folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changing(model: Any) -> str:
+        edit_embedding(folder)
+        return fingerprint(model)
+
+    monkeypatch.setattr(fingerprint_cache, "fingerprint", changing)
+    before = load(folder)
+    assert not (tmp_path / "cache" / "fingerprints").exists()
+    assert load(folder).fingerprint != before.fingerprint
+
+
+def test_files_that_have_just_been_written_are_not_cached(
+    folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their next change could leave all their times as they are."""
+    monkeypatch.setattr(fingerprint_cache, "_SETTLED_SECONDS", 60.0)
+    load(folder)
+    assert not (tmp_path / "cache" / "fingerprints").exists()
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now + 61 * 10**9)
+    load(folder)
+    load(folder)
+    assert digests.count == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 64, b"0" * 63, b"0" * 65, b"\xff" * 64, b"0" * 64 + b"\n"])
+def test_a_damaged_entry_is_replaced(folder: Path, digests: Digests, tmp_path: Path, content: bytes) -> None:
+    expected = load(folder).fingerprint
+    [entry] = (tmp_path / "cache" / "fingerprints").iterdir()
+    entry.write_bytes(content)
+    assert load(folder).fingerprint == expected
+    assert digests.count == 2 and entry.read_text() == expected
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, digests: Digests, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert load(folder).fingerprint == load(folder).fingerprint
+    assert digests.count == 2
+
+
+def test_loaded_models_are_digested(digests: Digests, tmp_path: Path) -> None:
+    """Nobody knows which files they come from, and whether they are still the same."""
+    model = tiny_model("llama", dtype=torch.float32)
+    assert load_model(model, verify="off").fingerprint == fingerprint(model)
+    assert digests.count == 0 and not (tmp_path / "cache" / "fingerprints").exists()
