@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -237,7 +238,8 @@ class LLM:
                     self._check_open()
                     yield from engine.step()
             finally:
-                engine.cancel(request)
+                if not sys.is_finalizing():  # at interpreter exit, modules that freeing needs are gone
+                    engine.cancel(request)
 
     def generate(
         self,
