@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ...kernels import low_bit_cpu, native
-from ...kernels.low_bit import Layout
+from ...kernels.low_bit import Layout, LowBitQuery
 from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from ...utils.native_code import LEVEL_VARIABLE, available_levels
 from ..core.report import Column, Report, Row
@@ -90,7 +90,7 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     )
     q, mean = torch.randn(HEADS, GROUP, D) / 4, torch.randn(HEADS, D)
 
-    def score() -> low_bit_cpu.LowBitQuery:
+    def score() -> LowBitQuery:
         asked = low_bit_cpu.ask(q, mean, pages, layout, range(tokens))
         assert asked.scores is not None
         return asked
