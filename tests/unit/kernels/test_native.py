@@ -89,7 +89,7 @@ def test_a_compiler_that_fails_is_said_and_done_without(
         cache.parent.write_text("a file")
     else:
         compiler = cache.parents[1] / "cc"
-        does = "exit 1" if fault == "it fails" else 'for last; do :; done; echo no > "$last"'
+        does = "exit 1" if fault == "it fails" else 'while [ "$1" != -o ]; do shift; done; echo no > "$2"'
         compiler.write_text(f"#!/bin/sh\n{does}\n")
         compiler.chmod(0o755)
         monkeypatch.setenv("CC", str(compiler))
