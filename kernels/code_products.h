@@ -50,6 +50,13 @@ INLINE i32 total_of(Partial sums) {
 }
 #endif
 
+/* Four weights side by side, for each token of a vector. */
+INLINE i32 four_weights(const int8_t *weights) {
+    int32_t four;
+    memcpy(&four, weights, 4);
+    return four - (i32){0};
+}
+
 /* The bytes of a and b in turn, 16 by 16 bytes: those of the lower halves, those of the upper halves. */
 INLINE void zip_bytes(bytes a, bytes b, bytes *low, bytes *high) {
 #if LANES == 16

@@ -14,12 +14,9 @@ twice, about 14 instructions of LANES each. */
 #define NARROW_VECTORS
 #endif
 #include "code_products.h"
+#include "low_bit_layout.h"
 #include "value_products.h"
 
-#define BLOCK 64
-#define KEY_BYTES (HEAD_DIM / 2)
-#define STEPS (BLOCK * (KEY_BYTES + VALUE_BYTES)) /* where steps begin, first the keys' */
-#define BLOCK_BYTES (STEPS + 2 * BLOCK)
 #define QUADS (HEAD_DIM / 4)
 #define FIELDS (8 / VALUE_BITS)
 #define COLUMNS (VALUE_BITS == 2 || VALUE_BYTES % (2 * LANES) ? 1 : 2) /* vectors of bytes that are unpacked together */
@@ -61,11 +58,6 @@ static Range range_of(const Call *call, int64_t index) {
     return range;
 }
 
-/* Where block b of a head lies: every page holds PAGE_BLOCKS blocks of each head, from `offset` bytes on. */
-INLINE uint8_t *block_of(uint8_t *const *pages, int64_t offset, int64_t head, int64_t b) {
-    return pages[b / PAGE_BLOCKS] + offset + ((int64_t)head * PAGE_BLOCKS + b % PAGE_BLOCKS) * BLOCK_BYTES;
-}
-
 /* Prefetches bytes [from, to) of the block after `b`, if it is before `last`: it may lie in another page, where no
 processor looks ahead. Twice as fast if the rows are in no cache. */
 INLINE void prefetch_next(const Call *call, int64_t head, int64_t b, int64_t last, int from, int to) {
@@ -73,9 +65,6 @@ INLINE void prefetch_next(const Call *call, int64_t head, int64_t b, int64_t las
     const uint8_t *block = block_of(call->pages, call->offset, head, b + 1);
     for (int i = from; i < to; i += 64) __builtin_prefetch(block + i);
 }
-
-/* Steps have the upper eleven bits of a float32 that matter: exponent and three bits of the fraction. */
-INLINE f32 load_steps(const uint8_t *codes) { return (f32)((load_u8(codes) + ((127 - 20) << 3)) << 20); }
 
 /* ------------------------------------------------------------------------------------------------------ scores */
 
@@ -93,12 +82,6 @@ static void unpack_keys(const uint8_t *span, bytes codes[QUADS][4]) {
             codes[KEY_BYTES / 4 + i][k] = (bytes)((u32)quads[k] >> 4) & 15;
         }
     }
-}
-
-INLINE i32 four_weights(const int8_t *weights) {
-    int32_t four;
-    memcpy(&four, weights, 4);
-    return four - (i32){0};
 }
 
 /* sums[g][t] of `n` queries and 4 * LANES tokens: over channels of weight and code, whole numbers below 2^24. */
@@ -373,14 +356,6 @@ typedef struct {
     const float *rows;
     int32_t values;
 } StoreCall;
-
-/* The code of a row's step: rounded up to three bits of the fraction, 2^-20 to 2^12. */
-INLINE uint8_t step_code(float step) {
-    uint32_t pattern;
-    memcpy(&pattern, &step, 4);
-    int upper = (int)((pattern + ((1u << 20) - 1)) >> 20) - ((127 - 20) << 3);
-    return (uint8_t)(upper < 0 ? 0 : upper > 255 ? 255 : upper);
-}
 
 /* The levels of a row as codes of `bits` bits, packed to bytes. */
 INLINE void pack_row(const float *row, float step, const int bits, uint8_t *packed) {

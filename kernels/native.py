@@ -199,6 +199,12 @@ def _low_bit(head_dim: int, value_bits: int) -> LowBitLibrary | None:
     return LowBitLibrary(library, ranking, head_dim)
 
 
+def forget() -> None:
+    """Forget the loaded code, so that the next call loads it for the level that is then in force."""
+    _low_bit.cache_clear()
+    compiled.cache_clear()
+
+
 def has_tiles() -> bool:
     """Return whether torch multiplies bfloat16 with AMX here, which is faster than our code."""
     return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())

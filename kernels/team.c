@@ -17,6 +17,7 @@ Workers sleep without spinning: between two calls the caller runs Python, which 
 #include <unistd.h>
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #endif
 
@@ -29,6 +30,7 @@ typedef void (*Function)(const void *call, int64_t part);
 
 typedef struct {
     _Atomic uint32_t sleeping __attribute__((aligned(64)));
+    _Atomic int thread, processor; /* its kernel thread, and where it ran last */
 } Worker;
 
 static struct {
@@ -49,11 +51,13 @@ static struct {
     Worker workers[MOST_WORKERS];
 } team = {.busy = PTHREAD_MUTEX_INITIALIZER, .rest = SHORTEST_REST};
 
-static int64_t now(void) {
+static int64_t nanoseconds(clockid_t clock) {
     struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
+    clock_gettime(clock, &time);
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
+
+static int64_t now(void) { return nanoseconds(CLOCK_MONOTONIC); }
 
 #if defined(__linux__)
 static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
@@ -61,6 +65,21 @@ static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
 }
 
 static void wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
+
+static void note_processor(Worker *worker) {
+    if (!worker->thread) worker->thread = (int)syscall(SYS_gettid);
+    worker->processor = sched_getcpu();
+}
+
+/* Sends a worker away from the caller's processor. Kernels wake a thread where it ran last, and where processors share no
+cache it can stay there for 100 ms although others are idle. */
+static void keep_away(Worker *worker) {
+    int own = sched_getcpu();
+    cpu_set_t others;
+    if (!worker->thread || worker->processor != own || sched_getaffinity(0, sizeof others, &others)) return;
+    CPU_CLR(own, &others);
+    if (CPU_COUNT(&others)) sched_setaffinity(worker->thread, sizeof others, &others);
+}
 #else
 static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
     struct timespec time = {0, 50000};
@@ -68,6 +87,10 @@ static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
 }
 
 static void wake(_Atomic uint32_t *word) { (void)word; }
+
+static void note_processor(Worker *worker) { (void)worker; }
+
+static void keep_away(Worker *worker) { (void)worker; }
 #endif
 
 static inline void relax(void) {
@@ -101,8 +124,10 @@ static int take_part(uint32_t helper) {
 static void *work(void *given) {
     uint32_t index = (uint32_t)(intptr_t)given;
     _Atomic uint32_t *sleeping = &team.workers[index].sleeping;
+    note_processor(&team.workers[index]);
     for (;;) {
         if (index + 1 < atomic_load(&team.members) && take_part(1)) continue;
+        note_processor(&team.workers[index]);
         atomic_store(sleeping, 1);
         /* A call that was published before `sleeping` was set is seen here; after it, the caller wakes this worker. */
         uint64_t seen = atomic_load(&team.next);
@@ -121,7 +146,7 @@ static void in_child(void) {
     team.members = 0;
     team.parts = 0;
     team.busy = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    for (int i = 0; i < MOST_WORKERS; i++) team.workers[i].sleeping = 0;
+    for (int i = 0; i < MOST_WORKERS; i++) team.workers[i].sleeping = team.workers[i].thread = 0;
 }
 
 static void start(int workers) {
@@ -144,9 +169,10 @@ static void run_alone(Function function, const void *call, int64_t parts) {
     for (int64_t part = 0; part < parts; part++) function(call, part);
 }
 
-/* Weighs what workers saved in a call: the caller did parts - helped in `own` ns, and the whole took `total` ns. */
+/* Weighs what workers saved in a call: the caller did parts - helped in `own` ns of its processor, and the whole took
+`total` ns. */
 static void judge(int64_t own, int64_t total, int64_t parts, int64_t helped) {
-    int64_t mine = parts - helped, alone = mine ? own / mine * parts : total * 2;
+    int64_t mine = parts - helped, alone = mine ? own * parts / mine : total;
     team.saved += alone - total - team.saved / 16;
     if (team.saved < 0) {
         team.alone_until = now() + team.rest;
@@ -165,7 +191,7 @@ void team_run(Function function, const void *call, int64_t parts, int threads) {
         run_alone(function, call, parts);
         return;
     }
-    int64_t began = now();
+    int64_t began = now(), spent = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
     if (began < team.alone_until) {
         pthread_mutex_unlock(&team.busy);
         run_alone(function, call, parts);
@@ -184,9 +210,12 @@ void team_run(Function function, const void *call, int64_t parts, int threads) {
     atomic_store(&team.parts, (uint32_t)parts);
     atomic_store(&team.next, (uint64_t)++team.round << 32);
     for (int i = 0; i + 1 < members; i++)
-        if (atomic_exchange(&team.workers[i].sleeping, 0)) wake(&team.workers[i].sleeping);
+        if (atomic_exchange(&team.workers[i].sleeping, 0)) {
+            keep_away(&team.workers[i]);
+            wake(&team.workers[i].sleeping);
+        }
     while (take_part(0)) {}
-    int64_t own = now() - began;
+    int64_t own = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - spent;
     for (int spin = 0; atomic_load(&team.left) && spin < SPINS; spin++) relax();
     atomic_store(&team.waiting, 1);
     for (uint32_t left; (left = atomic_load(&team.left));) sleep_while(&team.left, left);

@@ -1,15 +1,22 @@
-"""Run the parts of a C call by a persistent team of threads (`team.c`).
+"""Share out parts of a computation to threads that sleep while they have nothing to do.
 
-A kernel exports `void name(const Call *call, int64_t part)`, which computes one part and is safe to call for different
-parts at once. It starts no threads itself.
+`run` shares out a C call by a persistent team (`team.c`). A kernel exports `void name(const Call *call, int64_t part)`,
+which computes one part and is safe to call for different parts at once. It starts no threads itself. `share` does the
+same with a Python function whose work releases the GIL, such as torch's matrix products.
+
+OpenMP's threads spin for milliseconds after each operation, unless a variable was set before torch is imported. They
+then take the processors from these threads and from other processes. So the engine runs torch's own operations on one
+thread (`torch_on_one_thread`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -37,6 +44,29 @@ def run_pointer() -> int:
     return ctypes.cast(library.team_run, ctypes.c_void_p).value or 0
 
 
+def share(compute: Callable[[int], None], parts: int) -> None:
+    """Call `compute(part)` for each part in `range(parts)`, by up to `threads()` threads including this one.
+
+    Inside it, torch uses one thread.
+    """
+    taken, helpers = itertools.count(), min(threads(), parts) - 1
+
+    def work() -> None:
+        inference = torch.inference_mode() if inferring else nullcontext()
+        with torch_on_one_thread(), inference:
+            while (part := next(taken)) < parts:
+                compute(part)
+
+    inferring = torch.is_inference_mode_enabled()
+    waiting = [_pool().submit(work) for _ in range(helpers)]
+    try:
+        work()
+    finally:
+        for helper in waiting:  # one that has not begun is not needed any more
+            if not helper.cancel():
+                helper.result()
+
+
 def threads() -> int:
     """Return how many threads kernels may use: torch's number, at most one per processor."""
     outer = getattr(_outer, "threads", None)
@@ -44,28 +74,27 @@ def threads() -> int:
 
 
 @contextmanager
-def torch_on_one_thread() -> Iterator[None]:
-    """Run torch's own operations in this thread without OpenMP threads. Kernels keep all threads.
-
-    A decode step consists of many small operations. Waking OpenMP's threads for them gains nothing, and these spin
-    afterwards, so that they take the processors from kernels and from other processes.
-    """
+def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
+    """Run torch's own operations in this thread without OpenMP threads. `run` and `share` keep all threads, or use this
+    one alone without `helpers`."""
     count = torch.get_num_threads()
     if count == 1:
         yield
         return
-    set_threads = _set_openmp_threads()
-    _outer.threads = count
+    set_threads, set_mkl_threads = _set_openmp_threads(), _set_mkl_threads()
+    _outer.threads = count if helpers else 1
     set_threads(1)
+    before = set_mkl_threads(1)
     try:
         yield
     finally:
+        set_mkl_threads(before)
         set_threads(count)
         _outer.threads = None
 
 
-def decode_threads(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context for decode steps on `device`: `torch_on_one_thread` on a CPU."""
+def engine_threads(device: torch.device) -> AbstractContextManager[None]:
+    """Return the context for computations of the engine on `device`: `torch_on_one_thread` on a CPU."""
     return torch_on_one_thread() if device.type == "cpu" else nullcontext()
 
 
@@ -76,6 +105,13 @@ def _library() -> ctypes.CDLL | None:
         library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         library.team_run.restype = None
     return library
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    # A fork has no threads and must not use the parent's pool.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+    return ThreadPoolExecutor(max(1, _processors() - 1), "offload-rt kernel")
 
 
 @cache
@@ -99,6 +135,20 @@ def _set_openmp_threads() -> Any:
         if found:
             return set_threads
     return torch.set_num_threads
+
+
+@cache
+def _set_mkl_threads() -> Callable[[int], int]:
+    """Return a function that sets MKL's number of threads for the calling thread and returns the one before (0: none).
+
+    After `torch.set_num_threads`, MKL does not follow OpenMP's number.
+    """
+    try:
+        set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return lambda threads: 0
+    set_threads.argtypes, set_threads.restype = [ctypes.c_int], ctypes.c_int
+    return lambda threads: int(set_threads(threads))
 
 
 @cache

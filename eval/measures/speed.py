@@ -261,3 +261,21 @@ def compiled_kernels(args: argparse.Namespace) -> int:
     report.write(Path(args.out))
     show(report, args.out, say_on_stderr(False))
     return 0
+
+
+def _cpu_kernels_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="DIR", help="cpu_kernels.json, .csv and .md")
+    parser.add_argument("--tokens", type=counts, default=(8192, 32_768, 131_072), metavar="8k,32k", help="in context")
+    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="of which the fastest counts")
+
+
+@measure("cpu-kernels", "C kernels at each instruction set level against memory and arithmetic", _cpu_kernels_flags)
+def cpu_kernels(args: argparse.Namespace) -> int:
+    """Times each C kernel of a decode step against its floors, at each level of this processor, or at the level that
+    OFFLOAD_RT_CPU_LEVEL names."""
+    from ..speed.cpu_kernels import kernel_report
+
+    report = kernel_report(args.tokens, args.repeats)
+    report.write(Path(args.out))
+    show(report, args.out, say_on_stderr(False))
+    return 0

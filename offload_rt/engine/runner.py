@@ -12,7 +12,7 @@ import torch
 
 from ..config import EngineConfig
 from ..core import CHUNK, BlockTable
-from ..kernels.team import decode_threads
+from ..kernels.team import engine_threads
 from ..kv_cache.disk.disk_use import DiskUse
 from ..kv_cache.pool import HostPool
 from ..model_runner.batch import DecodeBatch
@@ -38,6 +38,7 @@ from .reclaim import retry_after_reclaim
 from .room import EXACT, SHARED_BEHIND, Room
 from .segments import segment_tokens
 from .stats import Accounting
+from .thread_choice import ThreadChoice
 
 T = TypeVar("T")
 
@@ -72,6 +73,7 @@ class Runner:
         usual = MISSED_MASS_EVERY if self.adapter.device.type == "cpu" and pool.file is None else 0
         self._missed_mass_every = usual if config.missed_mass_every is None else config.missed_mass_every
         self.room = Room(pool, policy, config)
+        self._threads = ThreadChoice()
         self._ids = itertools.count()
         self._open: dict[int, Sequence] = {}
         self.strategies = StrategyCache()
@@ -324,7 +326,8 @@ class Runner:
     def advance_prefill(self, prefill: Prefill) -> None:
         """Runs one layer; commits the tokens after the last."""
         began, used = time.perf_counter(), self.weight_use
-        prefill.run_layer()
+        with engine_threads(self.adapter.device):
+            prefill.run_layer()
         sequence = prefill.sequence
         sequence.trace.prefill_weights += self.weight_use.since(used)
         if prefill.done:
@@ -368,7 +371,7 @@ class Runner:
         sharing = self.prefixes.of([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         decoding = DecodeBatch(ordered, self.adapter, self.policy, self.link, sharing)
-        with decode_threads(self.adapter.device):
+        with self._threads.step(self.adapter.device, len(batch)):
             logits = sharing.restore(self.steps.run(decoding))
         seconds = time.perf_counter() - began
         for sequence in batch:

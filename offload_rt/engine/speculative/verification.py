@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ...kernels.team import decode_threads
+from ...kernels.team import engine_threads
 from ...model_runner.sequence import Sequence
 from ...model_runner.whole_pass import WholePass
 from ...transfer.streams import on_device
@@ -19,7 +19,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
     each. None of them is committed: `accept` commits one after the other."""
     used, storage = runner.weight_use, runner.link.storage
     device = runner.adapter.device
-    with on_device(device), decode_threads(device), torch.inference_mode():
+    with on_device(device), engine_threads(device), torch.inference_mode():
         for sequence, count in batch:
             runner.room.slide(sequence, storage, sequence.position + count)
             sequence.interrupted = True

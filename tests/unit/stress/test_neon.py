@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_rt.kernels import native
 from offload_rt.utils.native_code import LEVEL_FLAGS, available_levels
+from offload_rt.utils.native_libraries import KERNEL_FLAGS
 
 if not os.environ.get("OFFLOAD_RT_STRESS"):
     pytest.skip("runs in make stress", allow_module_level=True)
@@ -30,7 +30,7 @@ def test_kernels_compute_what_plain_loops_do(level: str, head_dim: int, value_bi
             pytest.skip(f"there is no {tool}")
     program = tmp_path / "checks"
     constants = (f"-DHEAD_DIM={head_dim}", f"-DVALUE_BITS={value_bits}", "-DPAGE_BLOCKS=8")
-    flags = (*LEVEL_FLAGS[level], *native.FLAGS, *constants, "-Wall", "-Wextra", "-Werror", "-static")
+    flags = (*LEVEL_FLAGS[level], *KERNEL_FLAGS, *constants, "-Wall", "-Wextra", "-Werror", "-static")
     sources = sorted(map(str, CHECKS.glob("*.c")))
     subprocess.run([compiler, *flags, *sources, "-o", str(program), "-lm"], check=True, timeout=300)
     ran = subprocess.run([*emulator, str(program)], capture_output=True, text=True, timeout=300)

@@ -1,0 +1,140 @@
+"""Each C kernel of the decode step at each instruction set level of this processor: time against the floors of memory
+and arithmetic (`kernels/low_bit.c` and `best_scores.c` derive them). One thread."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...kernels import low_bit_cpu, native
+from ...kernels.low_bit import Layout, LowBitQuery
+from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
+from ...utils.native_code import LEVEL_VARIABLE, available_levels
+from ..core.report import Column, Report, Row
+
+HEADS, GROUP, D, VALUE_BITS, SHARE = 3, 3, 64, 4, 0.05
+"""One layer of SmolLM2 135M; the share of tokens that is selected."""
+
+LANES = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
+CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16": 64}
+"""Products of a code and a weight for each vector instruction, additions included."""
+VALUE_PRODUCTS = {"scalar": 2, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
+EXPONENTIAL, RANKING = 14, 4
+"""Vector instructions for LANES scores."""
+
+PER_CYCLE = 2
+"""Vector instructions. Some processors do one of 512 bits instead."""
+
+COLUMNS = (
+    Column("level", "level"),
+    Column("tokens", "tokens", ","),
+    Column("kernel", "kernel"),
+    Column("µs", "us", ".0f"),
+    Column("memory floor", "memory_us", ".0f"),
+    Column("arithmetic floor", "arithmetic_us", ".0f"),
+    Column("times the larger floor", "times_floor", ".1f"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel: bytes that it must move and vector instructions that it must execute."""
+
+    name: str
+    moved: int
+    instructions: int
+    call: Callable[[], object]
+
+
+def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
+    """Measure every kernel at each level of this processor behind each number of `tokens`."""
+    threads, before = torch.get_num_threads(), os.environ.get(LEVEL_VARIABLE)
+    torch.set_num_threads(1)
+    rate, clock, rows = _read_rate(repeats), _clock(), list[Row]()
+    try:
+        for level in available_levels() if before is None else (before,):
+            os.environ[LEVEL_VARIABLE] = level
+            native.forget()
+            for count in tokens:
+                for case in low_bit_cases(level, count):
+                    rows.append({"level": level, "tokens": count} | _measure(case, rate, clock, repeats))
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop(LEVEL_VARIABLE, None)
+        if before is not None:
+            os.environ[LEVEL_VARIABLE] = before
+        native.forget()
+    about = {"layer": f"{HEADS} KV heads of {GROUP} queries, d {D}, values of {VALUE_BITS} bits", "repeats": repeats}
+    about |= {"memory": f"{rate / 1e9:.1f} GB/s read by one thread", "clock": f"{clock / 1e9:.2f} GHz"}
+    return Report("cpu_kernels", "C kernels of a decode step, one layer, one thread", about, COLUMNS, rows)
+
+
+def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
+    """Scores with low-bit keys, selection, and attention over low-bit values; none without a C compiler."""
+    torch.manual_seed(0)
+    layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
+    if native.low_bit(D, VALUE_BITS, GROUP) is None:
+        return
+    shape = (1, HEADS, PAGE_BLOCKS, layout.block_bytes)
+    pages = Pages.of(
+        [
+            torch.randint(0, 256, shape, dtype=torch.uint8).clamp_(100, 140)  # as codes of steps: 2^-7 to 2^-3
+            for _ in range(-(-tokens // PAGE_TOKENS))
+        ]
+    )
+    q, mean = torch.randn(HEADS, GROUP, D) / 4, torch.randn(HEADS, D)
+
+    def score() -> LowBitQuery:
+        asked = low_bit_cpu.ask(q, mean, pages, layout, range(tokens))
+        assert asked.scores is not None
+        return asked
+
+    asked, n = score(), max(1, int(SHARE * tokens))
+    skip, products, exponentials = asked.top(n), scores * D, scores * EXPONENTIAL // LANES[level]
+    keys, values = (HEADS * tokens * (width + 1) for width in (layout.key_bytes, layout.value_bytes))
+    yield Case("score", keys + 4 * scores, products // CODE_PRODUCTS[level] + exponentials, score)
+    ranked = 4 * scores + 8 * HEADS * tokens
+    yield Case("select", ranked, scores * RANKING // LANES[level], lambda: asked.top(n))
+    mixed = products // VALUE_PRODUCTS[level] + exponentials
+    yield Case("mix", values + 4 * scores, mixed, lambda: asked.tail(skip))
+
+
+def _measure(case: Case, rate: float, clock: float, repeats: int) -> Row:
+    spent = _least(case.call, repeats)
+    memory, arithmetic = case.moved / rate, case.instructions / (PER_CYCLE * clock)
+    return {
+        "kernel": case.name,
+        "us": 1e6 * spent,
+        "memory_us": 1e6 * memory,
+        "arithmetic_us": 1e6 * arithmetic,
+        "times_floor": spent / max(memory, arithmetic),
+    }
+
+
+def _least(call: Callable[[], object], repeats: int) -> float:
+    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
+    spent = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - began)
+    return min(spent[1:])
+
+
+def _read_rate(repeats: int) -> float:
+    """Return the bytes per second that one thread reads from memory."""
+    data = torch.ones(1 << 26)
+    return data.nbytes / _least(data.sum, min(repeats, 10))
+
+
+def _clock() -> float:
+    """Return the cycles per second of this processor; 3e9 if Linux does not tell."""
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"cpu MHz\s*: ([\d.]+)", path.read_text() if path.exists() else "")
+    return 1e6 * float(found[1]) if found else 3e9

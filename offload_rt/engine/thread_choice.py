@@ -1,0 +1,73 @@
+"""Choose whether decode steps on a CPU use several threads, from the times that they took."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+
+from ..kernels import team
+
+KEPT = 5  # step times per mode
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two tries of the slower mode
+TRIED = 2  # steps of a try
+CHANGED = 1.3  # ratio of step times from which the machine's load is taken to have changed
+
+
+class ThreadChoice:
+    """Run decode steps with all threads or with one, whichever has been faster lately.
+
+    Beside another busy process, one more thread can make a step slower: with more threads than processors, the step's
+    main thread loses its processor as well. No call of a kernel can see that, but the time of a whole step does. The
+    slower mode is tried again from time to time, less often the longer it stays slower.
+    """
+
+    def __init__(self) -> None:
+        self._batch = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._times: dict[bool, deque[float]] = {several: deque(maxlen=KEPT) for several in (True, False)}
+        self._several, self._interval, self._steps, self._trying = True, SHORTEST_INTERVAL // 4, 0, 0
+
+    @contextmanager
+    def step(self, device: torch.device, batch: int) -> Iterator[None]:
+        """Run one decode step of `batch` sequences."""
+        if device.type != "cpu":
+            yield
+            return
+        if batch != self._batch:  # times of other batches do not compare
+            self._begin()
+            self._batch = batch
+        several = self._several ^ (self._trying > 0)
+        began = time.perf_counter()
+        with team.torch_on_one_thread(helpers=several):
+            yield
+        if team.threads() > 1:
+            self.took(several, time.perf_counter() - began)
+
+    def took(self, several: bool, seconds: float) -> None:
+        """Record the time of a step with several threads or one, and choose the mode of the next step."""
+        times = self._times[several]
+        if several == self._several and len(times) == KEPT and seconds > CHANGED * median(times):
+            self._interval = SHORTEST_INTERVAL
+        times.append(seconds)
+        self._steps += 1
+        if self._trying:
+            self._trying -= 1
+            if not self._trying:
+                self._compare()
+        elif self._steps >= self._interval:
+            self._trying, self._steps = TRIED, 0
+            self._times[not self._several].clear()
+
+    def _compare(self) -> None:
+        own, other = (median(self._times[mode]) for mode in (self._several, not self._several))
+        if other < own:
+            self._several, self._interval = not self._several, SHORTEST_INTERVAL
+        else:
+            self._interval = min(LONGEST_INTERVAL, 2 * self._interval)

@@ -1,0 +1,52 @@
+"""Decode steps use several threads only while that is faster."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from offload_rt.engine import thread_choice
+from offload_rt.engine.thread_choice import ThreadChoice
+
+
+def run(choice: ThreadChoice, steps: int, several: float, one: float, noise: float = 0.1) -> list[bool]:
+    """Run steps on a machine where they take `several` or `one` seconds. Return which ones used several threads."""
+    rng, modes = random.Random(1), []
+    for _ in range(steps):
+        mode = choice._several ^ (choice._trying > 0)
+        modes.append(mode)
+        choice.took(mode, (several if mode else one) * (1 + noise * rng.random()))
+    return modes
+
+
+def test_the_faster_mode_is_kept() -> None:
+    choice = ThreadChoice()
+    assert sum(run(choice, 1000, several=0.03, one=0.05)) > 960
+    choice = ThreadChoice()
+    assert sum(run(choice, 1000, several=0.15, one=0.05)) < 40, "tries cost little"
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    """Another process starts, and ends later."""
+    choice = ThreadChoice()
+    run(choice, 600, several=0.03, one=0.05)
+    assert sum(run(choice, 100, several=0.15, one=0.05)) < 40
+    run(choice, 600, several=0.15, one=0.05)
+    assert sum(run(choice, 600, several=0.03, one=0.05)[300:]) > 280
+
+
+def test_another_batch_is_measured_anew() -> None:
+    choice = ThreadChoice()
+    run(choice, 200, several=0.15, one=0.05)
+    assert not choice._several
+    with choice.step(torch.device("cpu"), 3):
+        pass
+    assert choice._several and choice._interval <= thread_choice.SHORTEST_INTERVAL
+
+
+def test_a_device_is_left_alone() -> None:
+    choice = ThreadChoice()
+    with choice.step(torch.device("meta"), 1):
+        assert torch.get_num_threads() == torch.get_num_threads()
+    assert not any(choice._times.values())
