@@ -73,8 +73,8 @@ def token_ids(ids: object) -> list[int]:
 def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) -> list[int]:
     """Return at most `room` token ids of a text, with its "head", "tail" or "middle" removed if it is longer.
 
-    "middle" keeps equal parts of beginning and end. Raises InputError if the text is too long and `truncate` is None, or
-    if nothing would remain. `what` names the text in the message.
+    "middle" keeps equal parts of beginning and end. `what` names the text in messages. Raises InputError if the text is
+    too long and `truncate` is None, or if nothing would remain.
     """
     if len(ids) <= room:
         return list(ids)

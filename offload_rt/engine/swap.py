@@ -53,8 +53,8 @@ class Swap:
 
     If anything fails (no space, a damaged file), the sequence is computed again. Swap is used only if KV and policy
     state can be restored exactly: KV is not quantised, and the policy learns from keys alone. Blocks of an exact
-    prefill are named by their tokens, so that sequences with a common prompt store it once. The file ends with the process,
-    because it contains users' text.
+    prefill are named by their tokens, so that sequences with a common prompt store it once. The file ends with the
+    process, because it contains users' text.
 
     Raises:
         StoreError: The folder cannot be used.
