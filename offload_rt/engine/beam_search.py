@@ -1,7 +1,7 @@
-"""Beam search by forking: the beams of a prompt share their chunks, never copying a full one.
+"""Beam search: beams are forks of one sequence and share its full blocks.
 
-`Beams` is the search itself, pure bookkeeping of scores and tokens that repeats transformers' `generate(num_beams=...)`
-step by step; `BeamSearchRequest` moves sequences as it says.
+`Beams` is the search itself. Its scores and tokens equal those of transformers' `generate(num_beams=...)`.
+`BeamSearchRequest` forks and frees sequences accordingly.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from .runner import Runner
 from .sampler import Sampler
 from .times import Times
 
-_NEVER = -1.0e9
-"""Score of what does not exist, as transformers has it: the order of ties depends on it."""
+_NEVER = -1.0e9  # score of beams that do not exist; transformers' value, because ties depend on it
 
 Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
-"""Of a continuation's new tokens: why the last one ends it; (None, None) where it goes on."""
+"""Maps new tokens to the reasons why the last one ends the continuation; (None, None) if it does not."""
 
 
 class Beams:
-    """The best `num_beams` unfinished continuations and the best finished ones. Scores are sums of log-probabilities
-    (float32); a finished one's is divided by its length to the power `length_penalty`."""
+    """The best `num_beams` running continuations, and the best finished ones.
+
+    Scores are sums of log-probabilities in float32. Finished scores are divided by `length ** length_penalty`.
+    """
 
     def __init__(
         self,
@@ -45,15 +46,14 @@ class Beams:
         ended: Ended,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        """ends: tokens that end a text; so many more candidates are kept, as any of them may end."""
         width = params.num_beams
         self._params, self._prompt, self._ended = params, prompt, ended
-        self._candidates = max(2, 1 + len(ends)) * width
+        self._candidates = max(2, 1 + len(ends)) * width  # any of the candidates may end
         self._constraints = partial(constraints, params, len(prompt), ends, tokenizer)
         self._processors: LogitsProcessorList | None = None
         self.running: list[list[int]] = [[]] * width
         self._scores = torch.full((width,), _NEVER)
-        self._scores[0] = 0  # all beams are the prompt: only the first one's continuations count
+        self._scores[0] = 0  # all beams equal the prompt at first, so only one of them counts
         self.finished: list[list[int]] = [[]] * width
         self._finished_scores = torch.full((width,), _NEVER)
         self._is_finished = torch.zeros(width, dtype=torch.bool)
@@ -95,7 +95,7 @@ class Beams:
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
-        """Takes those among the first `num_beams` candidates that end into the best finished ones."""
+        """Merge those of the first `num_beams` candidates that end into the finished ones."""
         params, width = self._params, self._params.num_beams
         ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden
         penalised = scores / len(grown[0]) ** params.length_penalty
@@ -109,7 +109,7 @@ class Beams:
         self._is_finished = torch.cat((self._is_finished, ending))[best]
 
     def _could_improve(self, length: int) -> bool:
-        """Whether the best running beam could still beat the worst finished one; `length` new tokens so far."""
+        """Return whether the best running beam could still become better than the worst finished one."""
         params = self._params
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = params.max_tokens
@@ -119,8 +119,7 @@ class Beams:
 
 
 class BeamSearchRequest:
-    """A request that is answered by beam search. After a drop it starts again from its prompt: the search is
-    deterministic."""
+    """A request that runs beam search. After a drop it starts again from its prompt, with the same result."""
 
     def __init__(
         self,
@@ -154,24 +153,23 @@ class BeamSearchRequest:
 
     @property
     def samples(self) -> list[Request]:
-        """The search alone answers its prompt."""
+        """Only this request."""
         return [self]
 
     @property
     def tokens(self) -> None:
-        """None: each beam has tokens of its own."""
+        """None, because each beam has its own tokens."""
         return
 
     def resume(self, sequence: Sequence) -> None:
-        """Is never called, because `tokens` is None: beams start again."""
+        """Never called, because `tokens` is None."""
         raise AssertionError("beams are not restored")
 
     def start(self, runner: Runner) -> Prefill:
-        """Makes the first beam's sequence and begins the prefill of the prompt. Raises PoolFullError, InputError with
-        eviction, ModelError."""
+        """Create the first sequence and begin its prefill. Raise PoolFullError, InputError or ModelError."""
         assert not self.sequences
         if runner.config.eviction is not None:
-            raise InputError("beam search forks sequences and cannot run with eviction, which overwrites their rows")
+            raise InputError("beam search cannot be combined with eviction: remove eviction, or set num_beams=1")
         prompt = self.prompt.token_ids
         runner.check_fits(self.expected_tokens)
         provenance, count = salt_provenance(self.prompt.cache_salt), len(prompt)
@@ -184,27 +182,26 @@ class BeamSearchRequest:
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
     def take_pending(self) -> list[SampledRequest]:
-        """No completion waits for the prefill: beams fork as the search goes."""
+        """Return nothing: beams fork during the search."""
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Allocates the next token of every beam, and sees to it that the last chunk of every fork that may follow can
-        be had. Raises PoolFullError."""
+        """Allocate the next token of every beam, and check for spare blocks for forks. Raise PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
     @property
     def draft_room(self) -> int:
-        """None: which beams go on is decided token by token."""
+        """0: beams are chosen token by token."""
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Is never called, because there is no `draft_room`."""
+        """Never called, because `draft_room` is 0."""
         raise AssertionError("beams draft nothing")
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """One step of the search, from logits `[S, V]`; S is 1 after the prefill. All events come at the end."""
+        """Take one step from logits `[S, V]` (S is 1 after the prefill). Outputs are returned at the end only."""
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:
             self.finish_reason = self._ended(self._beams.finished[0])[0] or "length"
@@ -243,20 +240,20 @@ class BeamSearchRequest:
             self._beams = self._new_beams()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Frees all beams, after their last statistics have been taken."""
+        """Free all beams after storing their statistics."""
         self._final = self.stats(runner)
         self.finish_reason = self.finish_reason or reason
         self.drop(runner)
 
     def persist(self) -> None:
-        """Nothing of it is kept."""
+        """Do nothing: beams are not stored."""
 
     def stats(self, runner: Runner) -> Stats | None:
-        """What the best beam's sequence cost; all beams shared its prefill."""
+        """Return the statistics of the best beam."""
         return runner.stats(self.sequences[0]) if self.sequences else self._final
 
     def completions(self) -> list[CompletionOutput]:
-        """The best `params.n` finished continuations, best first; none of them says anything before the end."""
+        """Return the best `params.n` finished continuations. They are empty before the end."""
         best = self._beams.finished[: self.params.n]
         return [self._completion(i, tokens) for i, tokens in enumerate(best)]
 
@@ -290,14 +287,14 @@ class BeamSearchRequest:
         return added_text(known_texts(self._tokenizer, self._context), both)
 
     def _text(self, tokens: list[int]) -> str:
-        """What was generated, up to the first stop string."""
+        """Return the generated text up to the first stop string."""
         keep = self.params.include_stop_str_in_output
         text = self._decode(tokens[:-1] if tokens and tokens[-1] in self._ends and not keep else tokens)
         at, stop = min(self._stops(tokens), default=(len(text), ""))
         return text[: at + len(stop) * keep]
 
     def _stops(self, tokens: list[int]) -> list[tuple[int, str]]:
-        """Where in their text each stop string is that ends behind the first `min_tokens`."""
+        """Return position and text of the stop strings that end behind the first `min_tokens`."""
         text, least = self._decode(tokens), self.params.min_tokens
         early = len(self._decode(tokens[:least])) if least else 0
         return [(at, stop) for stop in self.params.stop if (at := text.find(stop, early)) >= 0]

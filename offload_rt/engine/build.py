@@ -1,4 +1,4 @@
-"""The one place that puts a runtime together: weights, a plan for the device, policy, pool, link, runner."""
+"""Build a runner: memory plan, weights, policy, KV cache and transfers."""
 
 from __future__ import annotations
 
@@ -43,20 +43,22 @@ from .runner import Runner
 from .speculative.draft_model import check_same_tokens
 
 Model = str | os.PathLike[str] | PreTrainedModel
-"""A model's name, its folder, or the model itself."""
+"""A name, a folder, or a loaded model."""
 
 LIMITLESS = 1 << 62
-"""Bytes that no machine has."""
 
 
 def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Runner:
-    """A runner for `model` as `config` says; `runner.config.policy_options` are the options in force, with those that
-    `offload-rt tune` chose where `config.skew` is its folder.
+    """Return a runner for `model`.
 
-    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError.
+    `runner.config.policy_options` holds all options in effect. They include those chosen by `offload-rt tune` if
+    `config.skew` is its folder.
+
+    Raises:
+        ConfigError, ModelError, ArtifactError, MemoryLimitError: See `LLM`.
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
-    with on_device(device):  # a model that is loaded, proved and calibrated launches kernels too
+    with on_device(device):  # loading verifies and calibrates the model, which launches kernels
         check_launches(device)
         return _build(model, config, tokenizer)
 
@@ -86,7 +88,7 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
-    """A host pool for the model, with that share of what `config` gives."""
+    """Return a KV cache for the model with the fraction `share` of the configured memory."""
     adapter, host, on_disk = loaded.adapter, config.host_memory, config.disk_limit
     if share < 1:
         host = int(memory_limit(host, at_most=LIMITLESS) * share)
@@ -97,8 +99,11 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
-    """A runner of the model that drafts for `loaded`, if `config` names one, and its share of the memory for KV: both
-    pools hold as many tokens. Raises ConfigError where its tokens are others, and what loading a model raises."""
+    """Return a runner of the draft model, if `config` names one, and its share of KV memory.
+
+    The share lets both KV caches hold the same number of tokens. Raises ConfigError if the tokenizers differ, and
+    errors of loading a model.
+    """
     assert config.exact is not None
     if config.exact.model is None:
         return None, 0.0
@@ -123,17 +128,19 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
 
 
 def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
-    """A runner of `runner`'s model and host pool under another policy, with another `exact` where that is not None:
-    what a prompt's prefill leaves in the pool is exact, so each finds what the other has computed. Raises ConfigError,
-    also where `runner` has a plan for its device: that is made for one policy."""
+    """Return a runner with another policy on the model and KV cache of `runner`.
+
+    Prefill is exact under every policy, so both runners share cached prefixes. `exact` replaces the option if it is not
+    None. Raises ConfigError for invalid options, and if `device_memory` is set.
+    """
     if runner.plan is not None:
-        raise ConfigError("device_memory is planned for one policy: make a runtime of its own for another")
+        raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
     model, fingerprint = runner.model, runner.model.fingerprint
     drafts: Any = runner.config.exact if exact is None else exact
     config = replace(runner.config, policy=name, policy_options=options, exact=drafts)
     model_now, model_then = (None if one.exact is None else one.exact.model for one in (runner.config, config))
     if model_then not in (None, model_now):
-        raise ConfigError(f"the draft model {model_then!r} needs a host pool of its own: make a runtime with it")
+        raise ConfigError(f"the draft model {model_then!r} needs its own KV cache: create an LLM with it")
     options = default_options(config.skew, name, config.policy_options, fingerprint)
     config = replace(config, policy_options=options)
     with on_device(model.adapter.device):
@@ -144,15 +151,15 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
 
 
 def plan_device_memory(model: Model, config: EngineConfig) -> DevicePlan | None:
-    """What lies on the device under `config.device_memory`, from shapes alone; None without such a limit.
+    """Return the plan for `config.device_memory` from the model's dimensions alone; None without a limit.
 
-    Raises ConfigError, ModelError, ArtifactError, MemoryLimitError.
+    Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
     """
     return _plan(model, config)[0]
 
 
 def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """`plan_device_memory`, and with or without a plan what of the weights stays in host memory. Raises the same."""
+    """Return the plan of `plan_device_memory`, and the weights that stay in host memory."""
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
@@ -171,8 +178,10 @@ def build_policy(
     *,
     keys_on_host: bool = False,
 ) -> Policy:
-    """The policy `name` for a loaded model; `artifact` is asked for the skew artifact where the policy needs one.
-    Raises ConfigError for a name or an option that does not exist or does not fit the model."""
+    """Return the policy `name` for a loaded model. `artifact` loads the skew artifact if the policy needs one.
+
+    Raises ConfigError for unknown names, and for options that do not fit the model.
+    """
     adapter = loaded.adapter
     return make_policy(
         name,
@@ -186,27 +195,31 @@ def build_policy(
 
 
 def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
-    """Gives the skew artifact at `config.skew`; without one, the model's own, calibrated once and cached, which says so
-    where somebody may be waiting (whatever `config.progress` is: it comes once, and unasked)."""
+    """Return a function that loads the skew artifact at `config.skew`, or calibrates the model once and caches it.
+
+    Calibration always shows a progress bar, because it happens once and takes long.
+    """
 
     def load(method: SkewMethod) -> SkewArtifact:
         if config.skew is not None:
             return load_artifact(config.skew, loaded.fingerprint, named_method(config.policy, config.policy_options))
-        with Progress(enabled=True).counted(f"calibrating {loaded.name} for selection, once") as progress:
+        with Progress(enabled=True).counted(f"calibrating {loaded.name} (once)") as progress:
             return cached_artifact(loaded, method, progress=progress)
 
     return load
 
 
 def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """The skew's method that options name, themselves or by a preset; None where an artifact's own is taken."""
+    """Return the skewing method set by options or preset; None uses the artifact's."""
     found: SkewMethod | None = options_class(policy).given(options).get("skew")
     return found
 
 
 def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Link:
-    """What brings rows to the device. They are used in place where host memory is the device's, they are stored as
-    numbers and none are to be kept; else they are staged, or read from a disk."""
+    """Return the transfer for a KV cache and a device.
+
+    A CPU reads unquantised KV in place. Other devices, quantised KV and working sets use staging buffers.
+    """
     if pool.file is not None:
         return DiskLink(pool, geometry, device)
     if device.type != "cpu":
@@ -217,21 +230,19 @@ def build_link(pool: HostPool, geometry: ModelGeometry, device: torch.device, wo
 
 
 def _reads_in_place(pool: HostPool) -> bool:
-    """Whether kernels may read the pool; where not, it is said: steps are slower."""
+    """Return whether kernels can read host memory directly. Warn if not, because steps are slower then."""
     found = not pool.pins or read_in_place()
     if not found:
         warnings.warn(
-            "this device does not find page-locked host memory at the host's addresses (WSL 2 is such a machine): rows "
-            "are copied together by the host before they cross the link, which is slower, and steps are not captured "
-            "as CUDA graphs",
+            "this device cannot read page-locked host memory at its host address (as on WSL 2): the host gathers KV "
+            "before copying it, which is slower, and decode steps are not captured as CUDA graphs",
             stacklevel=2,
         )
     return found
 
 
 def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """The model as it runs with weights in host memory as `placement` says, and what brings them; as it is, where
-    everything is on the device."""
+    """Return the model with weights streamed as `placement` says, and the streams; None if all are on the device."""
     if not placement:
         return loaded, None
     device, adapter, stream = loaded.adapter.device, loaded.adapter, None

@@ -1,4 +1,4 @@
-"""Those who ask a shared engine: what they asked, where they wait, and what the engine has to do for all of them."""
+"""Clients of `AsyncLLM`: their requests and mailboxes, and the load of the engine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from .watching import Watch
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine has to do, and what it has done since it began.
+    """Current load and totals of an engine.
 
-    waiting, running: prompts that wait for room; completions that are computed, the prompt that is prefilled included.
-    pool_used_bytes, pool_limit_bytes: KV of requests in host memory, and its limit.
-    prompt_tokens, cached_tokens: of all prompts that have ended; those that had been computed before.
-    generated_tokens, link_bytes: new tokens so far; rows that crossed to the device for what has ended.
-    weight_bytes, device_kv_bytes: of the model, and KV rows of sequences on the device.
-    kept_bytes: KV in host memory that nobody uses now, and that what comes may find.
-    session_host_tokens, session_disk_tokens, session_computed_tokens: of what sessions had before their turns, tokens
-        that were in host memory, came from disk, or had been lost and were computed again.
-    store_bytes: all files of the sessions' store.
+    Attributes:
+        waiting: Queued prompts.
+        running: Completions that decode, and the prompt that is prefilled.
+        pool_used_bytes: KV of requests in host memory.
+        pool_limit_bytes: Its limit.
+        prompt_tokens: Prompt tokens of finished requests.
+        cached_tokens: Those of them that were cached.
+        generated_tokens: New tokens so far.
+        link_bytes: KV copied to the device for finished requests.
+        weight_bytes: Size of the model's weights.
+        device_kv_bytes: KV on the device.
+        kept_bytes: Cached KV in host memory that no request uses.
+        session_host_tokens: Session tokens found in host memory at the start of a turn.
+        session_disk_tokens: Session tokens loaded from disk.
+        session_computed_tokens: Session tokens that were lost and computed again.
+        store_bytes: Size of the session store's files.
     """
 
     waiting: int
@@ -44,8 +51,10 @@ class EngineLoad:
 
 
 class Mailbox:
-    """The latest output of one request, on the event loop of its caller. One that is not taken in time gives way to the
-    next, which says all that it said: a slow reader costs no memory."""
+    """Pass the latest output of a request to the event loop of its client.
+
+    Each output contains all earlier ones, so a slow reader skips outputs and costs no memory.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -53,7 +62,7 @@ class Mailbox:
         self._arrived = asyncio.Event()
 
     def post(self, latest: RequestOutput | Exception) -> None:
-        """From any thread. Raises RuntimeError where the event loop has been closed."""
+        """Post an output from any thread. Raise RuntimeError if the event loop is closed."""
         self._loop.call_soon_threadsafe(self._put, latest)
 
     def _put(self, latest: RequestOutput | Exception) -> None:
@@ -61,7 +70,7 @@ class Mailbox:
         self._arrived.set()
 
     async def take(self) -> RequestOutput:
-        """Waits for the next output. Raises what was posted, if that is an error."""
+        """Wait for the next output. Raise it if it is an error."""
         await self._arrived.wait()
         self._arrived.clear()
         latest, self._latest = self._latest, None
@@ -73,8 +82,13 @@ class Mailbox:
 
 @dataclass(eq=False)
 class Caller:
-    """Somebody who waits for an answer. `text` is the prompt, None where token ids were given; `watch` counts where a
-    trace was asked for."""
+    """A client that waits for an output.
+
+    Attributes:
+        text: Text of the prompt; None if token ids were given.
+        watch: Recorder of the trace, if requested.
+        counted: New tokens that are included in the engine's total.
+    """
 
     request_id: str
     text: str | None
@@ -85,5 +99,4 @@ class Caller:
     watch: Watch | None = None
     request: Request | None = None
     counted: int = 0
-    """Of its new tokens, those that are among the engine's."""
     cache_salt: str = ""

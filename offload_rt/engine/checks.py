@@ -1,4 +1,4 @@
-"""What a model cannot do, told before anything is computed."""
+"""Check requests and options against the model before anything is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..policies.base import Policy
 
 
 def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
-    """Raises InputError where `tokens` has an id that the model does not have."""
+    """Raise InputError if a token id is not in the vocabulary."""
     vocab = model.adapter.geometry.vocab
     wrong = next((t for t in tokens if not 0 <= t < vocab), None)
     if wrong is not None:
@@ -24,19 +24,18 @@ def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
 
 
 def check_positions(tokens: int, model: LoadedModel) -> None:
-    """Raises ModelError where `tokens` positions are more than the model has a table of, and warns where they are more
-    than it was made for."""
+    """Raise ModelError if the model's position table is too short. Warn if `tokens` exceeds the trained length."""
     geometry = model.adapter.geometry
     if tokens <= geometry.max_positions:
         return
-    needed = f"{tokens} positions (prompt and new tokens) are needed and {model.name} has"
+    needed = f"prompt and answer need {tokens} positions, and {model.name}"
     if geometry.absolute_positions:
-        raise ModelError(f"{needed} a table of {geometry.max_positions}; shorten the prompt or max_tokens")
-    warnings.warn(f"{needed} been made for {geometry.max_positions}; quality beyond is not known", stacklevel=2)
+        raise ModelError(f"{needed} has {geometry.max_positions}: shorten the prompt, or lower max_tokens")
+    warnings.warn(f"{needed} was trained for {geometry.max_positions}: quality beyond them is unknown", stacklevel=2)
 
 
 def most_tokens(positions: int, check: Callable[[int], None]) -> int:
-    """Returns the most tokens, up to `positions`, that pass `check`, which raises PoolFullError for more."""
+    """Return the largest number of tokens, up to `positions`, for which `check` does not raise PoolFullError."""
 
     def full(tokens: int) -> bool:
         try:
@@ -49,7 +48,7 @@ def most_tokens(positions: int, check: Callable[[int], None]) -> int:
 
 
 def check_drafts(policy: Policy, config: EngineConfig) -> None:
-    """Raises ConfigError where drafts could not be taken back, or full attention is not what would verify them."""
+    """Raise ConfigError if options are not compatible with lossless mode."""
     assert config.exact is not None
     if config.eviction is not None:
         raise ConfigError(
@@ -69,17 +68,19 @@ def check_drafts(policy: Policy, config: EngineConfig) -> None:
 
 
 def check_evictable(policy: Policy) -> None:
-    """Raises ConfigError where evicting tokens in place would not mean what it says."""
+    """Raise ConfigError if the policy does not support token eviction."""
     if not policy.evictable:
         raise ConfigError(
-            f"policy {policy.name!r} knows tokens by their place and cannot run with eviction, which moves them; use "
-            "'full', 'infinigen' or 'oracle', or leave eviction out"
+            f"policy {policy.name!r} does not support eviction, which moves tokens to other slots: use 'full', "
+            "'infinigen' or 'oracle', or remove eviction"
         )
 
 
 def check_launches(device: torch.device) -> None:
-    """Launches the smallest kernel, where there are kernels: what a machine lacks is said before a model is loaded.
-    Raises ConfigError where Triton finds no C compiler, with which it builds what launches a kernel."""
+    """Launch a small kernel on a GPU, so that a missing C compiler is reported before a model is loaded.
+
+    Raises ConfigError if Triton finds no C compiler, which it needs for launching kernels.
+    """
     if device.type == "cpu":
         return
     one = torch.ones(1, 16, device=device)
@@ -89,6 +90,6 @@ def check_launches(device: torch.device) -> None:
         if "C compiler" not in str(error):
             raise
         raise ConfigError(
-            "Triton finds no C compiler, which it needs once to launch kernels: install gcc or clang, or name one in "
-            "the environment variable CC"
+            "Triton finds no C compiler, which it needs for launching kernels: install gcc or clang, or set "
+            "the environment variable CC to one"
         ) from error

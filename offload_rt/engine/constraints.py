@@ -1,4 +1,4 @@
-"""What is changed in logits before temperature and filters: transformers' logits processors, in its order."""
+"""Constraints on logits before temperature and filters, as transformers' logits processors in its order."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from .structure import Structure
 
 
 class NewTokenPenalties(LogitsProcessor):
-    """OpenAI's and vLLM's penalties of what has been written, the prompt not counted: `frequency` for each time that a
-    token stands there, `presence` once."""
+    """Presence and frequency penalties of OpenAI and vLLM, which count tokens of the answer only."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Logits `[B, V]` behind tokens `[B, T]`."""
         written = input_ids[:, self._prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)  # type: ignore[return-value]
@@ -57,7 +55,7 @@ def constraints(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """All but structured outputs. prompt: how many tokens the prompt has; ends: those that end an answer."""
+    """Return all constraints but structured outputs. `prompt`: length of the prompt; `ends`: end-of-text tokens."""
     found = LogitsProcessorList()
     if params.logit_bias:
         found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
@@ -66,7 +64,7 @@ def constraints(
     if params.presence_penalty or params.frequency_penalty:
         found.append(NewTokenPenalties(prompt, params.presence_penalty, params.frequency_penalty))
     if params.bad_words:
-        assert tokenizer is not None, "check_answerable has seen to it"
+        assert tokenizer is not None, "check_answerable refuses bad_words without a tokenizer"
         found.append(NoBadWordsLogitsProcessor(bad_word_ids(params, tokenizer)))
     if params.min_tokens and ends:
         found.append(MinNewTokensLengthLogitsProcessor(prompt, params.min_tokens, sorted(ends), device=str(device)))
@@ -86,8 +84,10 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def apply_constraints(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return the constrained logits `[B, V]` behind `history` `[B, T]`. Raises InputError if a processor of the caller
-    returns anything else."""
+    """Return the constrained logits `[B, V]` after tokens `[B, T]`.
+
+    Raises InputError if a user's processor returns something else.
+    """
     found: Any = scores
     for processor in processors:
         found = processor(cast(torch.LongTensor, history), found)
@@ -123,20 +123,20 @@ def check_any_allowed(scores: torch.Tensor) -> None:
         )
     if not torch.isfinite(best).all():
         raise InputError(
-            "no token may be chosen: what allows tokens (allowed_token_ids, structured_outputs, logits_processors) "
-            "and what forbids them (bad_words, logit_bias, min_tokens) leave none"
+            "no token is allowed: the constraints contradict each other (allowed_token_ids, structured_outputs, "
+            "logits_processors; bad_words, logit_bias, min_tokens)"
         )
 
 
 def bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokens of each bad word, at the beginning of a text and, behind a space, within one."""
+    """Return the tokens of each bad word, at the start of a text and after a space."""
     spelled = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
     found: Any = tokenizer(spelled, add_special_tokens=False)["input_ids"]
     return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
 
 
 def check_answerable(params: SamplingParams, model: LoadedModel) -> None:
-    """Raises InputError where the model has no such tokens, or no tokenizer for what needs one."""
+    """Raise InputError if token ids are not in the vocabulary, or a tokenizer is needed and missing."""
     vocab = model.adapter.geometry.vocab
     named = {
         "logit_bias": params.logit_bias or (),
@@ -151,4 +151,4 @@ def check_answerable(params: SamplingParams, model: LoadedModel) -> None:
         ends = () if params.ignore_eos else model.eos_token_ids
         Structure(params.structured_outputs, model.tokenizer, vocab, {*ends, *params.stop_token_ids})
     if params.bad_words and model.tokenizer is None:
-        raise InputError(f"bad_words are texts, and {model.name} has no tokenizer: pass tokenizer=, or use logit_bias")
+        raise InputError(f"bad_words need a tokenizer, and {model.name} has none: set tokenizer=, or use logit_bias")

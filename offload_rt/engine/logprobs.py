@@ -1,4 +1,4 @@
-"""Log-probabilities of what a model says: of the tokens that are there, and of the most probable ones."""
+"""Log-probabilities of sampled or given tokens, and of the most probable ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .detokenizer import token_text
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """For each of `tokens`, logits `[n, V]` of which are given: itself, and the `count` most probable ones (-1: all),
-    the most probable first."""
+    """Return, for each of `tokens` with logits `[n, V]`, its log-probability and the `count` largest (-1: all)."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     there = torch.tensor(tokens, device=logprobs.device)[:, None]
     mine = logprobs.gather(1, there)
@@ -42,14 +41,14 @@ def _place(
 
 
 class PromptLogprobs:
-    """Those of a prompt's tokens, as its prefill comes by; the first token has none."""
+    """Log-probabilities of a prompt's tokens, collected during prefill. The first token has none."""
 
     def __init__(self, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokens, self._count, self._tokenizer = tokens, count, tokenizer
         self.found: list[Logprobs | None] = [None]
 
     def see(self, first: int, logits: torch.Tensor) -> None:
-        """Logits `[n, V]` behind the tokens from `first` on, which follow those seen before."""
+        """Add logits `[n, V]` of the positions from `first` on, which follow those seen before."""
         assert first == len(self.found) - 1
         check_logits(logits)
         behind = self._tokens[first + 1 : first + 1 + len(logits)]

@@ -1,4 +1,4 @@
-"""Methods that run with their object's device as the current one."""
+"""Decorator for methods that run with their model's device as the current device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from ..transfer.streams import on_device
 
 
 class Computes(Protocol):
-    """What computes with a model."""
-
     adapter: ModelAdapter
 
 
@@ -22,7 +20,7 @@ P = ParamSpec("P")
 
 
 def on_own_device(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """The method with the device of the object's model as the current one."""
+    """Run `method` with the device of `self.adapter` as the current device."""
 
     @wraps(method)
     def with_device(computes: S, /, *args: P.args, **named: P.kwargs) -> T:

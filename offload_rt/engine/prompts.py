@@ -1,4 +1,4 @@
-"""What callers give as prompts: texts, token ids, and what tokenizers return."""
+"""Convert prompts in all accepted forms to texts or token ids."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ class Listed(Protocol):
     """A tensor or an array."""
 
     def tolist(self) -> Any:
-        """Nested lists of its numbers."""
+        """Return nested lists of numbers."""
         ...
 
 
 PromptLike = str | Sequence[int] | Listed | Mapping[str, Any]
-"""A text, or token ids `[T]`: a list, a tensor, an array, or what a tokenizer returned."""
+"""A text, or token ids `[T]` as a list, tensor, array or tokenizer output."""
 
 TRUNCATE = ("head", "tail", "middle")
-"""Which part of a text that is too long may be left out."""
+"""Part of a long text that is removed."""
 
-WANTED = "give a text, or its token ids (a list, tensor or array of whole numbers, or what a tokenizer returned)"
+WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a tokenizer's output)"
 
 
 def one_prompt(prompt: object) -> str | list[int]:
-    """The text, or the token ids. Raises InputError, with what it got, for anything else and for several prompts."""
+    """Return the text or the token ids of one prompt. Raise InputError for other types and several prompts."""
     found = each_prompt(prompt)
     if len(found) != 1:
-        raise InputError(f"{len(found)} prompts where one is wanted: {WANTED}")
+        raise InputError(f"{len(found)} prompts instead of one: {WANTED}")
     return found[0]
 
 
 def each_prompt(prompts: object) -> list[str | list[int]]:
-    """One prompt or several: a text, ids `[T]` and a tokenizer's output of one text are one; a list of these, ids
-    `[B, T]` and a tokenizer's output of several are several. Of a tokenizer's output what its mask leaves out
-    (padding) is no part of a prompt. Raises InputError, with what it got."""
+    """Return the texts or token ids of one prompt or several.
+
+    A text, ids `[T]` and a tokenizer's output of one text are one prompt. A list of these, ids `[B, T]` and a
+    tokenizer's output of several texts are several. Padding in a tokenizer's output is removed by its attention mask.
+
+    Raises:
+        InputError: `prompts` has another type.
+    """
     if isinstance(prompts, (str, UserString)):
         return [str(prompts)]
     if isinstance(prompts, (bytes, bytearray)):
@@ -54,27 +59,29 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
     try:
         return [one_prompt(value) for value in values]
     except RecursionError:
-        raise InputError(f"a prompt is {type(prompts).__name__}, in which lists have no end: {WANTED}") from None
+        raise InputError(f"a prompt is {type(prompts).__name__}, with lists nested too deeply: {WANTED}") from None
 
 
 def token_ids(ids: object) -> list[int]:
-    """Token ids alone, as `one_prompt` takes them."""
+    """Return token ids as `one_prompt` does. Raise InputError for a text."""
     found = one_prompt(ids)
     if isinstance(found, str):
-        raise InputError(f"a text where token ids are wanted: {found!r:.80}")
+        raise InputError(f"a text instead of token ids: {found!r:.80}")
     return found
 
 
 def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) -> list[int]:
-    """At most `room` of a text's token ids: all of them, or with its "head", "tail" or "middle" left out (then half of
-    what stays is the beginning, half the end). Raises InputError, with the numbers, where the text, called `what`, is
-    too long and nothing was said (None), or nothing of it would stay."""
+    """Return at most `room` token ids of a text, with its "head", "tail" or "middle" removed if it is longer.
+
+    "middle" keeps equal parts of beginning and end. `what` names the text in messages. Raises InputError if the text is
+    too long and `truncate` is None, or if nothing would remain.
+    """
     if len(ids) <= room:
         return list(ids)
     if truncate is None or room < 1:
         raise InputError(
-            f"{what} has {len(ids):,} tokens, and there is room for {max(0, room):,} beside what is to be written: "
-            "--truncate tail leaves its end out, head its beginning, middle what lies between"
+            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit beside the answer: use --truncate tail to drop "
+            "its end, head to drop its beginning, or middle"
         )
     check_choice("truncate", truncate, TRUNCATE)
     first = {"head": 0, "tail": room, "middle": room // 2}[truncate]
@@ -82,19 +89,18 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
 
 
 def _encoding(prompts: Any) -> bool:
-    """Whether a tokenizer returned this. Raises InputError for a chat message, which is a mapping too."""
+    """Return whether this is a tokenizer's output. Raise InputError for chat messages."""
     if not isinstance(prompts, Mapping) and not hasattr(prompts, "input_ids"):
         return False
     if "input_ids" not in prompts:
         raise InputError(
-            f"a prompt is a mapping with {', '.join(map(str, prompts))}: messages of a chat go to chat, "
+            f"a prompt is a mapping with {', '.join(map(str, prompts))}: pass chat messages to chat, "
             "or to a session's send"
         )
     return True
 
 
 def _unpadded(encoding: Any) -> list[list[int]]:
-    """Ids of each text of a tokenizer's output."""
     rows = _rows(encoding["input_ids"])
     if encoding.get("attention_mask") is None:
         return rows
@@ -102,12 +108,12 @@ def _unpadded(encoding: Any) -> list[list[int]]:
     masks = given if given and isinstance(given, list) and isinstance(given[0], list) else [given]
     shapes = [len(mask) if isinstance(mask, list) else None for mask in masks]
     if shapes != [len(row) for row in rows]:
-        raise InputError("input_ids and attention_mask are not of the same shape")
+        raise InputError("input_ids and attention_mask have different shapes")
     return [[i for i, m in zip(row, mask, strict=True) if m] for row, mask in zip(rows, masks, strict=True)]
 
 
 def _rows(values: Any) -> list[list[int]]:
-    """Whole numbers `[T]` or `[B][T]` as `[B][T]`."""
+    """Return integers `[T]` or `[B][T]` as `[B][T]`."""
     plain = _plain(values)
     if not isinstance(plain, list):
         raise InputError(f"input_ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
@@ -116,7 +122,7 @@ def _rows(values: Any) -> list[list[int]]:
 
 
 def _plain(values: Any) -> Any:
-    """Lists of what has a length and an order; tensors and arrays as their nested lists."""
+    """Convert sequences, tensors and arrays to (nested) lists."""
     if hasattr(values, "tolist"):
         try:
             return values.tolist()
@@ -136,5 +142,5 @@ def _ids(values: Any) -> list[int]:
 
 
 def _whole(value: Any) -> bool:
-    """Whether it counts as a token id: any whole number but True and False."""
+    """Return whether this is a token id: an integer, but not a bool."""
     return hasattr(type(value), "__index__") and not isinstance(value, bool)

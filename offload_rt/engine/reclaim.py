@@ -1,5 +1,4 @@
-"""Reclaiming host memory for a request that finds no room: what lies there without being used, such as idle sessions,
-is taken away, one thing after the other."""
+"""Reclaim host memory that is held but not used, such as that of idle sessions, for a request that needs it."""
 
 from __future__ import annotations
 
@@ -12,14 +11,12 @@ from ..utils.units import format_size
 
 T = TypeVar("T")
 
-NAMED = 8
-"""An error names at most so many holdings."""
+NAMED = 8  # holdings listed in an error message
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Who holds how much host memory, and why it cannot be reclaimed, for an error message. Chunks that several hold
-    count for each."""
+    """Host memory that cannot be reclaimed, and why, for error messages. Shared blocks count for each holder."""
 
     name: str
     bytes: int
@@ -27,21 +24,23 @@ class Holding:
 
 
 class Reclaimable(Protocol):
-    """Something that holds memory between requests."""
+    """An object that holds memory between requests."""
 
     def reclaim(self) -> bool:
-        """Takes some of it out of memory, such that nothing is lost; returns False where nothing can leave."""
+        """Free some memory without losing data. Return False if none can be freed."""
         ...
 
     def holdings(self) -> list[Holding]:
-        """What is held now."""
+        """Return the memory that is held."""
         ...
 
 
 def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
-    """Returns what `action` returns. Where there is no room for it, memory of `reclaimables` is reclaimed, one thing
-    after the other, until there is. `action` must change nothing when it raises. Raises PoolFullError, which says what
-    stays in memory, when nothing more can be reclaimed."""
+    """Call `action` and return its result. While it raises PoolFullError, reclaim memory and try again.
+
+    `action` must not change anything if it raises. If nothing more can be reclaimed, raise PoolFullError with the
+    holders of memory.
+    """
     while True:
         try:
             return action()

@@ -1,8 +1,8 @@
-"""What a run selected, as a folder: `run.json` and shards of selections, written while the run goes on.
+"""Record the selected tokens of a run in a folder: `run.json` and shards, written during the run.
 
-A shard is a safetensors file of two int32 tensors: `counts` `[steps, S]`, tokens that each KV head attended to besides
-the resident ones in each of the S layers that select, and `positions` `[sum(counts) * Hkv]`, those tokens' positions
-step by step, layer by layer, head by head, ascending. Four bytes a selected row; what waits in memory is one shard.
+A shard is a safetensors file with two int32 tensors: `counts` `[steps, S]`, the number of tokens that each KV head
+selected in each of the S layers that select, and `positions` `[sum(counts) * Hkv]`, their positions by step, layer and
+head, ascending. A selected token takes four bytes. One shard at a time is kept in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from .runner import Runner
 
 VERSION: Final = 1
 SHARD_BYTES: Final = 4 << 20
-"""Of positions that are kept in memory before they are written."""
 
 _FORMAT: Final = "offload-rt recording"
 _ABOUT: Final = "run.json"
@@ -37,9 +36,14 @@ _ABOUT: Final = "run.json"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What holds for a whole run. `row_bytes`: K and V of one token, layer and KV head as they cross the link.
-    `selecting`: the layers that select. `tokens`, `pieces`: ids and texts, prompt and new ones (no tokenizer: no
-    pieces); together the pieces are the text."""
+    """Description of a run.
+
+    Attributes:
+        row_bytes: Size of K and V of one token, layer and KV head.
+        selecting: Layers that select tokens.
+        tokens: Token ids of prompt and answer.
+        pieces: Text of each token; empty without a tokenizer. Joined they are the whole text.
+    """
 
     model: str
     fingerprint: str
@@ -57,7 +61,6 @@ class RunInfo:
 
     @classmethod
     def of(cls, runner: Runner, prompt: Sequence[int]) -> Self:
-        """Of a run that begins with `prompt`."""
         geometry, policy = runner.adapter.geometry, runner.policy
         return cls(
             model=runner.model.name,
@@ -75,7 +78,7 @@ class RunInfo:
         )
 
     def possible(self) -> bool:
-        """Whether the fields have their types and agree: a file can say anything."""
+        """Return whether the fields, which come from a file, have valid types and values."""
         texts = (self.model, self.fingerprint, self.policy)
         lists = (self.selecting, self.tokens, self.pieces)
         counts = (self.layers, self.kv_heads, self.row_bytes, self.sinks, self.recent, self.prompt_tokens)
@@ -92,10 +95,12 @@ class RunInfo:
 
 
 class RunWriter:
-    """The recorder of one sequence, into a folder of its own. `close` writes what is left and is to be called whatever
-    happens; a run that was killed lacks its last shard and its new tokens' text.
+    """Record one sequence into its own folder. Call `close` in any case, because it writes the rest.
 
-    Raises InputError where the folder holds something already or cannot be written.
+    A killed run lacks its last shard and the text of new tokens.
+
+    Raises:
+        InputError: The folder is not empty or cannot be written.
     """
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
@@ -108,14 +113,16 @@ class RunWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.iterdir()):
-                raise InputError(f"{str(folder)!r} is not empty: give a new folder for the recording")
+                raise InputError(f"{str(folder)!r} is not empty: choose a new folder for the recording")
             self._write_info(info)
         except OSError as error:
             raise InputError(f"cannot record to {str(folder)!r}: {error.strerror}") from error
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Records that the token at `position` attends to those at positions `tokens` `[Hkv, n]` in `layer`; steps and
-        layers come in rising order."""
+        """Record that the token at `position` selects the positions `tokens` `[Hkv, n]` in `layer`.
+
+        Steps and layers must come in ascending order.
+        """
         if position != self._last:
             assert position > self._last, "one sequence, step by step"
             if self._held >= SHARD_BYTES:
@@ -128,7 +135,7 @@ class RunWriter:
         self._held += rows.nbytes
 
     def close(self, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Ends the recording; `tokens` are all of the sequence, prompt and new ones."""
+        """Finish the recording. `tokens` are those of prompt and answer."""
         try:
             self._flush()
             self._write_info(replace(self._info, tokens=tuple(tokens), pieces=_pieces(tokens, tokenizer)))
@@ -156,7 +163,7 @@ class RunWriter:
 
 
 def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
-    """The text of each token; one that completes nothing by itself has "", its text comes with a later one."""
+    """Return the text of each token. Tokens within a character have "", and a later token has the text."""
     if tokenizer is None:
         return ()
     stream = TextStream(tokenizer, ())
@@ -166,7 +173,7 @@ def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 StepSelections = list[NDArray[np.int32]]
-"""Of each layer that selects, in order: the positions `[Hkv, n]`, ascending in each row."""
+"""Positions `[Hkv, n]` for each layer that selects, ascending in each row."""
 
 
 @dataclass(frozen=True)
@@ -178,15 +185,17 @@ class Recording:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Raises InputError where there is none, or one of another version."""
+        """Open a recording. Raise InputError if there is none, or if it is damaged or of another version."""
         try:
             record = read_json(folder / _ABOUT)
         except OSError as error:
-            raise InputError(f"{str(folder)!r} is no recording ({error.strerror}): make one with --record") from error
+            raise InputError(
+                f"{str(folder)!r} is not a recording ({error.strerror}): make one with --record"
+            ) from error
         except ValueError as error:
             raise InputError(f"{str(folder / _ABOUT)!r} is damaged: {error}; record the run again") from error
         if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
-            raise InputError(f"{str(folder / _ABOUT)!r} is no recording of offload-rt")
+            raise InputError(f"{str(folder / _ABOUT)!r} is not a recording of offload-rt")
         if (version := record.pop("version", None)) != VERSION:
             raise InputError(f"{str(folder)!r} is a recording of version {version}, this program reads {VERSION}")
         try:
@@ -195,12 +204,14 @@ class Recording:
         except TypeError as error:
             raise InputError(f"{str(folder / _ABOUT)!r} is damaged: {error}; record the run again") from error
         if not info.possible():
-            raise InputError(f"{str(folder / _ABOUT)!r} is damaged: no run has such values; record the run again")
+            raise InputError(f"{str(folder / _ABOUT)!r} is damaged: its values are impossible; record the run again")
         return cls(folder, info)
 
     def steps(self) -> Iterator[tuple[int, StepSelections]]:
-        """(position of the token that attends, what it selected), in order. The first new token comes from the prefill:
-        the first step is that token's own, at position `prompt_tokens`. Raises InputError for a damaged shard."""
+        """Yield (position, selections) of each decode step. The first step is at position `prompt_tokens`.
+
+        Raises InputError for a damaged shard.
+        """
         position = self.info.prompt_tokens
         for path in sorted(self.folder.glob("selections-*.safetensors")):
             counts, positions = self._shard(path)
@@ -223,5 +234,5 @@ class Recording:
         whole = counts.dtype == positions.dtype == np.int32 and counts.ndim == 2 and not (counts < 0).any()
         wanted = (len(self.info.selecting), int(counts.sum()) * self.info.kv_heads)
         if not whole or (counts.shape[1], positions.size) != wanted:
-            raise InputError(f"{str(path)!r} is damaged: it does not hold what it counts; record the run again")
+            raise InputError(f"{str(path)!r} is damaged: counts and positions do not agree; record the run again")
         return counts, positions

@@ -1,4 +1,4 @@
-"""Requests from prompt to last token: the protocol that the engine serves, and the request that samples."""
+"""The protocol of requests that the engine serves, and the request that samples tokens."""
 
 from __future__ import annotations
 
@@ -27,99 +27,108 @@ class StartAgainError(Exception):
 
 
 class Request(Protocol):
-    """What the engine serves. A request waits, prefills, decodes with one sequence or several, or is done. It owns its
-    sequences from `start` to `drop` or `finish`; a dropped request can start again and loses no token."""
+    """A request of the engine. It waits, prefills, decodes with one or several sequences, or is done.
+
+    A request owns its sequences from `start` to `drop` or `finish`. A dropped request can start again without losing
+    tokens.
+
+    Attributes:
+        cached_tokens: Prompt tokens whose KV was cached when the request started first.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
+    """
 
     prompt: Prompt
     finish_reason: FinishReason | None
     cached_tokens: int
-    """Of its prompt, those whose rows were there when it started first."""
     prompt_logprobs: list[Logprobs | None] | None
-    """Of its prompt's tokens, where they were asked for."""
     times: Times
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences that the next decode step computes, after the prefill."""
+        """Sequences of the next decode step, after the prefill."""
         ...
 
     @property
     def width(self) -> int:
-        """The most sequences that the request has at once."""
+        """Maximum number of sequences at a time."""
         ...
 
     @property
     def expected_tokens(self) -> int:
-        """The most tokens that each of its sequences may come to, prompt included."""
+        """Maximum length of each sequence, including the prompt."""
         ...
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and new tokens, where one sequence with these is the whole state of the request; else None."""
+        """Prompt and new tokens if one sequence holds the whole state of the request, else None."""
         ...
 
     def start(self, runner: Runner) -> Prefill:
-        """Allocates what is known now, and begins the prefill. Raises PoolFullError, InputError, ModelError."""
+        """Allocate the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
         ...
 
     def resume(self, sequence: Sequence) -> None:
-        """Goes on with `sequence`, which swap has brought back as it was when the request was dropped; only called
-        where `tokens` is not None."""
+        """Continue with `sequence`, which was restored from swap. Called only if `tokens` is not None."""
         ...
 
     def take_pending(self) -> list[SampledRequest]:
-        """The completions that begin as forks of this one when its prompt has been prefilled; each is returned once."""
+        """Return the completions that fork from this one after its prefill. Each is returned once."""
         ...
 
     def reserve(self, runner: Runner) -> None:
-        """Allocates what the next step needs. Raises PoolFullError."""
+        """Allocate the slots of the next step. Raise PoolFullError."""
         ...
 
     @property
     def draft_room(self) -> int:
-        """The most tokens that may be drafted beyond the next one; 0 where none can be."""
+        """Maximum number of draft tokens after the next token."""
         ...
 
     def draft_sampler(self) -> Sampler:
-        """What chooses drafts as the request will choose its next tokens, and changes nothing of it; only called where
-        there is `draft_room`."""
+        """Return a copy of the request's sampler for draft tokens. Called only if `draft_room` is positive."""
         ...
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Takes float32 logits `[S, V]` of its sequences, in order, and returns the new tokens; sets `finish_reason`
-        after the last."""
+        """Choose tokens from float32 logits `[S, V]` of the sequences, in order. Set `finish_reason` after the last."""
         ...
 
     def drop(self, runner: Runner) -> None:
-        """Frees what the request holds, so that it can start again later (preemption)."""
+        """Free the sequences, so that the request can start again later (preemption)."""
         ...
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Frees what the request holds; `reason` is why it ends, if it has not ended by itself."""
+        """Free the sequences. `reason` is the finish reason if the request has not finished by itself."""
         ...
 
     def persist(self) -> None:
-        """Makes durable what has to be before anybody is told that the request has ended; called after `finish`, while
-        other threads may use the pool. Raises StoreError; a second call does nothing."""
+        """Write results to disk before clients learn that the request has ended. Raise StoreError.
+
+        Called after `finish`, while other threads may use the KV cache. A second call does nothing.
+        """
         ...
 
     def stats(self, runner: Runner) -> Stats | None:
-        """What the request cost so far; None before it started."""
+        """Return the statistics so far, or None before the start."""
         ...
 
     def completions(self) -> list[CompletionOutput]:
-        """The results so far, in order."""
+        """Return the results so far, in order."""
         ...
 
     @property
     def samples(self) -> list[Request]:
-        """Every request that answers the same prompt, this one first."""
+        """All requests of the same prompt, this one first."""
         ...
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
-    """What has become of a request so far: of the prompt's token ids, which are not copied (outputs of every step share
-    them), and its text, if it was one; `name` in place of its number."""
+    """Return the output of a request so far.
+
+    Args:
+        ids: Token ids of the prompt. The outputs of all steps share this list.
+        text: Text of the prompt, if it was given as text.
+        name: Replaces the request's number.
+    """
     finished = all(sample.finish_reason is not None for sample in request.samples)
     return RequestOutput(
         request_id=str(request.prompt.id) if name is None else name,
@@ -134,8 +143,11 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
 
 
 class SampledRequest:
-    """One of the `params.n` sampled completions of a prompt. The first one owns the prompt's prefill, the others
-    (`pending`) fork from it; each has its own random numbers and can be dropped and started again by itself."""
+    """One of the `params.n` sampled completions of a prompt.
+
+    The first one prefills the prompt, and the others (`pending`) fork from it. Each has its own random numbers and can
+    be dropped and started again by itself.
+    """
 
     def __init__(
         self,
@@ -174,12 +186,12 @@ class SampledRequest:
 
     @property
     def samples(self) -> list[Request]:
-        """This completion and, of the first one, all the others."""
+        """This completion, and for the first one all the others."""
         return [self, *self._others]
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The one sequence, while there is one."""
+        """The sequence, if there is one."""
         return [] if self.sequence is None else [self.sequence]
 
     @property
@@ -194,12 +206,15 @@ class SampledRequest:
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt's token ids and the new ones."""
+        """Token ids of prompt and answer."""
         return [*self.prompt.token_ids, *self.new_tokens]
 
     def start(self, runner: Runner) -> Prefill:
-        """Makes the sequence and begins its prefill. After a drop the new tokens are prefilled too if that gives the
-        same rows; else they are decoded again, as the first time. Raises PoolFullError, InputError, ModelError."""
+        """Create the sequence and begin its prefill. Raise PoolFullError, InputError or ModelError.
+
+        After a drop, tokens that were generated before are prefilled if that gives the same KV as decoding them did.
+        Otherwise they are decoded again.
+        """
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
         runner.check_fits(self.expected_tokens)
@@ -215,7 +230,6 @@ class SampledRequest:
         return runner.begin_prefill(self.sequence, stop, want_logits=True, every_logits=every_logits)
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
-        """What takes those of the prompt from its prefill, where they are asked for."""
         if self.params.prompt_logprobs is None:
             return None
         seen = PromptLogprobs(self.prompt.token_ids, self.params.prompt_logprobs, self._tokenizer)
@@ -223,51 +237,52 @@ class SampledRequest:
         return seen
 
     def _count_on(self, sequence: Sequence) -> None:
-        """Goes on with the counts of before, where there are any: what it computed itself it does not reuse, but what
-        was taken back as not arrived may be there now."""
         if self._trace is None:
             sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
             return
+        # KV that this request computed before is not counted as reused.
         missing = max(0, self.cached_tokens - self._trace.reused_tokens)
         self._trace.reused_tokens += min(missing, sequence.trace.reused_tokens)
         sequence.trace = self._trace
 
     def resume(self, sequence: Sequence) -> None:
-        """Takes the restored sequence, which goes on with the counts of before."""
+        """Continue with a restored sequence and the statistics so far."""
         assert self.sequence is None and self._trace is not None
         self.sequence = sequence
         sequence.trace = self._trace
 
     def take_pending(self) -> list[SampledRequest]:
-        """The completions that fork from this one; each is returned once."""
+        """Return the completions that fork from this one. Each is returned once."""
         pending, self._pending = self._pending, []
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Begins with what `first` has computed. Raises PoolFullError."""
+        """Start as a fork of `first`. Raise PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     def reserve(self, runner: Runner) -> None:
-        """Allocates the slot of the next token. Raises PoolFullError."""
+        """Allocate the slot of the next token. Raise PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         runner.retry_after_reclaim(lambda: runner.reserve(sequence))
 
     @property
     def draft_room(self) -> int:
-        """Tokens that may still come after the next one; none while it computes again what it has chosen before, and
-        where somebody else's processors, which may remember what they have seen, have a say."""
+        """Tokens that may follow the next one; 0 while known tokens are decoded again, and with logits processors.
+
+        A user's logits processors may keep state, so rejected drafts must not pass through them.
+        """
         assert self.sequence is not None
         known = self.sequence.position + 1 < len(self.sequence.tokens)
         return 0 if known or self.params.logits_processors else self.params.max_tokens - len(self.new_tokens) - 1
 
     def draft_sampler(self) -> Sampler:
-        """A copy of its own."""
+        """Return a copy of the sampler."""
         return self._sampler.copy()
 
     def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Samples the next token from logits `[1, V]`, unless it is known already, and ends after the last."""
+        """Sample the next token from logits `[1, V]`, unless it is known already."""
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
             return []
@@ -291,7 +306,7 @@ class SampledRequest:
         return [TokenOutput(self.prompt.id, text, token, index, *ended, self._take_logprobs(logits, token))]
 
     def _take_logprobs(self, logits: torch.Tensor, token: int) -> Logprobs | None:
-        """Those of the newest token, from what the model said, where they are asked for."""
+        """Return the log-probabilities of the newest token, or None if not requested."""
         if self.logprobs is None or self.params.logprobs is None:
             return None
         [found] = logprobs_of(logits, [token], self.params.logprobs, self._tokenizer)
@@ -299,28 +314,28 @@ class SampledRequest:
         return found
 
     def drop(self, runner: Runner) -> None:
-        """Frees the sequence and keeps its tokens and counts."""
+        """Free the sequence. Tokens and statistics are kept."""
         if self.sequence is not None:
             self._trace = self.sequence.trace
             runner.free(self.sequence)
             self.sequence = None
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Frees the sequence, after its last statistics have been taken."""
+        """Free the sequence after storing its statistics."""
         self.finish_reason = self.finish_reason or reason
         if self.sequence is not None:
             self._final = runner.stats(self.sequence)
             self.drop(runner)
 
     def persist(self) -> None:
-        """Nothing of it is kept."""
+        """Do nothing: sampled completions are not stored."""
 
     def stats(self, runner: Runner) -> Stats | None:
-        """What the completion cost so far; None before it started."""
+        """Return the statistics so far, or None before the start."""
         return self._final if self.sequence is None else runner.stats(self.sequence)
 
     def completion(self) -> CompletionOutput:
-        """The result so far; its statistics once it has started and finished."""
+        """Return the result so far."""
         pairs = zip(self.logprobs or (), self.new_tokens, strict=False)
         return CompletionOutput(
             index=self.sample,
@@ -334,5 +349,5 @@ class SampledRequest:
         )
 
     def completions(self) -> list[CompletionOutput]:
-        """The results of this completion and the others, in order."""
+        """Return the results of this completion and the others, in order."""
         return [self.completion(), *(other.completion() for other in self._others)]

@@ -1,4 +1,4 @@
-"""Room in the host pool for the sequences of one runner: where their rows go, and what they share of it."""
+"""Allocate KV cache blocks for the sequences of one runner, and share cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..policies.base import Policy
 from ..transfer.link import KVStorage
 
 EXACT = "exact"
-"""Lineage of rows that exact attention made, by prefill or under policy "full"."""
+"""KV provenance of exact attention: prefill, or policy "full"."""
 
 
 def salt_provenance(cache_salt: str) -> str:
@@ -33,30 +33,30 @@ def salt_provenance(cache_salt: str) -> str:
 
 
 SHARED_BEHIND = 512
-"""Of a prompt that others may begin with, so many tokens more than its own windows show keep their rows of sliding
-layers, if there is room: another prompt can part from it at most so far before its end."""
+"""Tokens before its own windows for which a prompt keeps KV of sliding layers, if there is room.
+
+Another prompt can reuse the prefix if it differs at most this many tokens before the end.
+"""
 
 
 class Room:
-    """What one policy and configuration may take of a pool. It changes block tables only through the pool, and holds
-    none."""
+    """Allocation of blocks under one policy and configuration. Holds no block tables itself."""
 
     def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
         self._pool, self._policy, self._config = pool, policy, config
 
     @property
     def shares(self) -> bool:
-        """Whether prompts reuse each other's rows: never rounded ones, or a result would depend on what ran before."""
+        """Whether prefixes are shared. Quantised KV is not, because results would depend on earlier requests."""
         return self._config.enable_prefix_caching and self._pool.format.exact
 
     @property
     def evicts(self) -> bool:
-        """Whether sequences overwrite their own slots where the pool is full."""
+        """Whether sequences overwrite their own tokens if the pool is full."""
         return self._config.eviction is not None
 
     def check(self, prompt: int, total: int) -> None:
-        """Raises PoolFullError where an empty pool could not hold a sequence of `total` tokens; with eviction, which
-        begins with the first new token, one of `prompt` tokens."""
+        """Raise PoolFullError if an empty pool cannot hold `total` tokens; with eviction, `prompt` tokens and one."""
         if not self.evicts:
             self._pool.check_fits(total)
             return
@@ -68,27 +68,29 @@ class Room:
             ) from None
 
     def slots_for(self, computed: int, total: int) -> int:
-        """Slots to reserve for a sequence of `total` tokens of which `computed` are there or are prefilled: all of
-        them, or with eviction, which overwrites where the pool is full, one more than is computed."""
+        """Return the slots to reserve for `total` tokens; with eviction one more than the `computed` ones."""
         return computed + 1 if self.evicts else total
 
     def slots(self) -> SlotTable:
-        """The slots of a new sequence."""
         if self._config.eviction is None:
             return AppendOnly(self._pool)
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
     def diverges(self, tokens: Seq[int], provenance: str) -> int | None:
-        """Return the first of a prompt's `tokens` that the prefix tree does not have under `provenance`. Return None if
-        it has them all, or if prefixes are not shared."""
+        """Return the index of the first token that is not cached under `provenance`.
+
+        Return None if all are cached, or if prefixes are not shared.
+        """
         if not self.shares or self._policy.wants_queries:
             return None
         known = self._pool.known_tokens(tokens, EXACT + provenance)
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Room for `capacity` tokens, of which `stop` are there or come with the next prefill, behind what the prefix
-        tree has of `known` under `provenance`. Raises PoolFullError."""
+        """Return a block table for `capacity` tokens that begins with cached blocks of `known`. Raise PoolFullError.
+
+        `stop` tokens exist or are computed by the next prefill.
+        """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
             blocks = self._pool.match(known, EXACT + provenance)
@@ -97,8 +99,10 @@ class Room:
         return self.reserved(blocks, capacity, blocks.length, stop)
 
     def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Return the block table with room for `capacity` tokens, and in sliding layers for the computation of tokens
-        [start, stop). It is released if there is no room (PoolFullError)."""
+        """Reserve `capacity` tokens in `blocks`, and in sliding layers the tokens [start, stop). Return `blocks`.
+
+        The block table is released if PoolFullError is raised.
+        """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
             self._pool.slide(blocks, start, stop, whole=self.evicts)
@@ -114,10 +118,12 @@ class Room:
             raise
 
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, behind: int = 0) -> None:
-        """Takes the slots in sliding layers that tokens [position, stop) need, and gives back what has left the
-        windows, drafts not counted. Raises PoolFullError. Rows that leave have been written, since that is waited for,
-        and read: a decode step reads nothing of a sliding layer from the pool (its window is resident), and after a
-        prefill the first token is sampled before anybody else gets chunks."""
+        """Allocate slots in sliding layers for tokens [position, stop), and free blocks that have left the windows.
+
+        Raises PoolFullError. Draft tokens do not move the windows.
+        """
+        # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows from the device,
+        # and the first token after a prefill is sampled before another sequence gets blocks.
         blocks = sequence.blocks
         position = sequence.position if sequence.draft_start is None else sequence.draft_start
         if behind or self._pool.slides(blocks, position, stop, whole=self.evicts):

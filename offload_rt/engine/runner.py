@@ -1,4 +1,4 @@
-"""What can be done with one model, one policy and one pool: prefill, decode, fork, free. No queue, no sampling."""
+"""Run sequences of one model under one policy: prefill, decode, fork, free. Queues and sampling are the engine's."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ from .thread_choice import ThreadChoice
 
 T = TypeVar("T")
 
-MISSED_MASS_EVERY = 16
-"""Steps between two measurements of the missed mass on a CPU, where all keys are at hand in memory."""
+MISSED_MASS_EVERY = 16  # default on a CPU, where all keys are in memory
 
 
 class Runner:
-    """Owns the pool and the link of one model and runs sequences on them. Every sequence it makes must go through
-    `free`; between calls each one's block table, resident rows and policy state agree."""
+    """Own the KV cache and the transfers of one model, and run sequences on them.
+
+    The caller must `free` every sequence. Between calls, block table, resident KV and policy state of each sequence
+    agree.
+    """
 
     def __init__(
         self,
@@ -62,8 +64,14 @@ class Runner:
         draft: Runner | None = None,
         order: PoolOrder | None = None,
     ) -> None:
-        """plan: what the device may hold, where there is a limit. weights: what brings those that are not on it.
-        draft: runs the model that drafts for this one. order: of another runner of the pool."""
+        """Create a runner.
+
+        Args:
+            plan: Limits on device memory.
+            weights: Streams weights that are not on the device.
+            draft: Runner of the draft model.
+            order: Coordination of engines, shared with other runners of the pool.
+        """
         self.model, self.policy, self.pool, self.link, self.config = model, policy, pool, link, config
         self.plan, self.weights, self.draft = plan, weights, draft
         self.order = order or PoolOrder()
@@ -82,8 +90,8 @@ class Runner:
         drafts = None if draft is None else (draft.model.weight_bytes, draft.pool)
         self._accounting = Accounting(model, policy, pool, link, config, weights, drafts)
         geometry = self.adapter.geometry
-        # Where the pool rounds, a sequence's window is exact and what others share of it is not; and from a disk rows
-        # come block by block: no segments.
+        # No joint attention over shared prefixes if KV is quantised, because a sequence's own window is not; nor on a
+        # disk, where KV is read block by block.
         pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
         self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
         if config.eviction is not None:
@@ -93,21 +101,23 @@ class Runner:
 
     @property
     def approximates(self) -> bool:
-        """Whether decoded tokens, under the policy and the pool's format, have other rows than a prefill gives them."""
+        """Whether decoding computes other KV than prefill, because of the policy or the KV cache format."""
         return self.lineage != EXACT or not self.pool.format.exact
 
     @property
     def lineage(self) -> str:
-        """Of the rows of decoded tokens: the policy's, but those that full attention verifies are its own."""
+        """KV provenance of decoded tokens: the policy's, or exact if full attention verifies them."""
         return self.policy.lineage if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """A sequence with room for `capacity` tokens. Nothing of it is computed, but for the full chunks of its first
-        `reuse` tokens (never the last of these) that the prefix tree has from an exact prefill under the same
-        `provenance`.
+        """Return a sequence with room for `capacity` tokens.
 
-        Raises InputError for token ids the model does not have, PoolFullError where the pool has no room. Whether the
-        whole sequence can ever fit is `check_fits`' to say.
+        Cached blocks of its first `reuse` tokens are reused if an exact prefill with the same `provenance` computed
+        them. The last of these tokens is always computed.
+
+        Raises:
+            InputError: A token id is not in the vocabulary.
+            PoolFullError: There are too few free blocks. (`check_fits` tells whether a sequence can ever fit.)
         """
         check_token_ids(tokens, self.model)
         provenance = self.model.weights_provenance() + provenance
@@ -118,8 +128,7 @@ class Runner:
         return sequence
 
     def check_fits(self, tokens: int) -> None:
-        """Raises ModelError where a sequence of `tokens` tokens is longer than the model's positions, PoolFullError
-        where it would not fit an empty pool and nothing may be evicted."""
+        """Raise ModelError or PoolFullError if a sequence of `tokens` tokens cannot fit the model or an empty pool."""
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
@@ -127,28 +136,31 @@ class Runner:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Returns what `action` returns; where it finds no room, memory of `reclaimables` is reclaimed until it does.
-        Raises PoolFullError (`engine.reclaim.retry_after_reclaim`)."""
+        """Call `action`. While it raises PoolFullError, reclaim memory (of idle sessions, for example) and retry."""
         return retry_after_reclaim(action, self.reclaimables)
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
-        """Reserves the slots of the next tokens. Raises PoolFullError; with eviction, which overwrites where the pool
-        is full, only where the device has no room, or where a fork still holds what a window has left."""
+        """Reserve the slots of the next tokens. Raise PoolFullError.
+
+        With eviction, tokens of a full pool are overwritten. PoolFullError then means that the device is full, or that
+        a fork still holds blocks that have left a sliding window.
+        """
         if not self.room.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
         self.room.slide(sequence, self.link.storage, sequence.position + tokens)
         self._check_device()
 
     def _check_device(self) -> None:
-        """Raises DeviceFullError where the open sequences could take more of the device than it may hold."""
+        """Raise DeviceFullError if the open sequences could need more device memory than the limit allows."""
         if self.plan is not None:
             self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
 
     @on_own_device
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Says that a sequence may grow to `tokens` tokens, and so may `forks` others that will fork from it. The pool
-        makes memory ready for that now, as far as it has any, so that no decode step waits for memory to be pinned;
-        nothing is reserved."""
+        """Announce that a sequence, and `forks` others that will fork from it, may grow to `tokens` tokens.
+
+        The pool prepares (pins) memory for them now, so that no decode step waits for it. Nothing is reserved.
+        """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
 
@@ -156,9 +168,11 @@ class Runner:
         self.pool.prepare(CHUNK * sum(sequence.chunks_ahead for sequence in self._open.values()))
 
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
-        """A sequence with the same computed tokens, sharing their chunks, with room for `capacity` tokens: only the
-        filled slots of a partly filled last chunk are copied. What it cost so far is counted as reused, or with
-        `same_trace` goes on with the original's counts. Raises PoolFullError."""
+        """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
+
+        Full blocks are shared. A partly filled last block is copied. Statistics count the tokens as reused, or continue
+        those of `sequence` with `same_trace`. Raises PoolFullError.
+        """
         self.link.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
         blocks = self.room.reserved(shared, capacity, position, min(capacity, position + 1))
@@ -175,8 +189,10 @@ class Runner:
         )
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0) -> BlockTable:
-        """What the prefix tree has of a session's tokens, computed exactly or under this policy; never all of them.
-        floor: the first token that sliding layers may see."""
+        """Return cached blocks of a session's tokens, computed exactly or under this policy; never all of them.
+
+        `floor` is the first token that sliding layers can see.
+        """
         if not self.room.shares:
             return BlockTable(floor=floor)
         return self.pool.match(tokens, EXACT + provenance, self.lineage + provenance, floor=floor)
@@ -192,9 +208,11 @@ class Runner:
         shift: int = 0,
         provenance: str = "",
     ) -> Sequence:
-        """A sequence whose first `known` tokens were computed before: rows of `blocks.length` of them are in the block
-        table, the others will be when the next prefill comes to their layer. It takes the block table, with room for
-        `capacity` tokens; PoolFullError gives the block table back."""
+        """Return a sequence that owns `blocks` and whose first `known` tokens were computed before.
+
+        KV of `blocks.length` tokens is in the block table. The rest is loaded before the next prefill reaches its
+        layer. The block table is released if PoolFullError is raised.
+        """
         self.room.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.room.released_on_error(blocks):
             self.pool.commit(blocks, known)
@@ -202,13 +220,12 @@ class Runner:
 
     @on_own_device
     def reload(self, sequence: Sequence) -> None:
-        """Takes the resident rows from the pool again, after rows came into it from elsewhere."""
+        """Copy resident KV to the device again, after KV was written to the pool from elsewhere."""
         self.link.storage.close(sequence.blocks)
         self.link.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
-        """Forgets what only this process knows of a sequence: resident rows and the policy's state come from the
-        pool's rows again, the latter with the next prefill."""
+        """Rebuild resident KV now, and policy state with the next prefill, from the KV in the pool."""
         self.reload(sequence)
         sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
         sequence.unlearned = sequence.position
@@ -228,8 +245,10 @@ class Runner:
         origin: Sequence | None = None,
         same_trace: bool = False,
     ) -> Sequence:
-        """Return the sequence that owns `blocks`, in which `known` tokens are computed; a fork of `origin` if given.
-        The block table is released on an error."""
+        """Return a sequence that owns `blocks`, with `known` computed tokens, as a fork of `origin` if given.
+
+        The block table is released on an error.
+        """
         with self.room.released_on_error(blocks):
             keys = key_reader(self.pool, self.link.storage, blocks)
             sequence = Sequence(
@@ -268,8 +287,7 @@ class Runner:
 
     @on_own_device
     def free(self, sequence: Sequence) -> None:
-        """Give back everything the sequence holds; its full blocks stay in the prefix tree, idle. If this raises, a
-        second call frees the rest."""
+        """Free a sequence. Its full blocks stay in the prefix tree. If this raises, a second call frees the rest."""
         if sequence.drafter is not None:
             assert self.draft is not None
             self.draft.free(sequence.drafter)
@@ -283,8 +301,10 @@ class Runner:
         del self._open[sequence.id]
 
     def _publish(self, sequence: Sequence) -> None:
-        """Enters full chunks in the prefix tree: exact ones once they are prefilled, what was decoded after them, under
-        the policy's lineage, when the sequence ends. Everything appended must be in the pool."""
+        """Add full blocks to the prefix tree: prefilled ones as exact, decoded ones under the policy's provenance.
+
+        All KV that was appended must have reached the pool.
+        """
         if self.room.shares:
             lineage = EXACT if sequence.position == sequence.exact else self.lineage
             self.pool.publish(sequence.blocks, sequence.tokens, lineage + sequence.provenance)
@@ -301,9 +321,14 @@ class Runner:
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Prefill:
-        """The exact prefill of tokens [position, stop), to be advanced with `advance_prefill`; `before_layer(layer)`
-        returns when the rows of a layer that were computed before are in the pool, `after_layer(layer)` is called when
-        a layer is done, `every_logits` at the end with the logits of all tokens (`Prefill`)."""
+        """Return the prefill of tokens [position, stop), which `advance_prefill` runs layer by layer.
+
+        Args:
+            want_logits: Compute the logits of the last token.
+            before_layer: Called with a layer before it runs. Returns when KV of earlier tokens is in the pool.
+            after_layer: Called with a layer after it has run.
+            every_logits: Called with slices of the logits of all tokens at the end (`Prefill`).
+        """
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.room.shares and not self.room.evicts:
             learn_from_others(sequence, self._open.values())
@@ -324,7 +349,7 @@ class Runner:
     @on_own_device
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Runs one layer; commits the tokens after the last."""
+        """Run one layer. Commit the tokens after the last layer."""
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
             prefill.run_layer()
@@ -337,7 +362,7 @@ class Runner:
             self.link.storage.settle(sequence.blocks)
             self._publish(sequence)
             self.room.slide(sequence, self.link.storage, prefill.stop)
-            if self.pool.file is not None:  # where memory is what there is least of
+            if self.pool.file is not None:  # host memory is scarce with `disk`
                 give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
         if prefill.layer:
@@ -351,7 +376,7 @@ class Runner:
         want_logits: bool = False,
         on_layer: Callable[[int], None] = lambda layer: None,
     ) -> torch.Tensor | None:
-        """All of it in one call, `on_layer(layers done)` after each layer. Returns logits `[V]` if wanted."""
+        """Prefill in one call. Call `on_layer(layers_done)` after each layer. Return logits `[V]` if wanted."""
         prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
         while not prefill.done:
             self.advance_prefill(prefill)
@@ -361,7 +386,7 @@ class Runner:
     @on_own_device
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """One step of each sequence: computes and commits token `tokens[position]`. float32 logits `[B, V]`."""
+        """Decode one step: compute and commit `tokens[position]` of each sequence. Return float32 logits `[B, V]`."""
         began, used = time.perf_counter(), self.weight_use
         rebalance(batch, self.pool, self.link.storage, self.policy)
         for sequence in batch:
@@ -384,16 +409,16 @@ class Runner:
 
     @property
     def weight_use(self) -> WeightUse:
-        """What has crossed the link of weights so far."""
+        """Weights copied to the device so far."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def stats(self, sequence: Sequence) -> Stats:
-        """What the sequence cost so far; to be taken before `free`."""
+        """Return the statistics of a sequence, before it is freed."""
         scoring = sum(one.state.device_bytes for one in self._open.values())
         return self._accounting.stats(sequence, self._accounting.peak_device_bytes(scoring))
 
     def check_integrity(self) -> None:
-        """Asserts that pool, sequences and states agree."""
+        """Assert that pool, sequences and policy states agree."""
         self.pool.check_integrity()
         self.link.check_integrity()
         if self.weights is not None:

@@ -1,4 +1,4 @@
-"""The next token of one sequence, through transformers' logits processors."""
+"""Sample the next token of a sequence, with transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from ..sampling_params import SamplingParams
 from .constraints import apply_constraints, check_any_allowed, check_logits, constraints
 from .structure import Structure
 
-_SEED_STEP = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: keeps the seeds of one request's completions away from those of neighbouring seeds."""
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps seeds of completions apart from neighbouring seeds
 
 
 class Sampler:
-    """Chooses tokens for one sequence. Its random numbers come from a CPU generator of its own, so the same seed
-    gives the same text on every device and whatever else is in the batch. `seed=None` draws a fresh seed; completion
-    `sample` of n has a seed of its own, made from `seed` and its number (0: `seed` itself).
+    """Sampler of one sequence.
 
-    ends: tokens that end an answer; tokenizer: for what is told in texts.
+    Random numbers come from its own CPU generator, so that a seed gives the same text on every device and in every
+    batch. `seed=None` uses a random seed. Completion `sample` uses a seed derived from `seed` (0: `seed` itself).
+
+    Args:
+        ends: Tokens that end an answer.
+        tokenizer: Needed for parameters given as text.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Sampler:
         self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
 
     def copy(self) -> Sampler:
-        """Another that chooses what this one will: with random numbers of its own that are the same ones."""
+        """Return a copy that will choose the same tokens, with the same random numbers."""
         twin = copy.copy(self)
         twin._generator = torch.Generator()
         twin._generator.set_state(self._generator.get_state())
@@ -60,8 +62,10 @@ class Sampler:
         return twin
 
     def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None) -> int:
-        """Return the next token id, from float32 logits `[V]` behind `tokens`, the first `prompt` of which (None: all)
-        are the prompt. Raises InputError if the constraints leave no token, LogitsError for NaN logits."""
+        """Return the next token id from float32 logits `[V]` after `tokens`, whose first `prompt` are the prompt.
+
+        Raises InputError if the constraints allow no token, and LogitsError for NaN logits.
+        """
         check_logits(logits)
         scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
         token = int(scores.argmax()) if self._greedy else self._draw(scores)
@@ -71,7 +75,7 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """Whether what was asked for has been written, and nothing may follow."""
+        """Whether the structured output is complete."""
         return self._structure is not None and self._structure.complete
 
     def _draw(self, scores: torch.Tensor) -> int:
@@ -86,7 +90,7 @@ class Sampler:
             ) from error
 
     def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
-        """Logits `[1, V]` with all that the parameters say of tokens."""
+        """Return constrained logits `[1, V]`."""
         if self._constraints is None:
             self._begin(scores, prompt)
         assert self._constraints is not None
@@ -100,19 +104,17 @@ class Sampler:
         return found
 
     def _begin(self, scores: torch.Tensor, prompt: int) -> None:
-        """What the first logits `[1, V]` show: their size and device, and how many tokens the prompt has."""
         params = self._params
         self._constraints = constraints(params, prompt, self._ends, self._tokenizer, scores.device)
         if params.structured_outputs is not None:
             self._structure = Structure(params.structured_outputs, self._tokenizer, scores.shape[1], self._ends)
 
 
-_NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))
-"""Temperature and filters look at logits alone."""
+_NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))  # temperature and filters ignore it
 
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
-    """Temperature and filters, in transformers' order."""
+    """Return temperature and filters in transformers' order."""
     found = LogitsProcessorList()
     if params.temperature != 1.0:
         found.append(TemperatureLogitsWarper(params.temperature))

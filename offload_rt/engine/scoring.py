@@ -1,5 +1,4 @@
-"""Log-probabilities of given continuations, through the decode path: every scored token's predecessor is decoded under
-the policy, so the policy is what is measured."""
+"""Teacher-forced log-probabilities. The token before each scored one is decoded under the policy, which is measured."""
 
 from __future__ import annotations
 
@@ -19,14 +18,18 @@ from .constraints import check_logits
 from .runner import Runner
 from .speculative.verification import accept, verify
 
-VERIFIED_AT_ONCE = 64
-"""Tokens of a pass with `exact`: their logits over the vocabulary are in memory together."""
+VERIFIED_AT_ONCE = 64  # tokens per pass with `exact`, whose logits are in memory together
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of one continuation of n tokens: natural log-probability `[n]` of each, whether each was the likeliest token
-    `[n]`, and what computing it cost."""
+    """Score of a continuation of n tokens.
+
+    Attributes:
+        logprobs: Natural log-probability of each token, `[n]`.
+        is_greedy: Whether each token was the most probable one, `[n]`.
+        stats: Cost of the computation.
+    """
 
     logprobs: list[float]
     is_greedy: list[bool]
@@ -35,7 +38,7 @@ class Score:
 
 @dataclass(eq=False)
 class _Task:
-    """tokens: prompt and continuation; tokens [scored_from, end) are scored. The last one is never computed."""
+    # Prompt and continuation. Tokens [scored_from, end) are scored; the last one need not be computed.
 
     tokens: list[int]
     scored_from: int
@@ -81,7 +84,7 @@ def score(
 
 
 class _Batches:
-    """Teacher-forced sequences that wait to be decoded together; owns them until they are."""
+    """Sequences that wait to be decoded together."""
 
     def __init__(self, runner: Runner, size: int, on_done: Callable[[], None]) -> None:
         self._runner, self._size, self._on_done = runner, size, on_done
@@ -90,7 +93,7 @@ class _Batches:
         self._origin: tuple[Sequence, _Task] | None = None
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
-        """A sequence for each of `members`: the last one's own prefill of `prefix`, the others its forks."""
+        """Prefill `prefix` for the last of `members`, and fork it for the others."""
         groups, last = self._groups, members[-1]
         origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.chunks(last.computed))
         self._origin = origin, last
@@ -104,8 +107,7 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], chunks: int) -> Sequence:
-        """Returns what `make` makes, which may come to so many chunks, if need be after those that wait have been
-        decoded and freed."""
+        """Call `make`, which needs up to `chunks` blocks. Without room, decode and free waiting sequences first."""
         pool = self._runner.pool
         crowded = self._sliding + chunks > pool.free_chunks + pool.idle_chunks if self._groups.sliding else False
         if self._pending and (crowded or len(self._pending) >= self._size):
@@ -120,7 +122,7 @@ class _Batches:
 
     @property
     def _sliding(self) -> int:
-        """Chunks that windows of those that wait may still take as they slide: nothing reserves them."""
+        """Blocks that sliding windows of waiting sequences may still need. They are not reserved."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         held = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(
@@ -147,7 +149,7 @@ class _Batches:
         return fork
 
     def decode(self) -> None:
-        """Runs those that wait to their ends, and frees them."""
+        """Decode all waiting sequences to their ends, and free them."""
         if self._runner.config.exact is not None:
             for sequence, task in self._pending:
                 self._verify(sequence, task)
@@ -161,7 +163,7 @@ class _Batches:
             self._pending = [(sequence, task) for sequence, task in self._pending if task.score is None]
 
     def _verify(self, sequence: Sequence, task: _Task) -> None:
-        """Computes all tokens of one that are left with all rows, some of them in each pass."""
+        """Compute the remaining tokens of a sequence with full attention, several per pass."""
         while task.score is None:
             left = task.computed - sequence.position
             [logits] = verify(self._runner, [(sequence, min(VERIFIED_AT_ONCE, left))])
@@ -171,7 +173,7 @@ class _Batches:
                 self._advance(sequence, task, row)
 
     def _advance(self, sequence: Sequence, task: _Task, logprobs: torch.Tensor) -> None:
-        """Enters what logprobs `[V]` say of the next token; scores and frees the sequence after the last."""
+        """Score the next token with logprobs `[V]`. Free the sequence after the last token."""
         target = sequence.position
         if target >= task.scored_from:
             value = logprobs[task.tokens[target]]
@@ -183,7 +185,7 @@ class _Batches:
             self._on_done()
 
     def close(self) -> None:
-        """Frees what an error left behind."""
+        """Free sequences that remain after an error."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         for sequence, task in waiting:
             if task.score is None:

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt go through the layers together, where its rows lie on disk."""
+"""Segment length of prompts whose KV lies on disk."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from ..kv_cache.pool import HostPool
 from ..models.adapter import ModelAdapter
 from ..policies.base import Policy
 
+# Hidden states, queries and outputs of a segment. Larger segments read earlier KV less often and need more memory.
 SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
-"""Of hidden states, queries and outputs of a segment: more is fewer passes over what is there already, and memory."""
 
 
 def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_tokens: int) -> int | None:
-    """Whole slices of a prompt beyond memory, whose hidden states, queries and outputs would not fit either; None where
-    all of it goes through together: in memory; under a policy that learns from queries, which has to see all keys with
-    them; and with sliding layers, of which only the last rows are kept."""
+    """Return the number of prompt tokens that pass through all layers together; None for the whole prompt.
+
+    The whole prompt is used for KV in memory, for policies that learn from queries (they need all keys at once), and
+    for models with sliding layers (only the last KV of these is kept).
+    """
     geometry = adapter.geometry
     if pool.file is None or policy.wants_queries or geometry.sliding:
         return None

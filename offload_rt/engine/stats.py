@@ -1,4 +1,4 @@
-"""What a sequence cost, put together from its trace and from what model, pool and link hold."""
+"""Collect the statistics of a sequence from its trace, the model, the KV cache and the transfers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..utils.native_libraries import native_status
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:
-    """Mean over layers of the sum over steps, for each of `tokens` tokens."""
+    """Return the sum over steps, divided by layers and `tokens`."""
     layers = len(rows[0]) if rows else 0
     return sum(map(sum, rows)) / (layers * tokens) if layers and tokens else 0.0
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """(mean, worst layer's mean) of the sampled missed mass over the layers that select; None where none was."""
+    """Return (mean, largest mean of a layer) of the missed attention mass; None if it was not measured."""
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None
@@ -36,8 +36,10 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Means over layers and decoded tokens of the share of visible rows fetched across the link (`link`) and attended;
-    `sparse_*` over the layers that select, 0 where none does."""
+    """Fetched (`link`) and exactly attended fractions of visible tokens, mean over layers and decoded tokens.
+
+    `sparse_*` are means over the layers that select.
+    """
 
     link: float
     attended: float
@@ -46,7 +48,6 @@ class Fractions:
 
     @classmethod
     def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
-        """Of all steps of a trace."""
         trace.settle()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
         fetched, attended = ([[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended))
@@ -57,7 +58,7 @@ class Fractions:
 
 
 class Accounting:
-    """Reads, never changes, what one runner's parts hold."""
+    """Compute statistics of a runner's sequences. It changes nothing."""
 
     def __init__(
         self,
@@ -69,14 +70,14 @@ class Accounting:
         weights: HostWeights | None,
         drafts: tuple[int, HostPool] | None = None,
     ) -> None:
-        """drafts: bytes of a draft model's weights, and its pool."""
+        """`drafts`: size of a draft model's weights, and its KV cache."""
         self._model, self._policy, self._pool, self._link, self._config = model, policy, pool, link, config
         self._weights = weights
         self._drafts = drafts
 
     @property
     def weights_on_device(self) -> int:
-        """Bytes of weights on the device, and of buffers and slots for the others."""
+        """Bytes of weights on the device, including buffers for streamed weights."""
         if self._weights is None:
             return self._weight_bytes
         return self._weight_bytes - self._weights.numbers + self._weights.device_bytes
@@ -86,21 +87,21 @@ class Accounting:
         return self._model.weight_bytes + (0 if self._drafts is None else self._drafts[0])
 
     def _held(self, sequence: Sequence) -> int:
-        """Bytes of a sequence's chunks, those of its drafter included."""
+        """Bytes of a sequence's blocks, including those of its draft sequence."""
         held = self._pool.bytes_of(sequence.blocks)
         if self._drafts is None or sequence.drafter is None:
             return held
         return held + self._drafts[1].bytes_of(sequence.drafter.blocks)
 
     def peak_device_bytes(self, scoring: int) -> int:
-        """The device's peak where it counts; else what is held now, `scoring` bytes of all sequences' scoring keys."""
+        """Return the allocator's peak on a GPU; on a CPU the sum of weights, KV and `scoring` bytes."""
         device = self._model.adapter.device
         if device.type != "cpu":
             return torch.accelerator.max_memory_allocated(device)
         return self.weights_on_device + self._link.device_bytes + scoring
 
     def stats(self, sequence: Sequence, peak_device_bytes: int) -> Stats:
-        """What the sequence cost so far."""
+        """Return the statistics of a sequence so far."""
         trace, adapter, dense = sequence.trace, self._model.adapter, self._policy.dense_layers
         trace.settle()
         shares = Fractions.of(trace, dense)

@@ -1,4 +1,4 @@
-"""Preempted sequences on disk, where that is estimated cheaper than computing them again (PagedAttention §4.5)."""
+"""Swap preempted sequences to disk if that is estimated to be faster than recomputation (PagedAttention §4.5)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,13 @@ from ..storage.saver import Saver, layer_bytes
 from .room import EXACT
 from .runner import Runner
 
-BYTES_PER_SECOND = 500e6
-"""What a disk is taken to write and to read until it has been measured."""
-
-FOLDER = "preempted"
-"""Below the user's folder, so that nothing else there is touched."""
+BYTES_PER_SECOND = 500e6  # assumed speed of a disk until it has been measured
+FOLDER = "preempted"  # subfolder of the user's folder, so that nothing else there is touched
 
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence on disk: its chunks from the first on, those of sliding layers, and what `Runner.adopt` needs to
-    know."""
+    """A sequence on disk: its blocks, those of sliding layers, and arguments of `Runner.adopt`."""
 
     names: Seq[NamedChunk]
     windows: Seq[NamedChunk]
@@ -48,19 +44,20 @@ class SwappedSequence:
 
     @property
     def keys(self) -> list[bytes]:
-        """Of all its chunks."""
+        """Keys of all blocks."""
         return [name.key for name in (*self.names, *self.windows)]
 
 
 class Swap:
-    """Writes what a preempted sequence has computed to a nameless file and brings it back, bit for bit; whatever fails
-    (no room, a damaged file) means that the sequence is computed again.
+    """Write KV of preempted sequences to an unnamed file and restore it bit for bit.
 
-    Only where rows and the policy's state can be restored exactly: the pool keeps rows as they are, and the policy
-    learns from keys alone. Chunks that came from exact prefill have names that do not depend on the sequence: several
-    that share a prompt store it once. The file is gone with the process, however it ends: it holds what users said.
+    If anything fails (no space, a damaged file), the sequence is computed again. Swap is used only if KV and policy
+    state can be restored exactly: KV is not quantised, and the policy learns from keys alone. Blocks of an exact
+    prefill are named by their tokens, so that sequences with a common prompt store it once. The file ends with the
+    process, because it contains users' text.
 
-    Raises StoreError.
+    Raises:
+        StoreError: The folder cannot be used.
     """
 
     def __init__(self, runner: Runner, folder: Path, options: StoreOptions | None = None) -> None:
@@ -70,7 +67,7 @@ class Swap:
         layers, pool = runner.pool.groups.layers, runner.pool
         slot = layers * layer_bytes(pool, CHUNK)
         self._disk = NamelessStore(place, namespace, layers, slot, None if options is None else options.limit)
-        for space in spaces(place):  # up to 0.1 files had names, and stayed if the process was killed
+        for space in spaces(place):  # files of version 0.1 had names and remained if the process was killed
             shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.link.storage)
         self._users: Counter[bytes] = Counter()
@@ -81,12 +78,14 @@ class Swap:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all chunks."""
+        """Bytes of all blocks."""
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
-        """Writes what the sequence has computed, if bringing it back is estimated to take less time than computing it
-        again; `batch` sequences decode together. Returns None where it has to be computed again."""
+        """Write the KV of a sequence if restoring it is estimated to be faster than computing it again.
+
+        Return None if it must be computed again. `batch` sequences decode together.
+        """
         if not self._restorable(sequence):
             return None
         swapped = self._swapped(sequence)
@@ -110,9 +109,11 @@ class Swap:
         return swapped
 
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
-        """Brings the sequence back as it was, with room for one more of `tokens`; what the prefix tree still has is not
-        read. Returns None where the files are not what was written. Raises PoolFullError, before anything is read,
-        where the pool has not `spare` chunks besides."""
+        """Restore a sequence with room for one more token. Blocks that are still cached are not read.
+
+        Return None if the file is damaged. Raise PoolFullError, before anything is read, if there are not `spare` free
+        blocks besides.
+        """
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
         with runner.room.released_on_error(blocks):
@@ -139,22 +140,21 @@ class Swap:
         return sequence if restored else None
 
     def discard(self, swapped: SwappedSequence) -> None:
-        """Remove the chunks that no other sequence needs."""
+        """Remove the blocks that no other sequence needs."""
         keys = swapped.keys
         self._users.subtract(keys)
         self._users += Counter()
         self._disk.remove(key for key in keys if key not in self._users)
 
     def _restorable(self, sequence: Sequence) -> bool:
-        """Whether rows and policy state could be brought back exactly."""
+        """Return whether KV and policy state can be restored exactly."""
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
         complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
-        """Returns the seconds of the prefill, and of decoding again what a prefill would give other rows; as if the
-        prefix tree had kept nothing of it."""
+        """Estimate the seconds for computing a sequence again, without cached blocks."""
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:
@@ -188,7 +188,7 @@ class Swap:
             parent = key
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
-        """What the prefix tree has of the tokens that an exact prefill computed."""
+        """Return cached blocks of the tokens that an exact prefill computed."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         lineage = EXACT + swapped.provenance
@@ -220,7 +220,7 @@ class Swap:
 
     @torch.inference_mode()
     def _learn(self, sequence: Sequence) -> None:
-        """The policy's state as it was: it is made from rows alone."""
+        """Rebuild the policy's state from KV."""
         runner = self._runner
         for layer in range(runner.adapter.geometry.layers):
             if layer not in runner.policy.dense_layers:

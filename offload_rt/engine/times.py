@@ -1,4 +1,4 @@
-"""When things happen to a request."""
+"""Times of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..outputs import RequestMetrics
 
 @dataclass
 class Times:
-    """Of one prompt, all its completions together; `time.time()` of each."""
+    """Times of one prompt and all its completions, as returned by `time.time()`."""
 
     arrival: float = field(default_factory=time.time)
     first_scheduled: float | None = None
@@ -19,20 +19,20 @@ class Times:
     finished: float | None = None
 
     def scheduled(self) -> None:
-        """A prefill begins."""
+        """Record the start of a prefill."""
         self.first_scheduled = self.first_scheduled or time.time()
 
     def token(self) -> None:
-        """A new token is there."""
+        """Record a new token."""
         self.last_token = time.time()
         self.first_token = self.first_token or self.last_token
 
     def ended(self) -> None:
-        """A completion has ended."""
+        """Record the end of a completion."""
         self.finished = time.time()
 
     def metrics(self, *, finished: bool) -> RequestMetrics:
-        """What is known; `finished`: of a prompt whose completions have all ended."""
+        """Return the times so far. `finished`: all completions have ended."""
         return RequestMetrics(
             arrival_time=self.arrival,
             first_scheduled_time=self.first_scheduled,

@@ -1,1 +1,1 @@
-"""One batch through the layers: prefill, decode, attention."""
+"""Run batches through the layers of a model: prefill, decode, attention."""

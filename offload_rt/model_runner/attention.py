@@ -1,4 +1,4 @@
-"""Decode attention of one sequence over the parts its rows came in."""
+"""Decode attention of one sequence over KV in several parts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from ..kernels.segments import Run
 def attend(
     q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over the union of `parts`, disjoint and not all empty, with capped scores where there is a
-    softcap.
+    """Exact attention over the union of disjoint `parts`, not all of which are empty.
 
-    q `[H, d]`; returns out `[H, d]` in q's dtype and lse `[H]` (natural log, float32 or float64).
+    Args:
+        q: Queries `[H, d]`.
+        softcap: Scores are capped if it is given.
+
+    Returns:
+        out `[H, d]` in the dtype of q, and lse `[H]` (natural log, float32 or float64).
     """
     heads, d = q.shape
     if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
@@ -32,7 +36,7 @@ def attend(
 
 
 def _known(part: KVPart) -> KVPart:
-    """The rows of a part that are meant: the device is asked how many, where it alone knows."""
+    """Return a part without `counts`. Waits for the device if there are any."""
     if part.counts is None:
         return part
     meant = int(part.counts[0])
@@ -42,9 +46,7 @@ def _known(part: KVPart) -> KVPart:
 def _attend_part(
     q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.reference.attend_part`, the values weighted where the part has them; of a part with counts
-    `kernels.lists.attend_counted`, which caps no scores. On a processor that multiplies bfloat16 by
-    `kernels.causal_cpu`. q `[Hkv, G, d]`."""
+    """Attention of q `[Hkv, G, d]` over one part, by the fastest kernel: out `[Hkv, G, d]` and lse `[Hkv, G]`."""
     if part.counts is not None:
         return attend_counted(q.contiguous(), part.k, part.v, part.counts, scale)
     if (library := causal_cpu.takes(q)) is not None:
@@ -58,23 +60,26 @@ def _attend_part(
 def join_tail(
     out: torch.Tensor, lse: torch.Tensor, tail: torch.Tensor, tail_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over exact rows and tail together, one softmax over both: `[..., d]` in the dtype of `out` and its
-    log-sum-exp `[...]`, from the attention over each, outs `[..., d]` and log-sum-exps `[...]` (of an empty tail 0 and
-    -inf)."""
+    """Merge exact attention and attention over approximate KV, as one softmax over both.
+
+    Takes outs `[..., d]` and log-sum-exps `[...]` of each (0 and -inf if there is no approximate KV). Returns out in
+    the dtype of `out`, and its log-sum-exp.
+    """
     exact, estimate, tail_lse = out.to(lse.dtype), tail.to(lse.dtype), tail_lse.to(lse.dtype)
     whole = torch.lerp(estimate, exact, torch.sigmoid(lse - tail_lse).unsqueeze(-1))
     return whole.to(out.dtype), torch.logaddexp(lse, tail_lse)
 
 
 def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Attention `[..., d]` over all rows with log-sum-exp `[...]`, less the share of the softmax that `sinks`, scores
-    that broadcast against it, take for nothing. As it is without sinks."""
+    """Reduce out `[..., d]` with log-sum-exp `[...]` by the softmax share of the learned sinks, if there are any."""
     return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
 
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Natural log of the sum of exp(scale * q·k) over all keys: `[H]` from q `[H, d]` and k `[Hkv, n, d]`, computed
-    where the keys lie. With the lse of the attended rows it gives the attention mass that a selection misses."""
+    """Return the natural log of sum(exp(scale * q·k)) over all keys, `[H]`, from q `[H, d]` and k `[Hkv, n, d]`.
+
+    Computed on the keys' device. With the lse of the attended tokens it gives the missed attention mass.
+    """
     grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
     return attention_weights(grouped, k, scale, softcap)[1].flatten()
 
@@ -82,9 +87,9 @@ def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | 
 def group_weights(
     q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """Softmax weights `[Hkv, n]` of all rows of `parts` in order, summed over the query heads of each KV head.
+    """Return softmax weights `[Hkv, n]` of all tokens of `parts`, summed over the query heads of each KV head.
 
-    q `[H, d]`; lse `[H]` of the whole union, from `attend`.
+    Takes q `[H, d]` and the lse `[H]` of the union, from `attend`.
     """
     kv_heads, d = parts[0].shape[0], q.shape[1]
     grouped, whole = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)

@@ -1,5 +1,4 @@
-"""What a decode step works on, and the protocol of the two strategies by which its layers select: `per_sequence`, each
-sequence by itself, and `batched`, the whole batch at once."""
+"""The batch of a decode step, and the protocol of its two modes: `per_sequence` and `batched` selection."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from .shared_prefix import Sharing
 
 
 class DecodeBatch:
-    """The sequences of one decode step, in the order of their `sharing`, with everything that computes them."""
+    """Sequences of one decode step, in the order of `sharing`, with model, policy and transfers."""
 
     def __init__(
         self,
@@ -43,26 +42,25 @@ class DecodeBatch:
         return [s.position + s.shift for s in self.sequences]
 
     def sees_all(self, sequence: Sequence) -> bool:
-        """Whether the sequence is so short that every layer attends to all of it."""
+        """Return whether the sequence is so short that every layer attends to all tokens."""
         return sequence.slots.context <= self.policy.dense_until
 
     def learns(self, layer: int) -> bool:
-        """Whether the policy is told of the layer's new rows: it selects among them, now or later."""
+        """Return whether the policy selects in this layer, now or later, and must see its new KV."""
         return layer < self.geometry.layers and layer not in self.policy.dense_layers
 
     def selects(self, layer: int) -> bool:
-        """Whether the layer exists and selects in this step, for one of the sequences at least."""
+        """Return whether the layer exists and selects tokens in this step for at least one sequence."""
         return self.learns(layer) and not self._whole
 
     def slots(self, layer: int) -> list[int]:
-        """The slot of each sequence's newest token in `layer`: what slides keeps token t in slot t for ever."""
+        """Return the slot of each sequence's newest token. Sliding layers keep token t in slot t."""
         if self.geometry.windows[layer] is not None:
             return [s.position for s in self.sequences]
         return [s.slots.newest for s in self.sequences]
 
     def visible(self, layer: int) -> list[Visible]:
-        """What each sequence's newest token may see in `layer`; the same for all layers of one window, all of which is
-        resident."""
+        """Return the tokens that each sequence's newest token can attend to. Cached per window size."""
         window = self.geometry.windows[layer]
         if window not in self._visible:
             sinks, recent = self.geometry.resident(layer, self.policy.sinks, self.policy.recent)
@@ -76,36 +74,35 @@ class DecodeBatch:
 
 
 class LayerFetch(Protocol):
-    """The rows that one layer attends to, on their way to the device."""
+    """A pending fetch of the KV that one layer attends to."""
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Returns the attention output `[B, H * d]` of the true queries q `[H, B, d]`; the layer's `append` comes
-        first."""
+        """Return the attention output `[B, H * d]` of the true queries q `[H, B, d]`. Call `append` before."""
         ...
 
 
 class Strategy(Protocol):
-    """How the sequences of a step keep their newest rows, and how their layers select."""
+    """How the layers of a step store new KV and select tokens."""
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step's tokens and positions on the device, int64 `[B]` each."""
+        """Return tokens and positions of the step on the device, int64 `[B]` each."""
         ...
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Takes the newest tokens' rows k, v `[Hkv, B, d]`: they become resident, are written back, and their keys are
-        made known to the policy."""
+        """Store k and v `[Hkv, B, d]` of the newest tokens: on the device, in the pool, and in the policy's state."""
         ...
 
     def fetch(self, layer: int, q: torch.Tensor) -> LayerFetch:
-        """Selects with layer `layer`'s queries q `[H, B, d]`, guessed or true, and starts moving what was selected.
-        Each sequence selects for itself; of what several have in common, the union crosses the link."""
+        """Select tokens with the queries q `[H, B, d]` of `layer`, guessed or true, and start fetching them.
+
+        Each sequence selects for itself. Blocks that sequences share are fetched once.
+        """
         ...
 
     def fetch_all(self, layer: int) -> LayerFetch | None:
-        """Starts moving everything that the sequences see in a dense layer; None where the strategy leaves that to the
-        decode step."""
+        """Start fetching all visible tokens of a dense layer. Return None to leave it to the decode step."""
         ...
 
     def finish(self) -> None:
-        """Enters in the traces, after the last layer, what was selected and what crossed the link."""
+        """Record selections and transfers in the traces, after the last layer."""
         ...

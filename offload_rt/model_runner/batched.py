@@ -1,13 +1,12 @@
-"""Selection of a whole batch at once: each layer is one chain of launches whatever the number of sequences, and nothing
-is asked of the device.
+"""Select tokens for a whole batch at once: one chain of launches per layer, without waiting for the device.
 
-    append     newest rows -> resident rows, newest rows -> pool, newest keys -> scoring keys (rows -> low-bit rows)
-    fetch      scores of all sequences -> tokens and counts -> rows (prefetch stream)
-    attend     resident and fetched rows -> out; with a tail, low-bit rows of what was not selected -> out
+    append     newest KV -> resident KV, newest KV -> pool, newest keys -> scoring keys (KV -> approximate KV)
+    fetch      scores of all sequences -> tokens and counts -> KV (prefetch stream)
+    attend     resident and fetched KV -> out; approximate KV of tokens that were not selected -> out
 
-What the launches read of a step, lengths, slots and tables of addresses, lies in `StepInputs`: tensors of fixed
-addresses that are written before the step. Shapes depend on the number of sequences B and on the bucket of the longest
-context; P = B * Hkv lists of rows, one for each sequence and KV head.
+Lengths, slots and address tables of a step are in `StepInputs`: tensors at fixed addresses, written before the step.
+Shapes depend on the number of sequences B and the bucket of the longest context. There are P = B * Hkv lists, one per
+sequence and KV head.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from .trace import LinkUse
 
 
 def selects_together(batch: DecodeBatch) -> bool:
-    """Whether the policy selects for a batch at once and every sequence has keys to score, and is long enough that it
-    does. Capped scores are attended to one sequence after the other."""
+    """Return whether the policy selects for a batch at once, and every sequence is long enough to select.
+
+    Models with capped scores attend sequence by sequence.
+    """
     selects = any(batch.selects(layer) for layer in range(batch.geometry.layers)) and batch.geometry.softcap is None
     ready = all(s.position > 0 and not batch.sees_all(s) for s in batch.sequences)
     return batch.policy.rule is not None and selects and ready
 
 
+# Slot and visible tokens of padding rows.
 NOWHERE = -1
-"""The slot of a newest token that no sequence has."""
-
-
 NOTHING = Visible(range(0), range(0), range(0))
-"""What it sees."""
 
 
 class StepInputs:
-    """What the launches of a step read, for `size` sequences of up to `capacity` tokens each: tensors that stay where
-    they are, whose values `load` writes before a step. A batch may be smaller: the rows behind it are nobody's, see
-    nothing, and are written nowhere."""
+    """Inputs of a step's launches for `size` sequences of up to `capacity` tokens, at fixed addresses.
+
+    `load` writes their values before a step. A batch may be smaller: padding rows see no tokens and are not stored.
+    """
 
     def __init__(
         self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, size: int, capacity: int
@@ -63,20 +62,19 @@ class StepInputs:
         lists = size * geometry.kv_heads
         self._newest = torch.zeros(4 * size + lists, dtype=torch.int64, device=device)
         self._bounds = torch.zeros(4 * lists + size, dtype=torch.int32, device=device)
+        # Of the newest tokens: ids, positions, slots, and places among the resident KV, int64 `[B]` each; slots `[P]`.
         parts = self._newest.split([size, size, size, size, lists])
         self.tokens, self.positions, self.slots, self.places, self.slots_by_head = parts
-        """int64 `[B]`, the last `[P]`. Of the newest tokens: ids, positions, slots, places among the resident rows,
-        slots again for each KV head."""
         starts, stops, limits, *resident = self._bounds.split([lists, lists, size, lists, lists])
+        # Candidates of layers without a sliding window.
         self.candidates = Spans(starts, stops, limits, capacity, rule.most(capacity))
-        """What the layers that see everything select from."""
+        # First and end of the places of visible resident KV, int32 `[P]` each.
         self.resident = resident[0], resident[1]
-        """The first and behind the last place of the resident rows that they see, int32 `[P]` each."""
 
     def load(self, batch: DecodeBatch) -> None:
-        """Writes who the batch's sequences are, where their rows and keys lie, and what each may see."""
-        nobody = self.size - len(batch.sequences)
-        held = [*batch.sequences, *[batch.sequences[0]] * nobody]
+        """Write the sequences of a batch: where their KV and scoring keys lie, and which tokens are visible."""
+        padding = self.size - len(batch.sequences)
+        held = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in held]
         keys = [s.state.scoring_keys for s in held]
         self.rows.hold([s.blocks for s in held])
@@ -84,46 +82,46 @@ class StepInputs:
         if moved is not None:
             copy_into(moved, self.keys.tables)
         sinks, recent, heads = self._policy.sinks, self._policy.recent, self._heads
-        slots[len(batch.sequences) :] = nobody * [NOWHERE]
+        slots[len(batch.sequences) :] = padding * [NOWHERE]
         by_head = [slot for slot in slots for _ in range(heads)]
         resident_at = [NOWHERE if slot == NOWHERE else place(slot, sinks, recent) for slot in slots]
-        tokens, positions = (own + nobody * [0] for own in (batch.tokens, batch.positions))
+        tokens, positions = (own + padding * [0] for own in (batch.tokens, batch.positions))
         copy_into(torch.tensor([*tokens, *positions, *slots, *resident_at, *by_head]), self._newest)
-        visible = batch.visible(self._selecting) + nobody * [NOTHING]
+        visible = batch.visible(self._selecting) + padding * [NOTHING]
         resident = [span for seen in visible for span in [places(seen, sinks, recent)] * heads]
         candidates = chain.from_iterable(Spans.numbers(visible, heads, self._rule))
         bounds = [*candidates, *(span.start for span in resident), *(span.stop for span in resident)]
         copy_into(torch.tensor(bounds, dtype=torch.int32), self._bounds)
 
     def release(self) -> None:
-        """Lets go of the sequences, until the next `load`."""
+        """Drop references to the sequences until the next `load`."""
         self.rows.release()
         self.keys.release()
 
     @property
     def static(self) -> bool:
-        """Whether a step is launches alone, which depend on nothing but these tensors: the host copies no rows, and no
-        address is a working set's."""
+        """Whether launches depend only on these tensors: the host copies no KV, and there is no working set."""
         return self.rows.in_place and not self.rows.working
 
 
 class BatchedStrategy:
-    """The `Strategy` that selects for the whole batch at once, from the `inputs` that hold it. What it computes depends
-    on nothing but them and the model; what it selected is entered in traces by `finish`."""
+    """Select for the whole batch at once. The launches depend only on `inputs` and the model."""
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
-        """dense: rows of dense layers are fetched as lists too."""
+        """`dense`: fetch dense layers as lists too."""
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
         self._newest = inputs.rows.rows_of(inputs.slots)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and positions int64 `[B]`, which are on the device."""
+        """Return tokens and positions on the device, int64 `[B]` each."""
         return self._inputs.tokens, self._inputs.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps the newest rows k, v `[Hkv, B, d]` of all sequences by one launch each for rows and scoring keys; those
-        of sliding layers, which lie elsewhere, one sequence after the other."""
+        """Store the newest k and v `[Hkv, B, d]` with one launch for KV and one for scoring keys.
+
+        Sliding layers, whose KV lies elsewhere, are stored sequence by sequence.
+        """
         inputs = self._inputs
         if self._batch.geometry.windows[layer] is not None:
             append_each(self._batch, layer, k, v)
@@ -134,7 +132,7 @@ class BatchedStrategy:
             inputs.keys.append(layer, k, v, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
-        """Selects with q `[H, B, d]` and starts one gather; how many rows these are stays on the device."""
+        """Select with q `[H, B, d]` and start one gather. The counts stay on the device."""
         batch, inputs = self._batch, self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
         arriving = inputs.rows.fetch(layer, tokens, counts, overlapping=batch.sharing.overlapping)
@@ -142,7 +140,7 @@ class BatchedStrategy:
         return BatchedFetch(batch, inputs, layer, counts, arriving, tokens)
 
     def fetch_all(self, layer: int) -> BatchedFetch | None:
-        """Starts one gather of all candidates, padded to the capacity; None without `dense`."""
+        """Start one gather of all candidates, padded to the capacity. Return None without `dense`."""
         batch, inputs = self._batch, self._inputs
         if not self._dense:
             return None
@@ -154,7 +152,7 @@ class BatchedStrategy:
         return BatchedFetch(batch, inputs, layer, counts, arriving)
 
     def finish(self) -> None:
-        """Enters the step in the traces; the device is asked only for those who have to know."""
+        """Record the step in the traces. Wait for the device only if a recorder needs the selection."""
         batch, rows = self._batch, self._inputs.rows
         seeing_all = batch.geometry.layers - len(batch.geometry.sliding)
         for sequence in batch.sequences:
@@ -167,7 +165,7 @@ class BatchedStrategy:
                 sequence.trace.enter_rows(layer, visible, len(visible.candidates))
 
     def _enter(self, selection: LayerSelection) -> None:
-        """Enters a layer's selection in traces and slot tables, and tells the recorder."""
+        """Record a layer's selection in traces, slot tables and recorders."""
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
         tallies = None if selection.tally is None else selection.tally.unbind()
         counts = selection.counts[: len(batch.sequences)].unbind()
@@ -185,8 +183,10 @@ class BatchedStrategy:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """What a layer selected: tokens int64 `[P, n]`, of which `counts` `[B]` (those of nobody behind them) of each KV
-    head of a sequence are meant, and `Arriving.tally`, how many rows cross the link."""
+    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[b]` entries of each list are valid.
+
+    `tally` is `Arriving.tally`: the number of transferred entries.
+    """
 
     layer: int
     tokens: torch.Tensor
@@ -196,8 +196,10 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class BatchedFetch:
-    """The `LayerFetch` of a whole batch: rows on their way, of which `counts` `[P]` of each list are meant, and which
-    tokens `[P, n]` they are of where a layer selected them."""
+    """A pending fetch of a whole batch. The first `counts` `[P]` entries of each list are valid.
+
+    `selected` `[P, n]` holds their token indices if a layer selected them.
+    """
 
     batch: DecodeBatch
     inputs: StepInputs
@@ -207,7 +209,7 @@ class BatchedFetch:
     selected: torch.Tensor | None = None
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Returns `[B, H * d]` from q `[H, B, d]`, over resident and fetched rows, and what is known of the others."""
+        """Return the attention output `[B, H * d]` of q `[H, B, d]` over resident, fetched and approximate KV."""
         batch, layer, inputs = self.batch, self.layer, self.inputs
         k, v = self.arriving.wait()
         grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
@@ -226,25 +228,25 @@ class BatchedFetch:
         return out.to(q.dtype).view(inputs.size, -1)
 
 
-MOST_CACHED = 8
-"""Inputs of so many batch sizes and buckets are cached: a few hundred bytes a sequence and layer, and their graphs."""
+MOST_CACHED = 8  # batch sizes and buckets whose inputs and graphs are kept
 
 
 class StrategyCache:
-    """Chooses the strategy of each step, and caches the inputs of the latest batch sizes and buckets."""
+    """Choose the mode of each step, and cache the inputs of the latest batch sizes and buckets."""
 
     def __init__(self) -> None:
         self.inputs: dict[tuple[int, int], StepInputs] = {}
 
     def strategy(self, batch: DecodeBatch) -> Strategy:
-        """Returns a `BatchedStrategy` where policy and link can select for a batch at once, else a
-        `PerSequenceStrategy`."""
+        """Return a `BatchedStrategy` if policy and transfer support it, else a `PerSequenceStrategy`."""
         inputs = self.load(batch)
         return PerSequenceStrategy(batch) if inputs is None else BatchedStrategy(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Returns inputs of `size` sequences (None: as many as there are) that hold the batch; None where policy or
-        link cannot select for it at once."""
+        """Return inputs for `size` sequences (None: the batch size) that hold the batch.
+
+        Return None if the policy or the transfer cannot select for a batch at once.
+        """
         rule, link = batch.policy.rule, batch.link.batched
         if rule is None or link is None or not selects_together(batch):
             return None
@@ -260,6 +262,6 @@ class StrategyCache:
         return self.inputs[key]
 
     def release(self) -> None:
-        """Lets go of the rows and keys of sequences that may have ended."""
+        """Drop references to sequences that may have ended."""
         for inputs in self.inputs.values():
             inputs.release()

@@ -1,15 +1,13 @@
-"""Decode steps as CUDA graphs, one for each batch size and bucket of context lengths: captured once, then replayed with
-other sequences, lengths and tokens, which are data in `batched.StepInputs`. Batch sizes are rounded up, so that few are
-captured: rows behind the last sequence are nobody's.
+"""Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
 
-A launch takes the host 5 to 25 microseconds and a step of an 8B model makes 1,500 of them: on an H100 a replayed step
-of 8,192 tokens takes 10.6 ms where its launches one by one took 67 (`eval/results/gpu`).
+Sequences, lengths and tokens are data in `batched.StepInputs`, so that a graph serves all batches of its size. Batch
+sizes are rounded up, and the rows behind the last sequence are padding. A launch takes the host 5 to 25 µs and a step
+of an 8B model makes 1,500 of them; on an H100 a replayed step takes 10.6 ms instead of 67 (`eval/results/gpu`).
 
-A step stays eager where a launch would depend on more than the inputs: policies whose states select for themselves,
-columns chosen from each prompt, working sets, chunks that sequences share, eviction, weights that stream; and where the
-host has to see into it: a recorder, a step that measures the missed mass. So does the first step of each batch size and
-bucket, which compiles the kernels. Where a capture breaks off, as at a module that asks the device something, all steps
-are eager from then on, and it is said once.
+A step runs eagerly if a launch depends on more than the inputs (per-sequence policies, columns chosen from the prompt,
+working sets, shared blocks, eviction, streamed weights), or if the host must read values in it (recorders, measurement
+of missed mass). The first step of each size is eager too, because it compiles kernels. If a capture fails, all later
+steps are eager, and one warning says so.
 """
 
 from __future__ import annotations
@@ -34,26 +32,26 @@ _log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
-    """Launches that can be repeated. Memory that they allocated belongs to the graph for as long as it lives."""
+    """Launches that can be replayed. Memory allocated by them belongs to the graph."""
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Keeps what `body` launches and returns its results, which hold nothing before `replay`."""
+        """Capture the launches of `body`. Return its results, which are valid after `replay`."""
         ...
 
     def replay(self) -> None:
-        """Launches it all on the compute stream; the results are overwritten."""
+        """Launch everything on the compute stream, and overwrite the results."""
         ...
 
 
 class CudaGraph:
-    """`Graph` of a CUDA device. Other streams that the body forks from the compute stream and joins again are in it."""
+    """A `Graph` on CUDA. It includes streams that the body forks from the compute stream and joins again."""
 
     def __init__(self, pool: Any) -> None:
-        """pool: its memory; what is allocated while it is captured stays there, and goes when the graph goes."""
+        """`pool` is the memory pool for allocations during capture."""
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Captures `body`, of this thread only: the saver's thread may wait for write-backs meanwhile."""
+        """Capture `body` in this thread only, because the saver thread may wait for write-backs meanwhile."""
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
@@ -63,18 +61,18 @@ class CudaGraph:
 
 
 class _Captured:
-    """A step's graph and its results: logits `[B, V]`, and for each layer that selects its counts `[B]`."""
+    """A captured step and its results: logits `[B, V]`, and counts `[B]` for each layer that selects."""
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
         self._layers = [layer for layer in range(batch.geometry.layers) if batch.selects(layer)]
-        # What was written back before cannot be waited for in the graph: the compute stream does, before it.
+        # A graph cannot wait for earlier write-backs, so the compute stream waits for them before it.
         inputs.rows.join()
         inputs.rows.written(behind=False)
         self._logits, *self._counts = graph.capture(lambda: _body(batch, inputs))
 
     def replay(self, strategy: BatchedStrategy, inputs: StepInputs) -> torch.Tensor:
-        """Returns float32 logits `[size, V]` of the step that `inputs` hold; `strategy` is told what it selected."""
+        """Replay the step in `inputs`. Return float32 logits `[size, V]`, and set `strategy.selected`."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.written(behind=True)
@@ -87,7 +85,7 @@ class _Captured:
 
 
 def _body(batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
-    """All launches of a step; what runs in other streams has been joined at its end."""
+    """Launch a step. All streams are joined at its end."""
     strategy = BatchedStrategy(batch, inputs, dense=True)
     logits = DecodeStep(batch, strategy).compute()
     inputs.rows.join()
@@ -98,31 +96,30 @@ class Steps(Protocol):
     """Runs decode steps."""
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Returns float32 logits `[B, V]`, as `DecodeStep.run`."""
+        """Run a decode step. Return float32 logits `[B, V]`."""
         ...
 
 
 class EagerSteps:
-    """Steps whose launches all come from the host."""
+    """Decode steps launched by the host."""
 
     def __init__(self, strategies: StrategyCache) -> None:
         self._strategies = strategies
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Returns float32 logits `[B, V]` of a step by the strategy that suits the batch."""
+        """Run a decode step. Return float32 logits `[B, V]`."""
         return DecodeStep(batch, self._strategies.strategy(batch)).run()
 
 
 class GraphSteps:
-    """Steps that replay a graph where one can be captured. There are at most so many graphs at a time: each keeps the
-    memory of its step."""
+    """Decode steps that replay CUDA graphs if possible. At most `most` graphs are kept: each holds memory."""
 
     def __init__(self, strategies: StrategyCache, make: Callable[[], Graph], most: int = MOST_CACHED) -> None:
         self._strategies, self._make, self._most, self._refused = strategies, make, most, False
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured | None] = weakref.WeakKeyDictionary()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Returns float32 logits `[B, V]`: of an eager step the first time, else of a replay."""
+        """Run a decode step, eagerly the first time for each size. Return float32 logits `[B, V]`."""
         sequences = len(batch.sequences)
         capturable = not self._refused and _capturable(batch)
         inputs = self._strategies.load(batch, padded_batch(sequences)) if capturable else None
@@ -140,32 +137,31 @@ class GraphSteps:
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
-        """As `_capture`; None where it broke off, as it would every time."""
+        """Return `_capture`, or None if it fails; no further captures are tried then."""
         try:
             return self._capture(batch, inputs)
         except RuntimeError as error:
             self._refused = True
             inputs.rows.forget()
             _log.warning(
-                "decode steps of this model cannot be captured and are launched one by one, which may be several times "
-                "slower (cuda_graphs=False says nothing of it): %s", str(error).splitlines()[0],
+                "decode steps of this model cannot be captured as CUDA graphs and may be several times slower (set "
+                "cuda_graphs=False to hide this warning): %s", str(error).splitlines()[0],
             )  # fmt: skip
             return None
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
-        """A graph of a step of `inputs`, in place of the oldest one where there are enough."""
+        """Capture a step of `inputs`. The oldest graph is dropped if there are too many."""
         held = [each for each, graph in self._captured.items() if graph is not None]
         for oldest in held[: len(held) + 1 - self._most]:
             self._captured[oldest] = None
-        # It comes last from now on.
+        # Reinsert it, so that the dictionary stays in order of age.
         del self._captured[inputs]
         self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
         return captured
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Whether nobody looks into the step, moves rows in it or shares them, no address in it is a sequence's own (as of
-    columns chosen from its prompt, or of rows in sliding layers), and the host need not know which experts run."""
+    """Return whether the launches of a step depend only on the inputs, and the host reads no values in it."""
     own = batch.policy.wants_queries or batch.geometry.sliding
     alone = not (batch.sharing.overlapping or batch.geometry.experts or own)
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
@@ -173,10 +169,11 @@ def _capturable(batch: DecodeBatch) -> bool:
 
 
 def steps_for(config: EngineConfig, device: torch.device, strategies: StrategyCache, *, streams: bool) -> Steps:
-    """What the configuration wants. Raises ConfigError for graphs on a device that has none.
+    """Return the runner of decode steps for a configuration.
 
-    streams: whether weights cross the link in every step, by copies that the host starts. Under a limit of the device's
-    memory there is one graph at a time, which is planned for (`DeviceCosts.graphs`)."""
+    `streams`: weights are copied by the host in every step, which rules out graphs. Raises ConfigError if graphs are
+    requested on a device without them.
+    """
     most = most_graphs(config, device, streams=streams)
     if not most:
         return EagerSteps(strategies)
@@ -184,10 +181,12 @@ def steps_for(config: EngineConfig, device: torch.device, strategies: StrategyCa
 
 
 def most_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
-    """How many graphs there are at most at a time, each of which keeps the memory of its step; 0: steps are eager.
-    Raises ConfigError as `steps_for`."""
+    """Return the maximum number of graphs; 0 for eager steps. Raise ConfigError as `steps_for`.
+
+    With `device_memory` there is one graph at a time, whose memory is part of the plan (`DeviceCosts.graphs`).
+    """
     if config.cuda_graphs and device.type != "cuda":
-        raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: leave it out")
+        raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")
     if streams or not config.replays(device.type):
         return 0
     return MOST_CACHED if config.device_memory is None else 1

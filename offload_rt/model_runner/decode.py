@@ -1,8 +1,8 @@
 """One decode step of a batch: the layer loop, top to bottom.
 
-While layer l computes, the rows of layer l + 1 are on the link. What they are is speculated from what layer l knows
-(InfiniGen §4.3): its attention input, or the residual after its attention. A dense layer needs no speculation and is
-requested first of all. How layers select is the strategy's: `per_sequence.py`, `batched.py`.
+While layer l computes, the KV of layer l + 1 is being fetched. Its tokens are speculated from layer l's attention
+input, or from the residual after its attention (InfiniGen §4.3). A dense layer needs no speculation and is fetched first.
+`per_sequence.py` and `batched.py` implement the selection.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from .shared_prefix import Segment
 
 
 class DecodeStep:
-    """Computes the next token of each sequence of a batch: token `tokens[position]` of each goes in, logits come out.
-    `slots.begin_step` must have found a slot for it; the caller commits it afterwards. Sequences never see each other:
-    each gets what it would get alone, though what several have in common is fetched once for all, and in dense layers
-    read once."""
+    """Compute token `tokens[position]` of each sequence of a batch, and return the logits after it.
+
+    `slots.begin_step` must have reserved a slot, and the caller commits the token afterwards. Each sequence gets the
+    result that it would get alone. Shared KV is fetched once, and in dense layers read once.
+    """
 
     def __init__(self, batch: DecodeBatch, strategy: Strategy) -> None:
         self.batch, self.strategy = batch, strategy
@@ -33,20 +34,20 @@ class DecodeStep:
         self.tokens, self.positions = strategy.inputs()
 
     def run(self) -> torch.Tensor:
-        """Returns float32 logits `[B, V]`."""
+        """Run the step. Return float32 logits `[B, V]`."""
         self.begin()
         logits = self.compute()
         self.strategy.finish()
         return logits
 
     def begin(self) -> None:
-        """Does what comes before the first launch: opens the step in the traces, and evicts."""
+        """Start the step in the traces, and evict tokens. Called before the first launch."""
         for sequence in self.batch.sequences:
             sequence.trace.begin_step()
             self._evict(sequence)
 
     def compute(self) -> torch.Tensor:
-        """Runs the layers and returns float32 logits `[B, V]`."""
+        """Run the layers and return float32 logits `[B, V]`."""
         adapter, strategy = self.adapter, self.strategy
         x = adapter.embed(self.tokens, self.positions)
         fetched = self._fetch_dense(0)
@@ -71,8 +72,7 @@ class DecodeStep:
         return adapter.logits(x)
 
     def _evict(self, sequence: Sequence) -> None:
-        """Moves the token that leaves the window to its victim's slot, in a full pool, in every layer, before any layer
-        selects or fetches."""
+        """In a full pool, move the token that leaves the window to its victim's slot, before any layer selects."""
         for layer in range(self.batch.geometry.layers):
             if (moved := sequence.slots.displaced(layer)) is not None:
                 self.link.storage.displace(sequence.blocks, layer, *moved)
@@ -83,12 +83,12 @@ class DecodeStep:
         return self.batch.selects(layer) and self.batch.policy.query_source == query_source
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> LayerFetch:
-        """`attention_input` `[B, D]`: the guess of what layer `layer` will project."""
+        """Select with the query projected from `attention_input` `[B, D]`, a guess of the layer's own."""
         guess = self.batch.policy.correct_guess(layer, attention_input)
         return self.strategy.fetch(layer, self.adapter.query(layer, guess, self.positions))
 
     def _fetch_dense(self, layer: int) -> LayerFetch | None:
-        """Requests everything, if `layer` exists and is dense: first what is shared, then what each has for itself."""
+        """Fetch all visible tokens if `layer` exists and is dense: shared segments first, then private parts."""
         batch = self.batch
         if layer >= batch.geometry.layers or batch.selects(layer):
             return None
@@ -97,7 +97,7 @@ class DecodeStep:
         visible, segments = batch.visible(layer), batch.sharing.segments
         block_tables = [s.blocks for s in batch.sequences]
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
-            segments = ()  # a sliding window begins elsewhere for each; no product over segments caps its scores
+            segments = ()  # sliding windows differ per sequence, and segments do not support capped scores
         shared = [
             (segment, self.link.rows.fetch_range(block_tables[segment.first], layer, segment.tokens))
             for segment in segments
@@ -115,7 +115,7 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class SharedPrefixFetch:
-    """The `LayerFetch` of a dense layer: segments that several sequences share, and what each has for itself."""
+    """A pending fetch of a dense layer: shared segments, and the private part of each sequence."""
 
     scale: float
     sinks: torch.Tensor | None
@@ -123,7 +123,7 @@ class SharedPrefixFetch:
     own: list[SequenceFetch]
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Returns `[B, H * d]` from q `[H, B, d]`; each shared row is read once."""
+        """Return the attention output `[B, H * d]` of q `[H, B, d]`. Shared KV is read once."""
         tickets = [(segment.first, segment.stop, ticket) for segment, ticket in self.segments]
         tickets += [(b, b + 1, fetch.ticket) for b, fetch in enumerate(self.own)]
         runs = [Run(first, stop, part.k, part.v) for first, stop, ticket in tickets for part in ticket.wait()]

@@ -1,5 +1,4 @@
-"""Selection sequence by sequence: the host knows how many rows each one takes, and nothing is padded. This is the
-strategy on a CPU, and of policies whose states select for themselves."""
+"""Select tokens sequence by sequence: on a CPU, and for policies without batched selection. Nothing is padded."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class SequenceFetch:
-    """What one sequence attends to in one layer, on its way. Without a `selection` it is everything visible."""
+    """A pending fetch of one sequence in one layer. Without a `selection` it covers all visible tokens."""
 
     visible: Visible
     selection: Selection | None
@@ -29,7 +28,7 @@ class SequenceFetch:
 def enter_fetches(
     batch: DecodeBatch, layer: int, tickets: Seq[Ticket], selections: Seq[Selection | None]
 ) -> list[SequenceFetch]:
-    """Enters in each sequence's trace what it attends to in `layer`, and the bytes on the link."""
+    """Record attended tokens and transferred bytes of `layer` in each sequence's trace."""
     fetches = []
     for sequence, visible, ticket, selection in zip(
         batch.sequences, batch.visible(layer), tickets, selections, strict=True
@@ -43,7 +42,7 @@ def enter_fetches(
 
 
 def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Keeps the newest rows k, v `[Hkv, B, d]` of a layer, one sequence after the other."""
+    """Store the newest k and v `[Hkv, B, d]` of a layer, sequence by sequence."""
     for b, (sequence, slot) in enumerate(zip(batch.sequences, batch.slots(layer), strict=True)):
         key, value = k[:, b : b + 1], v[:, b : b + 1]
         sequence.trace.bytes_to_host += batch.link.storage.append(sequence.blocks, layer, slot, key, value)
@@ -53,25 +52,24 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
 
 
 class PerSequenceStrategy:
-    """The `Strategy` that asks each sequence's policy state in turn."""
+    """Select with each sequence's policy state in turn."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and positions int64 `[B]`, sent to the device."""
+        """Return tokens and positions on the device, int64 `[B]` each."""
         device = self._batch.adapter.device
         return to_device(torch.tensor(self._batch.tokens), device), to_device(
             torch.tensor(self._batch.positions), device
         )
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps the newest rows k, v `[Hkv, B, d]`, one sequence after the other."""
+        """Store the newest k and v `[Hkv, B, d]`, sequence by sequence."""
         append_each(self._batch, layer, k, v)
 
     def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
-        """Selects with q `[H, B, d]` and starts a fetch for each sequence; where sequences share chunks, rows that
-        several selected cross once."""
+        """Select with q `[H, B, d]` and start a fetch per sequence. Tokens in shared blocks are fetched once."""
         batch, rows = self._batch, self._batch.link.rows
         visible, block_tables = batch.visible(layer), [s.blocks for s in batch.sequences]
         selections = [self._select(layer, s, q[:, b], visible[b]) for b, s in enumerate(batch.sequences)]
@@ -84,14 +82,13 @@ class PerSequenceStrategy:
         return PerSequenceFetch(batch, layer, enter_fetches(batch, layer, tickets, selections))
 
     def fetch_all(self, layer: int) -> None:
-        """Returns None: the decode step fetches dense layers, with what sequences share."""
+        """Return None: the decode step fetches dense layers, including shared prefixes."""
 
     def finish(self) -> None:
-        """Does nothing: everything has been entered as it was fetched."""
+        """Do nothing: everything was recorded when it was fetched."""
 
     def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: Visible) -> Selection | None:
-        """Returns what the sequence selects with q `[H, d]`, None for everything. How many tokens these are is asked of
-        the device only for those who have to know."""
+        """Return the selection for q `[H, d]`, or None for all tokens. Wait for counts only if someone needs them."""
         if self._batch.sees_all(sequence):
             return None
         selection = sequence.state.select(layer, q, visible)
@@ -104,19 +101,19 @@ class PerSequenceStrategy:
 
 @dataclass(frozen=True)
 class PerSequenceFetch:
-    """A `LayerFetch` of which each sequence attends to its own part."""
+    """A `LayerFetch` with one part per sequence."""
 
     batch: DecodeBatch
     layer: int
     fetches: list[SequenceFetch]
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Returns `[B, H * d]` from q `[H, B, d]`, one sequence after the other."""
+        """Return the attention output `[B, H * d]` of q `[H, B, d]`, sequence by sequence."""
         outs = [self._attend(s, q[:, b], self.fetches[b]) for b, s in enumerate(self.batch.sequences)]
         return torch.stack(outs).flatten(1)
 
     def _attend(self, sequence: Sequence, q: torch.Tensor, fetch: SequenceFetch) -> torch.Tensor:
-        """Returns `[H, d]` from q `[H, d]`."""
+        """Return the attention output `[H, d]` of q `[H, d]`."""
         batch, layer = self.batch, self.layer
         scale, parts = batch.geometry.scales[layer], fetch.ticket.wait()
         softcap, sinks = batch.geometry.softcap, batch.adapter.sinks(layer)

@@ -1,7 +1,7 @@
-"""Exact prefill, layer-major: one layer at a time over all new tokens, its K and V leaving for the host as they come.
+"""Exact prefill: one layer at a time over all new tokens. K and V of a layer are copied to the host as they are made.
 
-Device memory beside the weights: one hidden state `[T, D]`, changed in place slice by slice; one layer's K and V; and
-one slice's queries, attention and MLP.
+Device memory besides the weights: one hidden state `[T, D]`, updated in place slice by slice; K and V of one layer; and
+queries, attention and MLP of one slice.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..policies.base import PolicyState
 from ..transfer.link import KVStorage, PrefilledLayer
 from .sequence import Sequence
 
-LOGITS_AT_ONCE = 64
-"""Tokens whose logits over the vocabulary are in memory together."""
+LOGITS_AT_ONCE = 64  # tokens whose logits are in memory together
 
 
 class Prefill:
-    """The prefill of tokens [block table.length, stop) of one sequence, one layer a call, so that running decodes need
-    not wait for all of it. What the block table has already (a reused prefix) is loaded layer by layer, and its rows
-    are made known to the policy if they are not yet. The pool must have room reserved. When the last layer is done,
-    `logits` `[n, V]` holds what follows each of the last n tokens that was asked for, and the caller commits the block
-    table.
+    """Prefill of tokens [block_table.length, stop) of one sequence, one layer per call.
 
-    Where rows lie on disk, and a layer's need not fit in memory, it goes through the layers once for each segment of
-    the prompt, and attends block by block to what was there before."""
+    Decode steps of other requests run between the calls. KV of a cached prefix is loaded layer by layer and passed to
+    the policy if needed. Blocks must be reserved before. After the last layer, `logits` `[n, V]` holds the logits of
+    the last n tokens, and the caller commits the block table.
+
+    If KV lies on disk, so that a layer need not fit in memory, the prompt passes through the layers segment by segment
+    and attends to earlier KV block by block.
+    """
 
     def __init__(
         self,
@@ -46,12 +46,18 @@ class Prefill:
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
-        """logits_of: n, tokens of the last slice. segment_tokens: most tokens of a segment, whole slices; None is all
-        of them. `before_layer(layer)` is called before a layer is computed: the rows
-        that the block table has already must be in the pool when it returns. `after_layer(layer)` is for the runner to
-        call, when a layer is computed and, after the last one, committed. `every_logits(t, logits)`, if given, is
-        called at the end of each segment with the logits `[m, V]` of what follows tokens t, t + 1, ..., a few at a
-        time."""
+        """Prepare the prefill.
+
+        Args:
+            slice_tokens: Tokens whose attention and MLP are computed together.
+            logits_of: Number n of last tokens whose logits are returned, at most one slice.
+            segment_tokens: Maximum tokens of a segment, a multiple of `slice_tokens`; None is the whole prompt.
+            before_layer: Called with a layer before it is computed. When it returns, KV of earlier tokens must be in
+                the pool.
+            after_layer: For the runner to call when a layer has been computed, and committed after the last one.
+            every_logits: Called as `every_logits(t, logits)` at the end of each segment, with logits `[m, V]` of
+                tokens t, t + 1, ..., a few at a time.
+        """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
@@ -66,7 +72,7 @@ class Prefill:
         self._begin_segment(sequence.blocks.length)
 
     def _begin_segment(self, start: int) -> None:
-        """The next tokens, from `start` on, as they enter the first layer."""
+        """Embed the next segment, starting at token `start`."""
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
         self._slices = slices_of(stop - start, self._slice_tokens)
@@ -76,7 +82,7 @@ class Prefill:
 
     @property
     def tokens(self) -> int:
-        """How many a layer computes now."""
+        """Number of tokens in the current segment."""
         return self._segment_stop - self._start
 
     @property
@@ -85,12 +91,12 @@ class Prefill:
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing has been computed."""
+        """Whether nothing has been computed yet."""
         return not self._began
 
     @property
     def layer(self) -> int:
-        """Layers that have run for all tokens."""
+        """Number of layers that have run for all tokens."""
         return self._layer if self._last else 0
 
     @property
@@ -99,7 +105,7 @@ class Prefill:
         return self.layer == self._adapter.geometry.layers
 
     def run_layer(self) -> None:
-        """Computes one layer for all tokens of a segment."""
+        """Compute one layer for all tokens of the segment."""
         last = self._adapter.geometry.layers - 1
         assert self._layer <= last
         self._began = True
@@ -127,8 +133,11 @@ class Prefill:
         return keys_and_values(self._adapter, self._layer, inputs, (self._positions[s] for s in self._slices))
 
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
-        """The layer's second half, over K and V of the tokens that it sees. Of the last layer only the outputs of the
-        last tokens, if any, are ever read. The policy hears nothing of sliding layers, which select nothing."""
+        """Compute attention and MLP of a layer, slice by slice.
+
+        In the last layer only slices are computed whose outputs are read. Sliding layers are not passed to the policy,
+        because nothing is selected in them.
+        """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None
         if rows.past:
@@ -150,14 +159,16 @@ class Prefill:
             learn(state, layer, kv, rows.first, self._learn_from)
 
     def _read_slices(self) -> list[slice]:
-        """Those of the segment's slices whose outputs of the last layer are read."""
+        """Return the slices whose outputs of the last layer are read."""
         if self._every_logits is not None:
             return self._slices
         return self._slices[-1:] if self._logits_of and self._last else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Attention and MLP of `slices` over a past that is gone through once for all of them, block by block; what of
-        it the policy does not know yet, it learns."""
+        """Compute attention and MLP of `slices`, reading earlier KV once for all of them, block by block.
+
+        Earlier KV that is new to the policy is passed to it.
+        """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attending = []
         for s in slices:
@@ -174,8 +185,10 @@ class Prefill:
 def go_through(
     parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
-    """Rows of a layer from the first token on, part by part, each of which is there once: all of `attending` attend to
-    it, and the policy's state hears of those from token `start` on."""
+    """Let all of `attending` attend to the parts of a layer's KV, which can be read only once.
+
+    KV of tokens from `start` on is passed to the policy's state.
+    """
     at = 0
     for part in parts:
         for each in attending:
@@ -185,7 +198,7 @@ def go_through(
 
 
 def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
-    """The policy's state hears of a layer's rows, of the tokens from `at` on, those from token `start` on."""
+    """Pass KV of tokens from `start` on to the policy's state. `rows` begins at token `at`."""
     if (known := max(0, start - at)) < rows.k.shape[1]:
         state.on_keys(layer, rows.k[:, known:], at + known)
         state.on_values(layer, rows.v[:, known:], at + known)

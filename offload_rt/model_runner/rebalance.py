@@ -1,4 +1,4 @@
-"""Rebalancing a full pool between the sequences of a batch, where they evict in place: the longest shrinks first."""
+"""Rebalance a full pool between sequences that evict in place: the longest one shrinks first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .sequence import Sequence
 
 
 def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: Policy) -> None:
-    """Before a step, gives each sequence that needs another chunk, and finds none free, one of the longest sequence of
-    the batch, as long as that one stays at least as long. A sequence that gets none overwrites its own slots."""
+    """Move blocks from the longest sequence of the batch to sequences that need one and find none free.
+
+    The longest sequence stays at least as long as the others. A sequence that gets no block overwrites its own tokens.
+    """
     for sequence in batch:
         if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
             continue
@@ -26,8 +28,7 @@ def rebalance(batch: Seq[Sequence], pool: HostPool, storage: KVStorage, policy: 
 
 
 def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Policy) -> None:
-    """Gives the sequence's last chunk back to the pool and evicts the tokens of every layer that matter least; does
-    nothing where the slot table refuses."""
+    """Free the last block of a sequence and evict its least important tokens. Does nothing if that is impossible."""
     blocks = sequence.blocks
     moves = sequence.slots.shrink(blocks)
     if moves is None:
@@ -37,6 +38,6 @@ def _shrink(sequence: Sequence, pool: HostPool, storage: KVStorage, policy: Poli
             storage.move(blocks, layer, slot, target)
             if layer not in policy.dense_layers:
                 sequence.state.on_moved(layer, slot, target)
-    storage.close(blocks)  # resident rows lie elsewhere now
+    storage.close(blocks)  # resident KV has moved to other slots
     pool.shrink(blocks, blocks.capacity - CHUNK)
     storage.open(blocks, policy.sinks, policy.recent)

@@ -1,4 +1,4 @@
-"""A sequence on its way: its tokens, its hold on the pool, and what the policy remembers of it."""
+"""A running sequence: tokens, blocks, and policy state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from .trace import Trace
 
 @dataclass(eq=False)
 class Sequence:
-    """tokens: prompt and what was generated. The first `position` of them have been computed in every layer; a decode
-    step computes the next one. The rows of the first `exact` come from exact attention; those of the first `unlearned`
-    from the prefix tree, and the policy's state learns their keys with the next prefill, but for those of the first
-    `learned`, which it has from another sequence's. `slots` says where rows lie in `blocks`. The sequence owns block
-    table, slots and state; all three fork with it.
+    """A running sequence. It owns its block table, slots and policy state, which fork with it.
 
-    `shift` is how many tokens have been cut out of it: token t, if it is yet to be computed, has position t + shift.
-    `provenance` names the cache salt and what was cut: it is part of the key of every chunk. `interrupted`: a step on
-    it was interrupted, so that resident rows and policy state may be a token ahead in some layers (rows in the pool
-    below `position` are right). `expected` is the number of tokens that it may grow to, as far as is known, and `forks`
-    how many others will fork from it and may grow as long. `draft_start`: while drafts are decoded, the first token
-    that may be taken back: what its windows show is kept. `drafter`: the same text in the pool of a draft model."""
+    Attributes:
+        tokens: Prompt and generated tokens.
+        blocks: Block table.
+        slots: Slots of the tokens in `blocks`.
+        position: Number of tokens that are computed in every layer. A decode step computes the next one.
+        exact: Number of first tokens whose KV comes from exact attention.
+        unlearned: Number of first tokens whose KV was cached. The next prefill passes their keys to the policy state.
+        learned: Those of them that the policy state knows already, from another sequence's state.
+        shift: Number of tokens cut out by truncation. Token t, if not computed yet, has position t + shift.
+        provenance: Cache salt and truncations, part of every block's key.
+        interrupted: A step was interrupted: resident KV and policy state may be a token ahead in some layers. KV in the
+            pool before `position` is valid.
+        expected: Number of tokens that the sequence may grow to, as far as known.
+        forks: Number of sequences that will fork from this one and may grow as long.
+        draft_start: While drafts are decoded, the first token that may be discarded. Its windows are kept.
+        drafter: Sequence of the same text in the draft model's KV cache.
+    """
 
     id: int
     tokens: list[int]
@@ -50,20 +57,22 @@ class Sequence:
 
     @property
     def chunks_ahead(self) -> int:
-        """Chunks that it and its forks may take from the pool before they have `expected` tokens each."""
+        """Number of blocks that this sequence and its forks may still take until they have `expected` tokens each."""
         chunks, shared = -(-self.expected // CHUNK), (len(self.tokens) - 1) // CHUNK
         return max(0, chunks - len(self.blocks.chunks)) + self.forks * max(0, chunks - shared)
 
     def check_integrity(self) -> None:
-        """Asserts that tokens, block table and policy state agree."""
+        """Assert that tokens, block table and policy state agree."""
         assert self.blocks.length <= self.position <= len(self.tokens)
         assert self.blocks.length == min(self.position, self.blocks.capacity)
         self.state.check_integrity()
 
 
 def key_reader(pool: HostPool, storage: KVStorage, blocks: BlockTable) -> KeyReader:
-    """Returns what reads a block table's keys `[Hkv, n, d]` where they lie: a view if the chunks are one run, else a
-    copy. Rows that `storage` is still writing back are waited for."""
+    """Return a function that reads keys `[Hkv, n, d]` from the pool, after pending write-backs.
+
+    It returns a view if the blocks are contiguous, else a copy.
+    """
 
     def read(layer: int, tokens: range) -> torch.Tensor:
         storage.settle(blocks)

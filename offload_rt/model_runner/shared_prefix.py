@@ -1,6 +1,7 @@
-"""What a batch shares: the chunk lists of its sequences in tree order form a trie; a *segment* is a maximal run of its
-chunks with the same sequences below. Attention over segments and over what each sequence has for itself is
-`kernels.segments.attend_runs`: each shared row is read once, not once for each sequence.
+"""Find prefixes that sequences of a batch share (ChunkAttention, Hydragen).
+
+The block lists of the sequences in sorted order form a trie. A *segment* is a maximal run of blocks with the same
+sequences below. `kernels.segments.attend_runs` attends over segments and private parts, and reads shared KV once.
 """
 
 from __future__ import annotations
@@ -15,18 +16,15 @@ from ..core import CHUNK, BlockTable, Visible
 from ..kernels.h2d_copy import to_device
 
 PAYS_FROM_BYTES = 2 << 20
-"""A segment costs one more product and merge, and saves reading its rows for all sequences but one; on one thread of a
-CPU that pays from about so many saved bytes on. Two or three queries at once cost nearly as much as one by one: what so
-few sequences save counts a quarter. `offload-rt bench-sharing` prints the gain by batch, prefix and suffix."""
+"""Saved bytes from which a segment, which costs one more product and merge, is faster on one CPU thread."""
 
 NEVER_PAYS = 1 << 62
-"""For `pays_from`: no segments at all."""
+"""Value of `pays_from` that disables segments."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Token slots `tokens`, whole chunks, that sequences [first, stop) of the batch hold in common; `first` reads them
-    for all."""
+    """Whole blocks with token slots `tokens` that sequences [first, stop) of the batch share. `first` reads them."""
 
     first: int
     stop: int
@@ -35,13 +33,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a batch shares, in tree order.
+    """Shared prefixes of a batch, in tree order.
 
-    order: the batch's positions so that the sequences of any chunk are neighbours; `restore` undoes it.
-    segments: those worth a product of their own, parents before children; along each sequence they follow each other
-        from slot 0 on without a gap.
-    private: for each sequence (in tree order) the slot where its own rows start.
-    overlapping: whether any two sequences hold a chunk in common, worth a product or not.
+    Attributes:
+        order: Permutation of the batch such that sequences with a common block are adjacent; `restore` inverts it.
+        segments: Segments that are worth a product of their own, parents before children. Along each sequence they are
+            contiguous and begin at slot 0.
+        private: For each sequence, in tree order, the slot at which its private part starts.
+        overlapping: Whether any two sequences share a block, even if no segment is worth it.
     """
 
     order: tuple[int, ...]
@@ -50,7 +49,7 @@ class Sharing:
     overlapping: bool
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `[B, ...]` in tree order, in the order of the batch."""
+        """Return `rows` `[B, ...]`, which are in tree order, in the order of the batch."""
         if all(i == at for at, i in enumerate(self.order)):
             return rows
         back = torch.tensor(sorted(range(len(self.order)), key=self.order.__getitem__))
@@ -58,9 +57,11 @@ class Sharing:
 
     @classmethod
     def of(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
-        """From chunk ids alone. token_bytes: K and V of one token in one layer. A segment that saves fewer than
-        `pays_from` bytes (see PAYS_FROM_BYTES) is left to those below it: it becomes part of each child's, in the end
-        of each sequence's own rows."""
+        """Compute the sharing from block ids.
+
+        `token_bytes` is the size of K and V of one token in one layer. Segments that save fewer than `pays_from` bytes
+        become part of their children, or of the private parts.
+        """
         order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].chunks)
         chunks = [block_tables[i].chunks for i in order]
         segments: list[Segment] = []
@@ -73,14 +74,14 @@ class Sharing:
         return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
 
     def own(self, b: int, visible: Visible) -> Visible:
-        """What of `visible`, which begins at slot 0, sequence `b` (in tree order) has for itself."""
+        """Return the private part of `visible`, which begins at slot 0, for sequence `b` in tree order."""
         start = self.private[b]
         recent = range(max(start, visible.recent.start), visible.recent.stop)
         return Visible(range(start, start), range(start, recent.start), recent)
 
 
 def _branches(chunks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
-    """Those slices [first, stop) of at least two sequences that have the same chunk at `depth`."""
+    """Return slices [first, stop) of at least two sequences with the same block at `depth`."""
     groups = groupby(range(first, stop), key=lambda i: chunks[i][depth] if depth < len(chunks[i]) else ~i)
     slices = [(members[0], members[-1] + 1) for members in (list(group) for _, group in groups)]
     return [(a, b) for a, b in slices if b - a > 1]
@@ -89,9 +90,9 @@ def _branches(chunks: Seq[list[int]], first: int, stop: int, depth: int) -> list
 def _descend(
     chunks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, segments: list[Segment]
 ) -> None:
-    """Sequences [first, stop) have the same chunk at `depth`; those from `start` on are not in a segment yet."""
+    """Add segments of sequences [first, stop), which share a block at `depth`. Blocks before `start` are done."""
     low, high = chunks[first], chunks[stop - 1]
-    # In lexicographic order whatever the first and the last have in common, all between them have too.
+    # In lexicographic order, all sequences between share what the first and the last share.
     end = depth + 1
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
@@ -103,13 +104,12 @@ def _descend(
 
 
 def _saved(sequences: int, tokens: int) -> int:
-    """Tokens that need not be read, as far as that saves time."""
+    """Return the number of saved tokens. For two or three sequences a joint product saves a quarter as much."""
     return (sequences - 1) * tokens // (1 if sequences > 3 else 4)
 
 
 class SharedPrefixes:
-    """The `Sharing` of the latest batch, made again only when the batch or a block table's chunks have changed: every
-    64 tokens of a sequence, not every step (ChunkAttention §3.3)."""
+    """Cache the `Sharing` of the latest batch until the batch or its blocks change (ChunkAttention §3.3)."""
 
     def __init__(self, token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> None:
         self._token_bytes, self._pays_from = token_bytes, pays_from
@@ -117,7 +117,7 @@ class SharedPrefixes:
         self._sharing = Sharing.of([], token_bytes)
 
     def of(self, block_tables: Seq[BlockTable]) -> Sharing:
-        """What a batch with these block tables shares."""
+        """Return the sharing of a batch with these block tables."""
         chunks = [blocks.chunks for blocks in block_tables]
         if chunks != self._chunks:
             self._sharing = Sharing.of(block_tables, self._token_bytes, self._pays_from)

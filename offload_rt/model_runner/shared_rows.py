@@ -1,9 +1,7 @@
-"""What policies keep of a shared prefix, such as low-bit rows, is made once: a sequence that begins with chunks of
-another takes what that one's state knows of them, and its prefill teaches its own state the rest.
+"""Share policy state, such as approximate KV, between sequences with a common prefix.
 
-What a state knows of a token may depend on its keys and values alone (`PolicyState.fork_prefix`), and these are the
-same where the chunk is. Only tokens that a prefill computed are taken: their rows entered the states of all who have
-the chunk from there. Where rows are rounded, or overwritten in place (eviction), the runner asks for nothing.
+State of a token depends on its key and value only (`PolicyState.fork_prefix`), which are equal in shared blocks. Only
+tokens that a prefill computed are shared. With quantised KV or eviction nothing is shared.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from .sequence import Sequence
 
 
 def learn_from_others(sequence: Sequence, others: Iterable[Sequence]) -> None:
-    """Of the first `unlearned` tokens of a sequence, takes as many as possible from the state of one of `others` that
-    has the same chunks, and knows them."""
+    """Take policy state for as many `unlearned` tokens as possible from one of `others` with the same blocks."""
     found = max(
         ((_known(other, sequence), -other.id, other) for other in others if other is not sequence), default=None
     )
@@ -30,7 +27,7 @@ def learn_from_others(sequence: Sequence, others: Iterable[Sequence]) -> None:
 
 
 def _known(other: Sequence, sequence: Sequence) -> int:
-    """How many of a sequence's unlearned tokens lie in chunks of `other`, whose state knows them."""
+    """Return how many of a sequence's unlearned tokens the state of `other` knows."""
     if other.unlearned or other.interrupted:
         return 0
     pairs = zip(other.blocks.chunks, sequence.blocks.chunks, strict=False)

@@ -1,8 +1,8 @@
-"""Where a sequence's tokens lie in its block table, and which are evicted when the pool is full (InfiniGen §4.4).
+"""Slots of a sequence's tokens in its block table, and token eviction if the pool is full (InfiniGen §4.4).
 
-Slots [0, sinks) hold the first tokens and the last `recent` slots the newest ones, so that what a policy selects
-from is one range in every layer, before and after eviction begins. From then on the last slots are a ring: the token
-that leaves the window moves to its victim's slot, layer by layer, and the newest token takes its place in the ring.
+Slots [0, sinks) hold the first tokens, and the last `recent` slots hold the newest ones, so that a policy selects from
+the slots between them, before and after eviction begins. If the pool is full, the last `recent` slots are a ring: the
+token that leaves the window moves to the slot of a victim, layer by layer, and the newest token takes its place.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..kv_cache.pool import HostPool
 from ..utils.units import format_size
 
 Moves = list[tuple[int, int]]
-"""(slot, target): the row in `slot` also takes slot `target`."""
+"""(slot, target): copy the KV in `slot` to slot `target`."""
 
 
 class SlotTable(Protocol):
-    """The slots of one sequence. `begin_step` decides where the newest token goes; the rest holds for that step."""
+    """Slots of one sequence. `begin_step` chooses the newest token's slot; the properties hold for that step."""
 
     @property
     def listens(self) -> bool:
-        """Whether `selected` is to be called."""
+        """Whether `selected` must be called."""
         ...
 
     @property
@@ -37,45 +37,46 @@ class SlotTable(Protocol):
 
     @property
     def context(self) -> int:
-        """N: slots in use, the newest included."""
+        """Number of slots in use, including the newest (N)."""
         ...
 
     @property
     def grows(self) -> bool:
-        """Whether the sequence takes a new chunk where its last one is full and eviction may have to find it one."""
+        """Whether the sequence takes a new block when the last one is full, possibly one freed by eviction."""
         ...
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """(slot, victim): the row in `slot` has to move to `victim` before the newest token takes `slot`."""
+        """Return (slot, victim): KV in `slot` must move to `victim` before the newest token takes `slot`."""
         ...
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """The token at `position` is next. Raises PoolFullError where there is no room for it."""
+        """Prepare the slot of the token at `position`. Raise PoolFullError if there is no room."""
         ...
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Between steps, vacates the last chunk. Returns for each layer the (slot, target) pairs of rows that have to
-        move, in order, before the pool takes the chunk; None, with nothing changed, where that cannot be."""
+        """Vacate the last block, between steps. Return the moves of each layer, in order, to make before it is freed.
+
+        Return None, with nothing changed, if that is impossible.
+        """
         ...
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Rows of `slots` int64 `[Hkv, n]` were selected in this step."""
+        """Record that `slots` int64 `[Hkv, n]` were selected in this step."""
         ...
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Positions of the tokens in `slots` (any shape) of a layer, during this step."""
+        """Return the positions of the tokens in `slots` (any shape) of a layer, during this step."""
         ...
 
     def fork(self) -> SlotTable:
-        """An independent copy."""
+        """Return an independent copy."""
         ...
 
 
 class AppendOnly:
-    """Token t in slot t for ever: a full pool is an error."""
+    """Token t stays in slot t. A full pool is an error."""
 
     grows = False
-    """No other sequence shrinks for it."""
 
     listens = False
 
@@ -85,43 +86,42 @@ class AppendOnly:
 
     @property
     def context(self) -> int:
-        """Slots in use: one for each token."""
+        """Number of slots in use: one per token."""
         return self.newest + 1
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Nothing ever moves."""
+        """Return None: nothing moves."""
         return None
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Reserves the slot at `position`. Raises PoolFullError where there is no chunk for it."""
+        """Reserve the slot at `position`. Raise PoolFullError if there is no free block."""
         self._pool.reserve(blocks, position + 1)
         self.newest = position
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Returns None: nothing is ever evicted."""
+        """Return None: nothing is evicted."""
         return None
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Does nothing: `listens` is False."""
+        """Do nothing: `listens` is False."""
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Returns `slots`: token t is in slot t."""
+        """Return `slots`, because token t is in slot t."""
         return slots
 
     def fork(self) -> AppendOnly:
-        """An independent copy."""
+        """Return an independent copy."""
         twin = AppendOnly(self._pool)
         twin.newest = self.newest
         return twin
 
 
 class InPlaceEviction:
-    """Token t in slot t while the pool has room; then the newest tokens overwrite victims of their own sequence, which
-    grows no more and only shrinks, chunk by chunk, for shorter ones. Sinks and the recent window are
-    spared; with `protect="none"` the sinks are not. Chunks that another sequence holds are never overwritten, chunks
-    that only the prefix tree holds leave it.
+    """Token t stays in slot t while the pool has room. Then new tokens overwrite victims of their own sequence.
 
-    Mutated by `begin_step` (positions, victims), `shrink` and `selected` (use); the rows are the link's to move.
+    From then on the sequence does not grow. It may shrink block by block for shorter sequences. Sinks (unless
+    `protect="none"`) and the recent window are never overwritten, nor are blocks of other sequences. Overwritten blocks
+    leave the prefix tree. The caller moves the KV.
     """
 
     listens = True
@@ -131,32 +131,33 @@ class InPlaceEviction:
         self._sinks = sinks if options.protect == "window" else 0
         self._recent = recent
         groups = pool.groups
+        # Sliding layers keep token t in slot t and free their blocks by age.
         self._seeing_all = [layer for layer, group in enumerate(groups.group) if group == 0]
-        """What slides keeps its tokens where they are, and gives them back by age."""
         self._place = {layer: groups.place[layer] for layer in self._seeing_all}
         self._layers, self._all_layers = len(self._seeing_all), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
         self._victims: list[int] | None = None
-        self._ring_start = 0
-        """The position of a token that takes the ring's first slot."""
+        self._ring_start = 0  # position of a token in the first slot of the ring
         self.newest = -1
         self.context = 0
 
     @property
     def grows(self) -> bool:
-        """Whether it has not begun to overwrite."""
+        """Whether nothing has been overwritten yet."""
         return self._victims is None
 
     def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Returns the newest token's slot and this step's victim in `layer`; None while the sequence grows."""
+        """Return the newest token's slot and this step's victim in `layer`; None while the sequence grows."""
         if self._victims is None or layer not in self._place:
             return None
         return self.newest, self._victims[self._place[layer]]
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Takes the next slot while the pool has chunks; else chooses a victim in every layer and a place in the ring.
-        Raises PoolFullError where nothing may be overwritten."""
+        """Take the next slot if the pool has room; else choose a victim in every layer and a slot in the ring.
+
+        Raises PoolFullError if nothing can be overwritten.
+        """
         if self._victims is None and not self._grow(blocks, position):
             self._need(blocks.capacity > self._sinks + self._recent, blocks)
             self._victims, self._ring_start = [], position
@@ -166,8 +167,7 @@ class InPlaceEviction:
             self._overwrite(blocks, position)
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Evicts the victims of every layer: survivors of the last chunk fill their places, the ring
-        moves down in order. From then on the sequence overwrites."""
+        """Evict victims in every layer. Survivors of the last block fill their slots, and the ring moves down."""
         remaining, used = blocks.capacity - CHUNK, self.context
         first, dropped = remaining - self._recent, used - remaining
         if first <= self._sinks or dropped <= 0 or not self._owns(blocks, first):
@@ -188,19 +188,19 @@ class InPlaceEviction:
         return moves
 
     def _owns(self, blocks: BlockTable, first: int) -> bool:
-        """Whether the chunks from slot `first` on are, or become, this sequence's alone."""
+        """Return whether the blocks from slot `first` on belong to this sequence alone. Claims them if possible."""
         return all(self._pool.claim(blocks, index) for index in range(first // CHUNK, len(blocks.chunks)))
 
     def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Enters the use of `slots` int64 `[Hkv, n]` in the state that ranks victims."""
+        """Record the use of `slots` int64 `[Hkv, n]` for the ranking of victims."""
         self._state.touch(self._place[layer], slots.to(self._state.position.device), self._known - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Positions int64 of the tokens in `slots` (any shape), from the table of the layer."""
+        """Return the positions int64 of the tokens in `slots` (any shape)."""
         return self._state.position[self._place[layer]][slots.to(self._state.position.device)]
 
     def fork(self) -> InPlaceEviction:
-        """An independent copy; a sequence that overwrites cannot be forked, for its chunks change in place."""
+        """Return an independent copy. A sequence that overwrites tokens cannot be forked."""
         assert self.grows
         twin = InPlaceEviction(self._pool, self._options, self._sinks, self._recent)
         twin._state = self._state.clone()
@@ -208,7 +208,7 @@ class InPlaceEviction:
         return twin
 
     def _grow(self, blocks: BlockTable, position: int) -> bool:
-        """Room for one more token at the end, and every token up to it entered in the table; False if there is none."""
+        """Reserve a slot at the end. Return False if there is no room."""
         try:
             self._pool.reserve(blocks, position + 1)
         except PoolFullError:
@@ -232,8 +232,10 @@ class InPlaceEviction:
         self._victims = chosen[:, 0].tolist()
 
     def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
-        """bool `[slots]`: sinks, the ring from slot `first` on, and chunks that others hold. The ring's own chunks
-        must be this sequence's, since it writes there."""
+        """Return bool `[slots]`: sinks, the ring from slot `first` on, and blocks of other sequences.
+
+        Blocks of the ring must belong to this sequence, which writes to them.
+        """
         protected = torch.zeros(blocks.capacity, dtype=torch.bool)
         protected[: self._sinks] = True
         protected[first:] = True
@@ -247,14 +249,13 @@ class InPlaceEviction:
         if not possible:
             held = blocks.capacity * self._pool.chunk_bytes // CHUNK
             raise PoolFullError(
-                f"the host pool is full and this sequence's {blocks.capacity} token slots ({format_size(held)}) have "
-                f"none to overwrite: {self._sinks} sinks, {self._recent} recent tokens and shared chunks are spared; "
-                f"raise host_memory from {format_size(self._pool.limit_bytes)} or lower the policy's sinks and recent"
+                f"the KV cache is full and none of this sequence's {blocks.capacity} tokens ({format_size(held)}) can "
+                f"be evicted: {self._sinks} sinks, {self._recent} recent tokens and shared blocks are protected; raise "
+                f"host_memory from {format_size(self._pool.limit_bytes)}, or lower the policy's sinks and recent"
             )
 
 
 def _filled(gone: set[int], vacated: range) -> Moves:
-    """Moves that fill the places of the victims `gone` with the survivors of `vacated`, where as many slots as there
-    are victims have to be empty."""
+    """Return moves that fill the slots of the victims `gone` with survivors of `vacated`."""
     holes = sorted(gone - set(vacated))
     return list(zip((slot for slot in vacated if slot not in gone), holes, strict=True))

@@ -1,4 +1,4 @@
-"""What a run did, counted where it happens: a `Trace` per sequence, which `engine.stats` sums up."""
+"""Counters of one sequence, which `engine.stats` summarises."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..kv_cache.disk.disk_use import DiskUse
 from ..transfer.link import Ticket
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
-MOST_PENDING = 4096
-"""Counts left on the device before they are read: a wait in more than a hundred steps of a large model."""
+MOST_PENDING = 4096  # counts left on the device before they are read: about a hundred steps of a large model
 
 
 class Recorder(Protocol):
-    """Is told what one sequence attends to. The decode loop calls a trace's recorder where there is one."""
+    """Receives the selected tokens of one sequence."""
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """The token at `position`, in a layer that selects, attends to those at positions `tokens` `[Hkv, n]` besides
-        the resident ones; layers come in rising order."""
+        """Record that the token at `position` selects positions `tokens` `[Hkv, n]`. Layers come in ascending order."""
         ...
 
 
 @dataclass(frozen=True)
 class LinkUse:
-    """What of a selection crosses the link: its rows of each of `heads` KV heads, K and V of one row `pair_bytes`
-    bytes. Where some rows do not cross, `tally` int64 `[2]` on the device says how many do, and how many the working
-    set had."""
+    """Transfer of a selection to the device: `pair_bytes` per token and each of `heads` KV heads.
+
+    If some of it need not be transferred, `tally` int64 `[2]` on the device holds the number of transferred entries and
+    of working set hits.
+    """
 
     heads: int
     pair_bytes: int
@@ -40,8 +40,7 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class _PendingCount:
-    """Rows of a KV head that a layer attended to in a step, besides the `resident` ones, of `context` in all: `count`,
-    an integer without axes, is still on the device."""
+    """Number of tokens per KV head that a layer selected in a step, as a scalar `count` that is still on the device."""
 
     step: int
     layer: int
@@ -53,22 +52,25 @@ class _PendingCount:
 
 @dataclass
 class Trace:
-    """Counts of one sequence. Fractions are over the token rows that the model itself would attend to in the layer
-    (a sliding window's rows where there is one), the newest token included.
+    """Counters of one sequence. Fractions refer to the tokens that are visible in a layer, including the newest.
 
-    attended, fetched: `[steps][layers]` fractions of each decode step, and of each pass that verified drafts.
-    drafted, accepted: tokens that were drafted, and of these the ones that verification left; draft_steps: decode steps
-        that drafted, which gave no token by themselves; alone_seconds: what its tokens would have taken one by one, by
-        the shortest pass of the request without drafts, infinite where there was none.
-    diverged_at: the first token of the prompt of which no KV was known; None where nobody looked for it.
-    missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of each sampled step.
-    savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that did not cross the link, token rows
-        that the working set had, the sum over steps of their share of the context, and rows that were looked for; None
-        where nothing could be saved.
-    disk_before: of a pool on disk, what had been read and written when the sequence began.
-    pending: what is not in `attended` and `fetched` yet, because only the device knows the counts: `settle`.
-    prefill_weights, step_weights: what crossed of weights; what a batch shares is its first sequence's.
-    recorder: is told what every decode step selects.
+    Attributes:
+        attended: Fractions attended exactly, `[steps][layers]`, for decode steps and verification passes.
+        fetched: Fractions fetched, `[steps][layers]`.
+        drafted: Draft tokens.
+        accepted: Accepted draft tokens.
+        draft_steps: Decode steps that drafted, which give no tokens by themselves.
+        alone_seconds: Estimated time of the tokens without drafts; infinite if unknown.
+        diverged_at: First prompt token that was not cached; None if nothing was looked up.
+        missed: (step, `[layers]` missed attention mass, mean over query heads; 0 in dense layers) of sampled steps.
+        savings: float64 `[4, layers]` on the device: bytes of `bytes_requested` that were not transferred, entries
+            found in the working set, the sum over steps of their share of the context, and entries looked up. None
+            without a working set or sharing.
+        disk_before: Disk use when the sequence began.
+        pending: Counts that are still on the device; `settle` adds them to `attended` and `fetched`.
+        prefill_weights: Weights transferred for the prefill.
+        step_weights: Weights transferred for decode steps; those of a batch count for its first sequence.
+        recorder: Receives the selections of every decode step.
     """
 
     layers: int
@@ -96,32 +98,31 @@ class Trace:
 
     @property
     def draft_speedup(self) -> float | None:
-        """Seconds that the decoded tokens would have taken one by one over those they took; None where no pass without
-        drafts says."""
+        """Estimated time without drafts over the measured time; None if unknown."""
         known = self.decode_seconds and 0 < self.alone_seconds < math.inf
         return self.alone_seconds / self.decode_seconds if known else None
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens that steps and verifying passes gave."""
+        """Number of tokens from decode steps and verification passes."""
         return len(self.attended) - self.draft_steps + self.accepted
 
     @property
     def bytes_to_device(self) -> int:
-        """Bytes of rows that crossed the link. Waits for the device where only it knows."""
+        """Bytes of KV transferred to the device. May wait for the device."""
         self.settle()
         return self.bytes_requested - (0 if self.savings is None else int(self.savings[0].sum()))
 
     @property
     def hit_rate(self) -> float:
-        """Share of the rows looked for that the working set had."""
+        """Fraction of entries that were found in the working set."""
         self.settle()
         if self.savings is None:
             return 0.0
         return float(self.savings[1].sum()) / max(1.0, float(self.savings[3].sum()))
 
     def hit_shares(self) -> list[float]:
-        """`[layers]`: rows that the working set had over rows in context, mean over steps."""
+        """Return entries found in the working set over tokens in context, mean over steps, `[layers]`."""
         self.settle()
         if self.savings is None or not self.fetched:
             return [0.0] * self.layers
@@ -139,7 +140,7 @@ class Trace:
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
 
     def settle(self) -> None:
-        """Enters what only the device knew, and waits for it."""
+        """Read pending counts from the device."""
         if not self.pending:
             return
         counts = torch.stack([one.count for one in self.pending]).tolist()
@@ -151,7 +152,6 @@ class Trace:
         self.pending.clear()
 
     def _settle_savings(self, counts: list[int]) -> None:
-        """Enters the selections that did not cross the link as a whole."""
         uses = [(one, use, n) for one, n in zip(self.pending, counts, strict=True) if (use := one.link_use)]
         partial = [(one, use, n) for one, use, n in uses if use.tally is not None]
         if not partial:
@@ -166,26 +166,26 @@ class Trace:
         self.savings = sums if self.savings is None else self.savings + sums
 
     def take_link_bytes(self, other: Trace) -> None:
-        """Moves the bytes of rows that `other` counts, of a text that was read for this one, to these."""
+        """Move the transferred bytes of `other`, which computed tokens for this sequence, to this trace."""
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
 
     def copy(self) -> Trace:
-        """An independent copy."""
+        """Return an independent copy."""
         self.settle()
         rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
         savings = None if self.savings is None else self.savings.clone()
         return replace(self, **rows, savings=savings)  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
-        """Of a sequence that begins with `reused` computed tokens of this one's: nothing has been spent on it."""
+        """Return the trace of a sequence that starts with `reused` computed tokens of this one."""
         before = self.disk_before
         return Trace(
             self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused, disk_before=before
         )
 
     def begin_step(self) -> None:
-        """A decode step starts."""
+        """Record the start of a decode step."""
         if len(self.pending) >= MOST_PENDING:
             self.settle()
         self.attended.append([0.0] * self.layers)
@@ -194,14 +194,15 @@ class Trace:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
     def enter_whole_pass(self, windows: Sequence[int | None], fetched: float) -> None:
-        """Enters a pass over all rows, of which the share `fetched` crossed the link but in layers with `windows`,
-        which are resident."""
+        """Record a verification pass that fetched the fraction `fetched`, except in sliding layers."""
         self.attended.append([1.0] * self.layers)
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
     def enter_rows(self, layer: int, visible: Visible, fetched: int | torch.Tensor) -> None:
-        """Enters that `fetched` rows per KV head, besides the resident ones, are attended to in `layer`; adds up over
-        repairs. A tensor is the counts of a `Selection`, which are read when they are needed."""
+        """Add `fetched` tokens per KV head to those attended in `layer`, besides the resident ones.
+
+        A tensor holds the counts of a `Selection`, which are read later.
+        """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
             self.pending.append(_PendingCount(step, layer, resident, context, fetched[0]))
@@ -209,8 +210,7 @@ class Trace:
             self._enter(step, layer, resident, context, fetched)
 
     def enter_selection(self, layer: int, visible: Visible, count: torch.Tensor, link_use: LinkUse) -> None:
-        """Enters a selection of `count` tokens per KV head, and the bytes of it on the link; `count` is read when it is
-        needed."""
+        """Record a selection of `count` tokens per KV head and its transfer. `count` is read later."""
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         self.pending.append(_PendingCount(step, layer, resident, context, count, link_use))
 
@@ -219,7 +219,7 @@ class Trace:
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
     def enter_savings(self, layer: int, visible: Visible, rows: int, ticket: Ticket) -> None:
-        """Enters what of a ticket for `rows` rows per KV head did not cross the link, without asking the device."""
+        """Record the part of a fetch of `rows` tokens per KV head that was not transferred, without waiting."""
         if ticket.savings is None or not rows:
             return
         rows_of_all, hits = ticket.savings.rows, ticket.savings.hits
@@ -232,6 +232,6 @@ class Trace:
         self.savings[3, layer] += ticket.savings.selected
 
     def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
-        """Enters 1 - exp(lse of the attended rows - lse of all rows), both `[H]`, averaged over heads."""
+        """Record 1 - exp(lse of attended tokens - lse of all tokens), both `[H]`, averaged over heads."""
         mass = 1.0 - (attended_lse.to(full_lse) - full_lse).exp()
         self.missed[-1][1][layer] = max(0.0, float(mass.mean()))

@@ -1,5 +1,4 @@
-"""One pass over all rows for the next few tokens of several sequences: a small prefill of each, with the weights read
-once for all of them."""
+"""Verification pass: compute several tokens of several sequences with full attention, reading the weights once."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ from .sequence import Sequence
 
 
 class WholePass:
-    """The next `counts[b]` tokens of sequence b, which has slots for them, each attending to all rows before it of its
-    own sequence. Rows, scoring keys and windows are written; nothing is committed."""
+    """Compute the next `counts[b]` tokens of each sequence b with full attention. Slots must be reserved.
+
+    KV, scoring keys and windows are written. Nothing is committed.
+    """
 
     def __init__(
         self, sequences: Seq[Sequence], counts: Seq[int], adapter: ModelAdapter, policy: Policy, storage: KVStorage
@@ -28,7 +29,7 @@ class WholePass:
         self._adapter, self._policy, self._storage = adapter, policy, storage
 
     def run(self) -> list[torch.Tensor]:
-        """float32 logits `[counts[b], V]` of what follows each of the tokens."""
+        """Return float32 logits `[counts[b], V]` for each sequence."""
         adapter = self._adapter
         spans = [
             (one, range(one.position, one.position + n)) for one, n in zip(self._sequences, self._counts, strict=True)
@@ -44,8 +45,10 @@ class WholePass:
         return list(adapter.logits(hidden).split(self._counts))
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
-        """Attention `[m, H * d]` of one sequence's m tokens, with queries q `[H, m, d]` and rows `new` `[Hkv, m, d]`,
-        which are stored. The policy hears nothing of sliding layers, which select nothing."""
+        """Store `new` `[Hkv, m, d]`. Return the attention output `[m, H * d]` of queries q `[H, m, d]`.
+
+        Sliding layers are not passed to the policy, because nothing is selected in them.
+        """
         start, window = sequence.position, self._adapter.geometry.windows[layer]
         rows = self._storage.extend_layer(sequence.blocks, layer, start, new)
         sequence.trace.bytes_requested += rows.bytes_to_device
@@ -65,7 +68,7 @@ class WholePass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
     ) -> torch.Tensor:
-        """Attention `[H, m, d]` over a past in parts, of which the policy knows the first `known` tokens."""
+        """Return the attention output `[H, m, d]` over KV in parts. The policy knows the first `known` tokens."""
         geometry = self._adapter.geometry
         attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
         go_through(rows.past, [attending], sequence.state, layer, known)

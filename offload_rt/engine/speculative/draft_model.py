@@ -1,4 +1,4 @@
-"""A small model that drafts: it reads the texts of sequences with rows of its own, and says what may come next."""
+"""Propose draft tokens with a small model that has its own KV cache."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ from ...models.registry import LoadedModel
 from ..runner import Runner
 from .verification import accept, rewind, verify
 
-CATCH_UP = 64
-"""Tokens that go into a step together, at most, where the draft model is behind; more of them are prefilled before."""
+CATCH_UP = 64  # tokens that the draft model may be behind in a step; more are prefilled before
 
 
 def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
-    """Raises ConfigError where token ids do not mean the same to both; tokens that were added to a vocabulary do not
-    count, and without two tokenizers only sizes can be compared."""
+    """Raise ConfigError if the vocabularies differ. Added tokens are ignored.
+
+    Without both tokenizers only the sizes can be compared.
+    """
     mine, theirs = model.tokenizer, draft.tokenizer
     sizes = model.adapter.geometry.vocab, draft.adapter.geometry.vocab
     if mine is None or theirs is None:
-        same, said = sizes[0] == sizes[1], f"{sizes[1]:,} tokens, and {model.name} has {sizes[0]:,}"
+        same, problem = sizes[0] == sizes[1], f"{sizes[1]:,} tokens, and {model.name} has {sizes[0]:,}"
     else:
         ids, added = theirs.get_vocab(), mine.get_added_vocab()
         wrong = next((t for t, i in mine.get_vocab().items() if t not in added and ids.get(t) != i), None)
-        same, said = wrong is None, f"another tokenizer than {model.name}: {wrong!r} is another token there, or none"
+        same, problem = wrong is None, f"another tokenizer than {model.name}: {wrong!r} has another id there, or none"
     if not same:
-        raise ConfigError(f"the draft model {draft.name} has {said}; choose a smaller model of the same family")
+        raise ConfigError(f"the draft model {draft.name} has {problem}; choose a smaller model of the same family")
 
 
 class DraftModel:
-    """What drafts for the sequences of one runner. Each has a sequence of its own there (`Sequence.drafter`), which is
-    freed with it and has the same tokens: its rows stay from draft to draft, those of wrong drafts are cut off."""
+    """Draft tokens for the sequences of a runner.
+
+    Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), which is freed with it. Its KV is kept
+    between drafts, and KV of rejected tokens is discarded.
+    """
 
     def __init__(self, runner: Runner, vocab: int) -> None:
-        """runner: of the draft model, with policy "full". vocab: tokens of the model that it drafts for."""
+        """`runner` runs the draft model with policy "full". `vocab` is the vocabulary size of the verifying model."""
         self._runner, self._vocab = runner, vocab
 
     def prepare(self, sequence: Sequence, drafts: int) -> bool:
-        """Computes what is missing of a sequence's text, if that is long, and takes room for so many drafts. False
-        where there is none, or the draft model does not know one of its tokens."""
+        """Prefill missing tokens and reserve slots for `drafts` tokens.
+
+        Return False if there is no room, or if the draft model lacks one of the tokens.
+        """
         began = time.perf_counter()
         try:
             drafter = self._caught_up(sequence)
@@ -56,7 +62,7 @@ class DraftModel:
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
-        """float32 logits `[V]` of what follows each sequence's tokens, in the vocabulary of the model drafted for."""
+        """Return float32 logits `[V]` after each sequence, in the vocabulary of the verifying model."""
         began, runner = time.perf_counter(), self._runner
         batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._followed, sequences)]
         logits = [self._fitted(rows[-1]) for rows in verify(runner, batch)]
@@ -70,7 +76,7 @@ class DraftModel:
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
-        """The draft model's sequence, at most `CATCH_UP` tokens behind the newest token of `sequence`."""
+        """Return the draft sequence, at most `CATCH_UP` tokens behind the newest token of `sequence`."""
         if sequence.drafter is None:
             tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(
@@ -85,8 +91,10 @@ class DraftModel:
         return drafter
 
     def _followed(self, sequence: Sequence) -> Sequence:
-        """The draft model's sequence with the tokens of `sequence`, its rows as far as these are the same; the newest
-        token is always computed again."""
+        """Return the draft sequence with the tokens of `sequence`. KV behind the first difference is discarded.
+
+        The newest token is always computed again.
+        """
         drafter = sequence.drafter
         assert drafter is not None
         known = min(drafter.position, len(sequence.tokens) - 1)
@@ -100,7 +108,7 @@ class DraftModel:
         return drafter
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[V]` of as many tokens as the other model has: models of one family are padded differently."""
+        """Cut or pad logits `[V]` to the verifying model's vocabulary, which may be padded differently."""
         if len(logits) >= self._vocab:
             return logits[: self._vocab]
         return torch.nn.functional.pad(logits, (0, self._vocab - len(logits)), value=-torch.inf)

@@ -1,10 +1,9 @@
-"""Exact decoding from drafts: tokens are drafted cheaply, and one pass over all rows says which of them full attention
-would have chosen. Those stay, with the rows of that pass; the others are taken back.
+"""Speculative decoding: draft tokens cheaply, and verify them with one pass of full attention.
 
-A draft is right where it is the token that the request itself samples from the verified logits, with its own random
-numbers. Drafts are sampled with a copy of these: where the two distributions are alike, so are the tokens. So the text
-is that of full attention, token for token and also at a temperature, up to how products of several rows are rounded;
-no random number is spent on drafts, and nothing has to be resampled.
+A draft token is accepted if the request samples the same token from the verified logits, with its own random numbers.
+Drafts are sampled with a copy of the generator, so that similar distributions give equal tokens. The text therefore
+equals that of full attention, also at a temperature, up to rounding in products of several rows. No resampling is
+needed.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from .verification import accept, rewind, verify
 
 @dataclass(eq=False)
 class _Known:
-    """What is remembered of a request from round to round. alone: seconds of its share of a pass that had no drafts,
-    the shortest so far."""
+    """State of a request between rounds. `alone`: its share of the shortest pass without drafts, in seconds."""
 
     lookup: Lookup
     found: Acceptance = field(default_factory=Acceptance)
@@ -42,10 +40,16 @@ class _Known:
 
 @dataclass(eq=False)
 class Draft:
-    """tokens: those drafted behind the newest one of a request's sequence, token `start`; decoded: so many are to be
-    decoded under the policy or by the draft model, 0 where they were found. logits `[n + 1, V]`: what full attention
-    says behind the newest token and each draft; of a request that drafts nothing `[S, V]`, of each of its
-    sequences. alone: seconds that a token of it would have taken without drafts, infinite where nothing says."""
+    """Draft tokens of a request in one round.
+
+    Attributes:
+        start: Position of the newest token of the sequence.
+        tokens: Draft tokens after it.
+        decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
+        logits: Verified logits after the newest token and each draft, `[n + 1, V]`. Without drafts `[S, V]`, one row
+            per sequence.
+        alone: Estimated seconds per token without drafts; infinite if unknown.
+    """
 
     request: Request
     start: int
@@ -56,18 +60,20 @@ class Draft:
 
     @property
     def sequence(self) -> Sequence:
-        """Of a request that drafts."""
+        """The sequence of a request that drafts."""
         [sequence] = self.request.sequences
         return sequence
 
 
 class Drafting:
-    """Rounds of drafts and verification for the requests of one engine. Between rounds a sequence holds verified tokens
-    and the newest one, as it does between the steps of any other engine."""
+    """Rounds of drafting and verification for the requests of an engine.
+
+    Between rounds, sequences hold verified tokens and the newest one, as without speculation.
+    """
 
     def __init__(self, runner: Runner, options: DraftOptions) -> None:
         self._runner, self._options = runner, options
-        # The policy's drafts stay in the window, where nothing selects them: when one is taken back no copy is left.
+        # Drafts must stay in the recent window, where nothing selects them, so that no copy of a rejected one is left.
         self._most = min(options.tokens, runner.policy.recent) if options.by_policy else options.tokens
         vocab = runner.adapter.geometry.vocab
         self._model = None if runner.draft is None else DraftModel(runner.draft, vocab)
@@ -75,15 +81,18 @@ class Drafting:
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
 
     def round(self, running: Seq[Request]) -> list[Draft]:
-        """Drafts for all of `running`, and verifies: logits for each, nothing of it accepted."""
+        """Draft for all requests, and verify. Return the drafts with their logits; nothing is accepted yet."""
         drafts = [self._begin(request) for request in running]
         self._decode([draft for draft in drafts if draft.decoded])
         self._verify(drafts)
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
-        """Logits `[1, V]` of one token after the other (`[S, V]` of several sequences), committed before each; the
-        request takes each in before it asks for the next. Ends behind the first token that was not drafted."""
+        """Commit tokens one by one and yield the logits after each, `[1, V]` (`[S, V]` for several sequences).
+
+        The request samples a token from each before it takes the next. Ends at the first token that differs from its
+        draft.
+        """
         request, runner, right = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
             for sequence in request.sequences:
@@ -94,13 +103,13 @@ class Drafting:
             if row == len(draft.tokens) or request.finish_reason is not None:
                 break
             if draft.sequence.tokens[-1] != draft.tokens[row]:
-                runner.reload(draft.sequence)  # the window has drafts in it
+                runner.reload(draft.sequence)  # the resident window still holds drafts
                 break
             right += 1
         self._learn(draft, right)
 
     def _begin(self, request: Request) -> Draft:
-        """What is to be drafted, and slots for it; nothing where there is no room."""
+        """Choose the number of drafts and reserve slots; no drafts if there is no room."""
         start = request.sequences[0].position
         most = min(self._most, request.draft_room)
         if most <= 0:
@@ -114,8 +123,7 @@ class Drafting:
         return draft
 
     def _choose(self, draft: Draft, known: _Known, most: int) -> None:
-        """Up to `most` drafts: those found in the text, or so many to decode; where their number adapts, what gives
-        more tokens a second."""
+        """Choose up to `most` drafts: looked up or to be decoded. With `adaptive`, take what gives more tokens/s."""
         options = self._options
         tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
         decodable = most if options.decodes else 0
@@ -134,8 +142,10 @@ class Drafting:
         return True
 
     def _decode(self, drafts: Seq[Draft]) -> None:
-        """Decodes drafts, all requests together, and takes what the policy has computed back, also where it is
-        interrupted: nobody may take a draft for an answer."""
+        """Decode drafts of all requests together, then discard their KV.
+
+        KV is discarded also on an interrupt, so that no draft is taken for an answer.
+        """
         if not drafts:
             return
         for draft in drafts:
@@ -159,14 +169,14 @@ class Drafting:
                 sequence = draft.sequence
                 try:
                     token = samplers[draft].pick(row, sequence.tokens, len(draft.request.prompt.token_ids))
-                except (InputError, ModelError):  # nothing may follow the draft; whether it is right is not known yet
+                except (InputError, ModelError):  # no token is allowed after this draft, which may still be rejected
                     draft.decoded = len(draft.tokens)
                     continue
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
 
     def _step(self, sequences: Seq[Sequence]) -> Iterable[torch.Tensor]:
-        """float32 logits `[V]` of what may follow each sequence: the draft model's where there is one."""
+        """Return float32 logits `[V]` after each sequence, from the draft model if there is one."""
         if self._model is not None:
             return self._model.step(sequences)
         logits = self._runner.decode(sequences)
@@ -175,7 +185,7 @@ class Drafting:
         return logits
 
     def _verify(self, drafts: Seq[Draft]) -> None:
-        """One pass over the newest token and the drafts behind it, of all sequences of all requests together."""
+        """Verify the newest token and all drafts of all sequences in one pass."""
         batch = [(sequence, draft) for draft in drafts for sequence in draft.request.sequences]
         began = time.perf_counter()
         for sequence, draft in batch:
@@ -196,7 +206,7 @@ class Drafting:
             draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
 
     def _alone(self, draft: Draft, seconds: float) -> float:
-        """Of a request's share of passes, `seconds` in this one, the shortest without drafts."""
+        """Return the request's shortest share of a pass without drafts; `seconds` is its share of this one."""
         if (known := self._known.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:

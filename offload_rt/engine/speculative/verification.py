@@ -1,4 +1,4 @@
-"""One pass over all rows for several tokens of sequences, which are then committed one by one or taken back."""
+"""Verify several tokens per sequence in one pass of full attention, then commit or discard them one by one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from ..runner import Runner
 
 
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
-    """Computes the next so many tokens of each sequence, which has slots for them, with all rows attended to and one
-    read of the weights for all: in place of what drafts have left there. float32 logits `[count, V]` of what follows
-    each. None of them is committed: `accept` commits one after the other."""
+    """Compute the next `count` tokens of each sequence with full attention, reading the weights once.
+
+    Slots must be reserved. KV of drafts in them is overwritten. Nothing is committed: `accept` commits token by token.
+
+    Returns:
+        float32 logits `[count, V]` for each sequence.
+    """
     used, storage = runner.weight_use, runner.link.storage
     device = runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():
@@ -35,15 +39,14 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
-    """Commits the next of the tokens that `verify` has computed."""
+    """Commit the next token that `verify` has computed."""
     sequence.position += 1
     sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
     runner.pool.commit(sequence.blocks, sequence.position)
 
 
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
-    """Takes back what decode steps have computed from `position` on. Slots and memory stay; rows and scoring keys there
-    mean nothing until they are written again."""
+    """Discard decoded tokens from `position` on. Slots stay reserved, and their KV is invalid until written again."""
     runner.link.storage.settle(sequence.blocks)
     sequence.position = position
     runner.pool.rewind(sequence.blocks, position)
