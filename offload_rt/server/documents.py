@@ -1,5 +1,4 @@
-"""Texts that the server remembers for its clients, in memory or in a folder: small heads to look through, bodies to
-read."""
+"""Storage for conversations and responses, in memory or in a folder."""
 
 from __future__ import annotations
 
@@ -21,32 +20,33 @@ from ..utils.small_files import parse_json
 Head = dict[str, Any]
 
 MOST = 10_000
-"""Documents of one kind; the one used longest ago goes first."""
+"""Maximum number of documents of one kind. The least recently used document is evicted first."""
 
 MOST_BYTES = {False: 64 << 20, True: 4 << 30}
-"""Of all documents of one kind: in memory, on disk."""
+"""Maximum total size of the documents of one kind: in memory (False) and on disk (True)."""
 
 _SUFFIX = ".json"
 _FILE = re.compile(r"([0-9a-f]{32})\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?\.tmp")
 _STALE = 60.0
-"""Seconds after which a temporary file is nobody's: another server may be writing a younger one."""
+"""Age in seconds after which a temporary file is removed. Another server may be writing a younger one."""
 
 
 def digest(*parts: str) -> str:
-    """A name for files that says nothing of `parts`: no path comes from a client."""
+    """Return a file name that does not reveal `parts`, so that clients cannot choose paths."""
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class Documents:
-    """Heads and bodies, JSON both, by name; names are made by `digest`. What does not fit any more is forgotten, the
-    one used longest ago first. A file is one line with the head and one with the body, replaced as a whole: a server
-    that is killed leaves the old one or the new one, and what another server writes there is seen. Files that are none
-    of ours are left alone."""
+    """LRU store of JSON documents, each with a small head and a body, keyed by a `digest`.
+
+    A document file has one line for the head and one line for the body. Files are replaced atomically, so a killed
+    server leaves the old or the new version. Several servers may share a folder. Other files in it are not touched.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Raises OSError where the folder cannot be made."""
+        """Open the store. Raises OSError if the folder cannot be created."""
         self._folder = folder
         self._heads: OrderedDict[str, Head] = OrderedDict()
         self._bodies: dict[str, bytes] = {}
@@ -55,10 +55,10 @@ class Documents:
             make_private_folder(folder)
             make_private(folder)
             self._clean(folder)
-            self._look()
+            self._scan()
 
     def _clean(self, folder: Path) -> None:
-        """Remove what a server that was killed was writing, and take everybody else's access to the files away."""
+        """Remove temporary files of killed servers and restrict the documents to their owner."""
         for path in folder.iterdir():
             with contextlib.suppress(OSError):
                 if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _STALE:
@@ -66,8 +66,8 @@ class Documents:
                 elif _FILE.fullmatch(path.name):
                     make_private(path)
 
-    def _look(self) -> None:
-        """Takes note of all files that are there, in the order in which they were written."""
+    def _scan(self) -> None:
+        """Update the heads from the folder. New files are added in the order of their modification times."""
         if self._folder is None:
             return
         found = {}
@@ -76,37 +76,35 @@ class Documents:
                 with contextlib.suppress(OSError):
                     found[match[1]] = entry.stat().st_mtime_ns
         for name in self._heads.keys() - found.keys():
-            self._lose(name)
+            self._forget(name)
         for name in sorted(found.keys() - self._heads.keys(), key=found.__getitem__):
             self._enter(name)
 
     def _enter(self, name: str) -> None:
-        """Reads the head of a file that may be there, and may hold anything."""
+        """Read the head of a document. A missing or malformed file is ignored."""
         path = self._path(name)
         with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
             head = parse_json(file.readline(1 << 20))
             if isinstance(head, dict):
                 self._heads[name], self._sizes[name] = head, path.stat().st_size
 
-    def _lose(self, name: str) -> None:
+    def _forget(self, name: str) -> None:
         self._heads.pop(name, None)
         self._sizes.pop(name, None)
         self._bodies.pop(name, None)
 
     def heads(self) -> dict[str, Head]:
-        """All heads by name, the one used longest ago first."""
-        self._look()
+        """Return all heads by name, least recently used first."""
+        self._scan()
         return dict(self._heads)
 
     def head(self, name: str) -> Head | None:
-        """The head of a document, if there is one."""
         if self._folder is not None:
             self._enter(name)
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
-        """Keeps a document, in place of another of its name. Returns the heads of those that were forgotten for it.
-        Raises OSError where it cannot be written."""
+        """Store or replace a document. Return the heads of evicted documents. Raises OSError."""
         content = (json.dumps(head, ensure_ascii=True) + "\n" + json.dumps(body, ensure_ascii=True)).encode()
         if self._folder is None:
             self._bodies[name] = content
@@ -122,7 +120,7 @@ class Documents:
         return forgotten
 
     def body(self, name: str) -> Any:
-        """The body of a document; None where there is none, or its file is damaged."""
+        """Return the body of a document, or None if it does not exist or is damaged."""
         if self.head(name) is None:
             return None
         self._heads.move_to_end(name)
@@ -137,8 +135,8 @@ class Documents:
             return None
 
     def delete(self, name: str) -> None:
-        """Forgets a document. Nothing happens where there is none."""
-        self._lose(name)
+        """Delete a document if it exists."""
+        self._forget(name)
         if self._folder is not None:
             for path in (self._path(name), *self._folder.glob(f"{name}.*.tmp")):
                 path.unlink(missing_ok=True)
@@ -149,7 +147,7 @@ class Documents:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
+    """Write a file atomically, readable only by its owner."""
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
         with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

@@ -24,8 +24,10 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def count_tokens(service: Service, body: CountRequest, request: Request) -> Response:
-    """Count the tokens of a prompt. A conversation that ends with an assistant's message is counted as it is: clients
-    measure with this how long a conversation has become."""
+    """Count the tokens of a prompt.
+
+    A conversation that ends with an assistant message is counted without a generation prompt.
+    """
     service.check_model(body.model)
     conversation = from_messages(body)
     answers = conversation.messages[-1]["role"] != "assistant"
@@ -35,7 +37,7 @@ async def count_tokens(service: Service, body: CountRequest, request: Request) -
 
 
 async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
-    """Answers a request, whole or as events."""
+    """Handle a request, streamed or not."""
     service.check_model(body.model)
     conversation = from_messages(body)
     refuse_prefill(conversation.messages, "messages")
@@ -64,7 +66,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """As its clients' schema has it: what this server has not is null."""
+    """Return the usage object. Fields of the schema that this server does not support are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
@@ -75,7 +77,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _end(step: Step) -> dict[str, Any]:
-    """Why an answer ended."""
     if step.finish_reason == "stop" and isinstance(step.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": step.stop_reason}
     return {"stop_reason": _ENDS[str(step.finish_reason)], "stop_sequence": None}
@@ -129,7 +130,7 @@ def _named(kind: str, **fields: Any) -> bytes:
 
 
 def _empty(block: dict[str, Any]) -> dict[str, Any]:
-    """A block before its first delta."""
+    """Return a content block with its text or input cleared, for `content_block_start`."""
     return block | {
         name: {"text": "", "thinking": "", "input": {}}[name] for name in ("text", "thinking", "input") if name in block
     }

@@ -1,1 +1,1 @@
-"""What instruct models write between their marks: thinking and calls of tools, taken apart as the text comes."""
+"""Streaming parsers for reasoning and tool calls in the output of instruct models."""

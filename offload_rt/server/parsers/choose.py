@@ -1,4 +1,4 @@
-"""Which parsers an answer goes through."""
+"""Selection of the output parsers for a model and a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .think import Think
 
 
 def tool_parser(asked: ToolParser, template: str) -> ToolParser:
-    """The parser of calls in force: the one that was asked for, or the one whose marks the chat template has."""
+    """Return the configured tool parser. "auto" chooses one by the tags in the chat template."""
     if asked != "auto":
         return asked
     if hermes.OPEN in template:
@@ -23,7 +23,7 @@ def tool_parser(asked: ToolParser, template: str) -> ToolParser:
 
 
 def reasoning_parser(asked: ReasoningParser, template: str) -> ReasoningParser:
-    """The parser of thinking in force."""
+    """Return the configured reasoning parser. "auto" chooses one by the tags in the chat template."""
     if asked != "auto":
         return asked
     return "think" if think.CLOSE in template else "none"
@@ -32,8 +32,14 @@ def reasoning_parser(asked: ReasoningParser, template: str) -> ReasoningParser:
 def answer_parser(
     tools: ToolParser, reasoning: ReasoningParser, names: Sequence[str] | None, *, thinking: bool = False
 ) -> Parser:
-    """What takes an answer apart: thinking first, then calls in what is left. names: the tools there are; None: none,
-    so that nothing is a call. thinking: the prompt ends within thinking."""
+    """Return a parser that extracts reasoning first and tool calls from the remaining text.
+
+    Args:
+        tools: Format of tool calls.
+        reasoning: Format of reasoning.
+        names: Names of the tools that may be called. None disables tool calls.
+        thinking: Whether the prompt ends inside a reasoning section.
+    """
     parser: Parser = Plain()
     if names is not None and tools != "none":
         parser = Hermes(names) if tools == "hermes" else LlamaJson(names)
@@ -41,5 +47,5 @@ def answer_parser(
 
 
 def ends_within_thinking(prompt: str) -> bool:
-    """Whether a rendered prompt opens thinking for the answer, as some templates do."""
+    """Return whether a rendered prompt ends with an opening reasoning tag, as some templates do."""
     return prompt.rstrip().endswith(think.OPEN)
