@@ -1,5 +1,4 @@
-"""HTTP requests that one process takes and another answers: a door that reads a request whole and passes on what is
-answered as it comes, and the other end, which runs the application. Between them are Ray Serve's calls."""
+"""Forwarding of HTTP requests to replicas: the proxy reads requests, a replica runs the application."""
 
 from __future__ import annotations
 
@@ -19,28 +18,29 @@ from .options import DELIVERY_SECONDS
 
 _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
            "client", "server")  # fmt: skip
-"""What of a scope is plain data and says what was asked."""
+"""Scope fields that describe the request and can be serialized."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its scope, without what is this process's alone, and its body."""
+    """A serializable request: the fields `_PASSED` of its scope, and its body."""
 
     scope: dict[str, Any]
     body: bytes
 
 
 class Door:
-    """An application that answers by `ask(asked, affinity)`: messages as they come. Closing that iterator ends the
-    request, which happens where the client leaves. Bodies are read up to `max_body` bytes and a little: the other end
-    refuses what is longer."""
+    """ASGI application that forwards each request with `ask(asked, affinity)` and sends the messages that it yields.
+
+    If the client disconnects, the iterator is closed. Reading stops after `max_body` bytes: the replica refuses larger
+    bodies.
+    """
 
     def __init__(self, ask: Callable[[Asked, str], AsyncIterator[Message]], max_body: int, timeout: float) -> None:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. If the response is not sent after `timeout` seconds, and a little to deliver the error of
-        the replica, the request is cancelled."""
+        """Forward a request. Cancel it some seconds after `timeout`, when the replica has reported its timeout."""
         async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
             await self._forward(scope, receive, send)
 
@@ -50,10 +50,10 @@ class Door:
             return
         asked = Asked({name: scope[name] for name in _PASSED if name in scope}, body)
         answering = asyncio.ensure_future(self._answer(asked, affinity(Headers(scope=scope), body), send))
-        left = asyncio.ensure_future(_left(receive))
+        left = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # the time may be up
+        finally:  # also after a timeout
             for task in (left, answering):
                 task.cancel()
             await asyncio.wait({answering})
@@ -80,20 +80,20 @@ class Door:
                     begun = True
                     await send(message)
         except Exception as error:
-            logger.warning("no answer from a replica", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
+            logger.warning("a replica did not respond", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
             if begun:
-                raise  # the connection breaks off, so that nobody takes half an answer for a whole one
-            await _say_lost(send)
+                raise  # abort the connection, so that clients notice that the response is incomplete
+            await _send_lost(send)
 
 
 class Behind:
-    """The other end: runs the application for one request after another, or many at once."""
+    """Run the application in a replica. Requests may run concurrently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def answer(self, asked: Asked) -> AsyncIterator[Message]:
-        """What the application sends. Closing the iterator tells it that the client has left."""
+        """Yield the messages of the application. Closing the iterator reports a disconnect to it."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone, bodies = asyncio.Event(), [asked.body]
 
@@ -119,15 +119,13 @@ class Behind:
         await self._app(dict(asked.scope), receive, send)
 
 
-async def _left(receive: Receive) -> None:
-    """Returns when the client has left."""
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _say_lost(send: Send) -> None:
-    """Nothing was answered yet, so that the client may ask again."""
-    error = {"message": "the replica that was to answer is gone: ask again", "type": "overloaded_error"}
+async def _send_lost(send: Send) -> None:
+    error = {"message": "the replica has stopped: retry the request", "type": "overloaded_error"}
     body = json.dumps({"error": error | {"param": None, "code": "replica_lost"}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]})

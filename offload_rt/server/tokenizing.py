@@ -1,5 +1,4 @@
-"""Texts to token ids without surprises: at most as many tokens as there is room for, in pieces that give the same ids
-as the whole text, until the client leaves."""
+"""Cancellable tokenization of long texts in pieces, with the same token ids as the whole text."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ PIECE = 1 << 16
 """Characters that are tokenized together. Shorter texts are tokenized whole."""
 
 NFC_SHRINKS = 4
-"""NFC makes of UTF-8 text at least 1/4 of its bytes: in Unicode 16 the most is 3.5, for U+0390."""
+"""NFC shortens UTF-8 text at most by this factor. The maximum in Unicode 16 is 3.5, for U+0390."""
 
 LOCAL_PATTERNS = (
-    # GPT-2, and `ByteLevel` by itself
+    # GPT-2, and the default of `ByteLevel`
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     # Llama 3
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
@@ -30,7 +29,7 @@ LOCAL_PATTERNS = (
     # Qwen 2
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-"""Patterns of pre-tokenizers that always begin a word at a space between two letters, whatever stands elsewhere."""
+"""Pre-tokenizer patterns that always start a word at a space between two letters."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SPACES = (" ", "Ġ", "▁")
