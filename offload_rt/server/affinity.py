@@ -1,5 +1,4 @@
-"""Which of several replicas a request should go to: the one that has what it begins with, unless that one has more
-to do than the others."""
+"""Prefix-aware routing: requests with a common prefix go to one replica unless it has more load than the others."""
 
 from __future__ import annotations
 
@@ -13,18 +12,21 @@ from starlette.datastructures import Headers
 SESSION_HEADER = "x-session-id"
 
 BEGINNING = 2048
-"""Characters of a prompt that must be the same for two requests to be sent to one replica."""
+"""Length in characters of the common prefix by which long prompts are routed."""
 
 LEAST = 256
-"""The same for a prompt that is shorter; what is shorter than this is as soon computed again."""
+"""Length of the common prefix for shorter prompts. Prompts below this length are routed to any replica."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
-"""Of all protocols, in the order in which a template puts them."""
+"""Prompt fields of all protocols, in the order of a chat template."""
 
 
 def affinity(headers: Headers, body: bytes) -> str:
-    """What the requests that should go to one replica have in common: the header `x-session-id`, else the session that
-    the body names (each key's own), else how the prompt begins. Empty where any replica will do."""
+    """Return the routing key of a request, or "" if any replica may handle it.
+
+    The key is made from the header `x-session-id`, else from the API key and the `session` of the body, else from the
+    beginning of the prompt.
+    """
     if named := headers.get(SESSION_HEADER):
         return _digest("session", named)
     try:
@@ -46,9 +48,11 @@ def affinity(headers: Headers, body: bytes) -> str:
 
 
 def give_way(queues: Sequence[int], most_ahead: int) -> list[int]:
-    """The order in which replicas are tried whose `queues` requests are under way, the one that should have the request
-    first: as they stand, unless the first has over `most_ahead` requests more than the least busy one, which then
-    comes first."""
+    """Return the order in which replicas are tried, given their numbers of running requests.
+
+    The order is unchanged unless the first replica has more than `most_ahead` requests more than the least loaded one.
+    Then the replicas are sorted by load.
+    """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > most_ahead:
         order.sort(key=lambda i: queues[i])
@@ -56,7 +60,8 @@ def give_way(queues: Sequence[int], most_ahead: int) -> list[int]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The strings within a value, and the ids of a prompt of tokens, without recursion: bodies may be deep."""
+    """Yield the strings and token ids of a JSON value in order."""
+    # Without recursion, because bodies may be deeply nested.
     left = [value]
     while left:
         match left.pop():

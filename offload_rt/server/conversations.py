@@ -10,26 +10,26 @@ from .documents import Documents, digest
 from .errors import RefusedError, refused
 
 LONGEST_NAME = 100
-"""Characters of a session's name."""
+"""Maximum length of a session name in characters."""
 
 _TITLE = 80
 
 
 def session_of(owner: str, name: str) -> str:
-    """What the engine calls the session `name` of a key: no other key's request ever has the same."""
+    """Return the engine's id of a session. It is unique for each API key and name."""
     if not 1 <= len(name) <= LONGEST_NAME:
         raise refused(f"session must be a name of 1 to {LONGEST_NAME} characters", "session")
     return digest("session", owner, name)
 
 
 class Conversations:
-    """What was said in each session. One key's are not there for another."""
+    """Conversations by session name, separate for each API key (`owner`)."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
 
     def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Keeps a conversation as it is now. Returns the sessions that were forgotten for it."""
+        """Store a conversation. Return the engine ids of evicted sessions."""
         head = {
             "owner": owner,
             "id": name,
@@ -41,24 +41,24 @@ class Conversations:
         return [session_of(each["owner"], each["id"]) for each in forgotten]
 
     def of(self, owner: str) -> list[dict[str, Any]]:
-        """What there is of a key's, the latest first."""
+        """Return the heads of an owner's conversations, newest first."""
         found = [head for head in self._documents.heads().values() if head.get("owner") == owner]
         found.sort(key=lambda head: float(head["updated"]), reverse=True)
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
     def exists(self, owner: str, name: str) -> bool:
-        """Whether there is such a session, also if its file is damaged."""
+        """Return whether a conversation is stored, even if its file is damaged."""
         return self._documents.head(session_of(owner, name)) is not None
 
     def messages(self, owner: str, name: str) -> list[dict[str, Any]]:
-        """What was said. Raises RefusedError (404) where there is no such session."""
+        """Return the messages of a conversation. Raises RefusedError (404) if it does not exist."""
         found: list[dict[str, Any]] | None = self._documents.body(session_of(owner, name))
         if found is None:
             raise _unknown(name)
         return found
 
     def delete(self, owner: str, name: str) -> str:
-        """Forgets a session, and returns what the engine calls it. Raises as `messages`."""
+        """Delete a conversation and return its engine id. Raises RefusedError (404) if it does not exist."""
         if not self.exists(owner, name):
             raise _unknown(name)
         session = session_of(owner, name)
@@ -71,7 +71,7 @@ def _unknown(name: str) -> RefusedError:
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The last line of the first question: what stands before it may be a document."""
+    """Return the last line of the first user message. Earlier lines may be a document."""
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 RETRY_AFTER = 2
-"""Seconds after which a client may ask again, and a browser does."""
+"""Seconds after which a client may retry and a browser reloads."""
 
 
 class Loading:
-    """An application that answers 503 until `make` has made the real one, in a thread, and is that one then.
-    `on_failure` is called where it could not be made; `error` says why."""
+    """Application that responds 503 until `make` has created the real application in a thread, then delegates to it.
+
+    If `make` fails, `on_failure` is called and `error` holds the exception.
+    """
 
     def __init__(self, make: Callable[[], FastAPI]) -> None:
         self._make = make
@@ -32,13 +34,12 @@ class Loading:
         self.on_failure: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one connection."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _say_loading(scope, send)
+            await _send_loading(scope, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -66,19 +67,19 @@ class Loading:
             self.error = error
         try:
             loop.call_soon_threadsafe(loaded.set)
-        except RuntimeError:  # the server was told to end before
+        except RuntimeError:  # the server has stopped already
             return
 
 
-async def _say_loading(scope: Scope, send: Send) -> None:
-    said = {
-        "message": "the model is being loaded: try again",
+async def _send_loading(scope: Scope, send: Send) -> None:
+    error = {
+        "message": "the model is being loaded: retry later",
         "type": "overloaded_error",
         "param": None,
         "code": "loading",
     }
     browser = scope["path"] == "/"
-    body = b"The model is being loaded." if browser else json.dumps({"status": "loading", "error": said}).encode()
+    body = b"The model is being loaded." if browser else json.dumps({"status": "loading", "error": error}).encode()
     headers = {
         "content-type": "text/plain" if browser else "application/json",
         "content-length": str(len(body)),

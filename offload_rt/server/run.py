@@ -1,4 +1,4 @@
-"""Runs the application until it is told to end: SIGTERM or Ctrl-C let answers finish, a second one does not."""
+"""Start and shutdown of the server. SIGTERM or Ctrl-C lets running requests finish; a second one does not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def bound(options: ServerOptions) -> socket.socket:
-    """A socket on the address of the options, bound before a model is loaded. Raises ConfigError."""
+    """Return a bound socket, so that address errors appear before the model is loaded. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     found = socket.socket(family)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,9 +34,10 @@ def bound(options: ServerOptions) -> socket.socket:
 
 
 def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener: socket.socket) -> None:
-    """Answers on `listener` until the process is told to end; then answers under way have `options.grace` seconds.
-    Until `make_engine`, which runs in a thread of its own, has made the engine, everything is answered 503. Raises what
-    it raises."""
+    """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds.
+
+    `make_engine` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
+    """
     log_to_stderr()
 
     def make() -> FastAPI:
@@ -61,8 +62,10 @@ def serve(make_engine: Callable[[], AsyncLLM], options: ServerOptions, listener:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """While libraries are imported and a model is loaded, nothing becomes garbage, and Python looks through all that
-    there is again and again: a quarter of the time of a start. Afterwards what is there stays, unlooked at."""
+    """Disable garbage collection during imports and model loading, then freeze the existing objects.
+
+    Collection would take a quarter of the start-up time and find no garbage.
+    """
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Answers that follow a schema, a pattern or a grammar."""
+"""Guided decoding: JSON schemas, patterns and grammars of requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .openai.requests import ResponseFormat, StructuredBody
 
 
 def structured_outputs(asked: ResponseFormat | None, vllm: StructuredBody | None = None) -> dict[str, Any]:
-    """The field of `SamplingParams` that makes an answer follow OpenAI's format, or vLLM's; nothing where any text will
-    do. Raises RefusedError, and ConfigError, for what cannot be followed."""
+    """Return the `structured_outputs` field of `SamplingParams` for OpenAI's or vLLM's format, or no field.
+
+    Raises RefusedError or ConfigError if the format is invalid.
+    """
     if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
         return {"structured_outputs": StructuredOutputs(**given)}
     if asked is None or asked.type == "text":
@@ -22,13 +24,12 @@ def structured_outputs(asked: ResponseFormat | None, vllm: StructuredBody | None
         return {"structured_outputs": StructuredOutputs(json={"type": "object"})}
     schema = asked.json_schema.schema_ if asked.json_schema else None
     if schema is None:
-        raise refused("response_format.json_schema.schema: give the schema to follow", "response_format")
+        raise refused("response_format.json_schema.schema is missing: add the JSON schema", "response_format")
     return {"structured_outputs": StructuredOutputs(json=schema)}
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """The field of `SamplingParams` that makes an answer a call of one of the tools that it may call; nothing where it
-    need not be one."""
+    """Return the `structured_outputs` field of `SamplingParams` that forces a tool call, or no field."""
     if conversation.choice != "required":
         return {}
     functions = [tool["function"] for tool in conversation.tools]
@@ -40,7 +41,7 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
 
 
 def _call(function: dict[str, Any], place: str) -> dict[str, Any]:
-    """The schema of a call of a function, which will stand at `place`."""
+    """Return the schema of a call of `function`. `place`: JSON pointer of the schema."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
     arguments = _moved(parameters, f"{place}/properties/arguments") if known else {"type": "object"}
@@ -53,8 +54,8 @@ def _call(function: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """A schema as a part of another one, at `place`: what it refers to (`#/$defs/...`) lies there too. One with an
-    `$id` is a whole of its own wherever it stands."""
+    """Adjust the references of a schema (`#/$defs/...`) for its new position `place` in another schema."""
+    # A schema with `$id` is the base of its references at any position.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
         target = found.get("$ref")
@@ -67,5 +68,5 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
     try:
         moved: dict[str, Any] = json.loads(json.dumps(schema), object_hook=move)
     except RecursionError:
-        raise refused("tools: a schema is nested too deep", "tools") from None
+        raise refused("tools: a schema is nested too deeply", "tools") from None
     return moved

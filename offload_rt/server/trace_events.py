@@ -1,5 +1,4 @@
-"""What a request does, as events for whoever watches it: how far the prefill is, and of each step what was attended to,
-what crossed the link, and where in the prompt the selected tokens stand."""
+"""Trace events of a request: prefill progress, attention fractions, transferred bytes and selected prompt parts."""
 
 from __future__ import annotations
 
@@ -14,16 +13,21 @@ from ..llm import LLM
 from ..outputs import RequestOutput
 
 MOST_SEGMENTS = 1024
-"""Pieces of a prompt that selections are counted for: a token each where it is short, two or three lines of a long
-document."""
+"""Maximum number of prompt segments for which selections are counted. A segment has one or more tokens."""
 
 
 class TraceEvents:
-    """Of one request. `head` comes first; `of` says what is new in each output."""
+    """Trace events of one request: `head` first, then the results of `of`."""
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """llm: what answers; text: of the prompt; spans: where in it each token stands, none where that is not
-        known."""
+        """Create the first event.
+
+        Args:
+            llm: Engine of the request.
+            text: Rendered prompt.
+            spans: Character span of each prompt token, or empty if unknown.
+            tokens: Number of prompt tokens.
+        """
         self._size = max(1, -(-tokens // MOST_SEGMENTS))
         self._starts = list(range(0, tokens, self._size))
         self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
@@ -42,15 +46,17 @@ class TraceEvents:
         }
 
     def _segments(self, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """The prompt in pieces that together are all of it; none where nobody knows where tokens stand."""
+        """Split the prompt text into segments. Empty if the token spans are unknown."""
         if not spans:
             return []
         cuts = [0, *(spans[start][0] for start in self._starts[1:]), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
 
     def of(self, output: RequestOutput) -> dict[str, Any] | None:
-        """What is new; None where nothing is. `selected` is of the steps that are new, by segment: how often a layer
-        and KV head selected a token of it; None where no layer selects."""
+        """Return the changes since the last output, or None.
+
+        `selected` counts, for each segment, how often a layer and KV head selected a token of it in the new steps.
+        """
         trace = output.trace
         if trace is None:
             return None

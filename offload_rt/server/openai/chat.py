@@ -27,10 +27,10 @@ from .requests import ChatRequest
 
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    """Answers a request, whole or as events."""
+    """Handle a request, streamed or not."""
     service.check_model(body.model)
     if body.trace and not body.stream:
-        raise refused("trace is for stream: true", "trace")
+        raise refused("trace needs stream: true", "trace")
     text, what = await _asked(service, body, request)
     top = (body.top_logprobs or 0) if body.logprobs else None
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -50,11 +50,11 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
 
 
 Keep = Callable[[Sequence[Piece]], None]
-"""Is told what was answered, as far as it came."""
+"""Stores the conversation with the pieces of the response so far."""
 
 
 def _keeper(service: Service, body: ChatRequest, request: Request) -> Keep:
-    """What keeps the conversation where it has a session."""
+    """Return a function that stores the conversation if the request has a session."""
     owner, name = request.scope["state"]["owner"], body.session
 
     def keep(pieces: Sequence[Piece]) -> None:
@@ -75,9 +75,9 @@ async def _traced(service: Service, text: str, what: Asked) -> TraceEvents:
 
 
 async def _asked(service: Service, body: ChatRequest, request: Request) -> tuple[str, Asked]:
-    """The prompt's text, and what is asked."""
+    """Render and tokenize the prompt. Return its text and the request."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise refused("top_logprobs is for logprobs: true", "top_logprobs")
+        raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     conversation = from_chat(body)
     text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
@@ -122,7 +122,7 @@ async def _events(
         elif logprobs is not None:
             yield chunk(step.index, {"content": ""}, logprobs=logprobs)
 
-    with hold:  # until the answer is stored: a deletion in between would be undone by `keep`
+    with hold:  # until the response is stored: `keep` would undo a deletion in between
         try:
             async with aclosing(steps):
                 async for step in steps:
@@ -139,7 +139,7 @@ async def _events(
                     elif traced is not None and (new := traced.of(step.watched)) is not None:
                         yield event(head | {"choices": [], "trace": new})
         finally:
-            if begun:  # also of an answer that the client stopped
+            if begun:  # also if the client disconnects
                 keep(said)
     if with_usage:
         yield event(head | {"choices": [], "usage": usage_json(usage)})

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's clients expect them."""
+"""Log-probabilities in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from ...outputs import Logprob, Logprobs
 
 LEAST = -9999.0
-"""What stands for minus infinity, which JSON has not."""
+"""Replacement for minus infinity, which JSON cannot represent."""
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: int) -> dict[str, Any]:
-    """Of a chat's tokens `[t]`: each with its `top` most probable ones."""
+    """Return the chat format for tokens `[t]`, each with the `top` most probable alternatives."""
     content = []
     for token, there in zip(token_ids, logprobs, strict=True):
         best = sorted(there.items(), key=lambda item: item[1].rank)[:top]
@@ -23,8 +23,15 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: i
 def completion_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], top: int, offset: int, first: str = ""
 ) -> dict[str, Any]:
-    """Of a completion's tokens `[t]`, the first of which begins at the character `offset`. The first token of a prompt
-    has none (None); its text is `first`."""
+    """Return the completion format for tokens `[t]`.
+
+    Args:
+        token_ids: Tokens.
+        logprobs: Log-probabilities of each token. None for the first token of a prompt.
+        top: Number of alternatives for each token.
+        offset: Character offset of the first token.
+        first: Text of a token without log-probabilities.
+    """
     tokens: list[str] = []
     found: list[float | None] = []
     tops: list[dict[str, float] | None] = []

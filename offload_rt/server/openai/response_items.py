@@ -1,4 +1,4 @@
-"""The items of a response as they grow, and the events that tell of it."""
+"""Output items of the Responses API and their stream events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Event = dict[str, Any]
 
 
 class Items:
-    """Makes items of pieces: neighbours of one kind are one item. `output` has those that are complete."""
+    """Build output items and events from pieces. Adjacent pieces of one kind form one item.
+
+    `output` contains the completed items.
+    """
 
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []
@@ -19,7 +22,6 @@ class Items:
         self._id = self._text = ""
 
     def push(self, piece: Piece) -> list[Event]:
-        """The events of one piece."""
         if isinstance(piece, ToolCall):
             return self.close() + self._call(piece)
         found: list[Event] = []
@@ -29,7 +31,7 @@ class Items:
         return [*found, self._event(f"{self._part_event}.delta", delta=piece.text)]
 
     def close(self) -> list[Event]:
-        """The events that complete the open item, if there is one."""
+        """Complete the open item, if any, and return its events."""
         if self._kind is None:
             return []
         part, item = self._part(self._text), self._item(self._text, "completed")
@@ -51,7 +53,6 @@ class Items:
         return found
 
     def _call(self, call: ToolCall) -> list[Event]:
-        """A call comes as a whole."""
         index = len(self.output)
         item = {
             "id": f"fc_{uuid.uuid4().hex[:24]}",

@@ -1,4 +1,4 @@
-"""Responses that may be gone on with, each for the key that asked for it: in memory, or in the sessions' folder."""
+"""Storage of responses that can be continued with `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from ..errors import RefusedError
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the session of the response `name` of a key; no other key's response has the same."""
+    """Return the engine's session id of a response. It is unique for each API key and response id."""
     return digest("response", owner, name)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A response as it was answered, and the conversation up to and with it. session: where the engine keeps what it
-    computed, the same for all responses of a conversation."""
+    """A stored response.
+
+    Attributes:
+        owner: Digest of the API key.
+        response: JSON of the response.
+        messages: Conversation including the response.
+        session: Engine session with the KV. Consecutive responses of a conversation share it.
+    """
 
     owner: str
     response: Mapping[str, Any]
@@ -27,34 +33,36 @@ class Kept:
 
 
 class ResponseStore:
-    """Responses by id. One key's are not there for another: the answer is the same as for an id that never was."""
+    """Responses by id. For other API keys a response does not exist."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
 
     def add(self, name: str, kept: Kept) -> list[str]:
-        """Keeps a response. Returns the sessions that no response needs any more."""
+        """Store a response. Return the sessions of evicted responses that no other response uses."""
         head = {"owner": kept.owner, "session": kept.session}
         body = {"response": kept.response, "messages": kept.messages}
         forgotten = self._documents.put(digest(name), head, body)
         return self._unneeded([each["session"] for each in forgotten])
 
     def get(self, name: str, owner: str) -> Kept:
-        """The response; raises RefusedError (404) where it is not there."""
+        """Return a response. Raises RefusedError (404) if it does not exist."""
         head = self._documents.head(digest(name))
         body = None if head is None or head.get("owner") != owner else self._documents.body(digest(name))
         if head is None or body is None:
             raise RefusedError(
                 404,
-                f"the response {name!r:.80} is not here: responses are kept for a while",
+                f"the response {name!r:.80} does not exist, or has been evicted: send the whole conversation",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
         return Kept(owner, body["response"], body["messages"], head["session"])
 
     def delete(self, name: str, owner: str) -> str:
-        """Forgets the response, and returns its session, of which nothing should be left either; other responses of
-        the conversation can be gone on with all the same. Raises as `get`."""
+        """Delete a response and return its session, which the caller deletes too. Raises as `get`.
+
+        Other responses of the conversation remain usable.
+        """
         session = self.get(name, owner).session
         self._documents.delete(digest(name))
         return session

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's protocol of items, whole and as events; conversations go on by `previous_response_id`."""
+"""`/v1/responses`. Conversations are continued with `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .responses_requests import ResponsesRequest, format_of, from_responses, new
 
 
 async def respond(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    """Answers a request, whole or as events, and keeps it unless it says otherwise."""
+    """Handle a request, streamed or not, and store the response unless `store` is false."""
     service.check_model(body.model)
     if body.background:
-        raise refused("background: this server answers while the client waits", "background")
+        raise refused("background is not supported: remove it, and wait for the response", "background")
     head = _head(service, body, request)
     try:
         json.dumps(head, allow_nan=False)
     except (ValueError, RecursionError):
-        raise refused("tools and metadata must be JSON, which has no NaN and no Infinity", "tools") from None
+        raise refused("tools and metadata must be valid JSON: remove NaN, Infinity and deep nesting", "tools") from None
     owner = request.scope["state"]["owner"]
     before = service.responses.get(body.previous_response_id, owner) if body.previous_response_id else None
     messages = [*(before.messages if before else ()), *new_messages(body)]
@@ -55,7 +55,7 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
 
     def keep(session: str, response: dict[str, Any], pieces: Sequence[Piece]) -> None:
         if body.store is not False:
-            kept = Kept(owner, response, [*messages, _said(pieces)], session)
+            kept = Kept(owner, response, [*messages, _message(pieces)], session)
             service.forget(service.responses.add(head["id"], kept))
 
     turn = _Turn(service, response_of(owner, head["id"]), None if before is None else before.session, answers, keep)
@@ -66,8 +66,15 @@ async def respond(service: Service, body: ResponsesRequest, request: Request) ->
 
 @dataclass(frozen=True)
 class _Turn:
-    """One answer. response: its own session. before: the session of the conversation that it continues. answers: makes
-    the steps of the answer in a session. keep: stores the answer and the session that it was computed in."""
+    """The generation of one response.
+
+    Attributes:
+        service: The service.
+        response: Session id made from the id of the response.
+        before: Session of the conversation that it continues, or None.
+        answers: Generates the response in the given session.
+        keep: Stores the response and its session.
+    """
 
     service: Service
     response: str
@@ -77,21 +84,23 @@ class _Turn:
 
     @contextmanager
     def begin(self) -> Iterator[tuple[str, AsyncGenerator[Step, None]]]:
-        """Hold the session of the answer; yield its name and the steps. The second of two answers to one response at
-        the same time goes into a session of its own."""
+        """Lock the session of the response. Yield its id and the steps.
+
+        If another request is continuing the same conversation, the response gets a new session.
+        """
         busy = self.before is None or self.service.is_answering(self.before)
         session = self.response if busy or self.before is None else self.before
         try:
             with self.service.answering(*{self.response, session}):
                 yield session, self.answers(session)
         except BaseException:
-            if session == self.response:  # no response refers to it, so that nobody could delete it
+            if session == self.response:  # no stored response refers to it
                 self.service.forget([session])
             raise
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
-    """A response before anything of it is there."""
+    """Return the initial response object."""
     return {
         "id": f"resp_{request.scope['state']['request_id']}",
         "object": "response",
@@ -115,7 +124,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
-        # What Open Responses has, and this server does not vary.
+        # Fields of Open Responses with fixed values.
         "background": False,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
@@ -129,7 +138,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
 
 
 def _done(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response when all of it is there."""
+    """Return the completed response object."""
     cut = step.finish_reason == "length"
     return head | {
         "status": "incomplete" if cut else "completed",
@@ -150,8 +159,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _said(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The answer as a message of the conversation that goes on: without thinking."""
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return the response as an assistant message, without reasoning."""
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls = [
         call_message(piece.name, piece.arguments, f"call_{uuid.uuid4().hex[:24]}", "answer")
