@@ -305,7 +305,7 @@ def test_the_command_makes_a_page_without_links(
     printed, stats = capsys.readouterr().err, json.loads((tmp_path / "stats.json").read_text())
     assert f"wrote {run}" in printed.replace("\n", "")
     assert stats["working_set_rows"] == 5 and stats["working_set_bytes"] > 0
-    assert f"{stats['working_set_hit_rate']:.2%}" in printed and "had of the selected rows" in printed
+    assert f"{stats['working_set_hit_rate']:.2%}" in printed and "hit rate of the selected" in printed
     assert main(("eval", "replay", run, "--budgets", "0.6", "--eviction", "lru", "--html", str(page))) == 0
     assert "| lru | window |" in capsys.readouterr().out
     parsed = _Page()
