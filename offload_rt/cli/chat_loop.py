@@ -114,7 +114,7 @@ class Chat:
         if (forgotten := self._session.history.shift - gone) > 0:
             self._say(f"(the conversation exceeded the context length: its oldest {forgotten:,} tokens were removed)")
         if reason == "length":
-            self._say("(stopped at --max-new-tokens: write 'go on', or raise it)")
+            self._say("(stopped at --max-new-tokens: ask to continue, or raise it)")
 
     def _greet(self) -> None:
         session, turns = self._session, self._session.turns

@@ -1,4 +1,4 @@
-"""Conversations by name, each for the key that holds it: what the page comes back to, and clients by `session`."""
+"""Storage of conversations by session name."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def refusal(error: BaseException) -> RefusedError:
         return RefusedError(500, str(error))
     if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError, EngineError)):
         return refused(str(error))
-    if isinstance(error, (RequestValidationError, ValidationError)):  # the body is not what the schema expects
+    if isinstance(error, (RequestValidationError, ValidationError)):  # the body does not match the schema
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
         return RefusedError(error.status_code, str(error.detail), headers=error.headers)
