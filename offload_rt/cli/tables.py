@@ -223,7 +223,7 @@ def _host_weight_rows(shape: ModelShape) -> Rows:
         there = f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.each))} each"
         rows.append(("experts on the device", there))
         rows.append(
-            ("host to device, experts of a token", f"at most {format_size(experts.chosen * sum(experts.each))}")
+            ("experts copied per token", f"at most {format_size(experts.chosen * sum(experts.each))}")
         )
     if shape.placement.embedding:
         rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
@@ -253,8 +253,8 @@ def _plan_rows(plan: DevicePlan) -> Rows:
         ("plan: resident layers", f"{layers - len(plan.streamed)} of {layers}"),
         ("plan: streamed layers", streamed),
         ("plan: scoring keys", keys),
-        ("plan: host to device, weights of a step", format_size(plan.streamed_bytes)),
-        ("plan: host to device, KV of a step", f"at most {format_size(rows)}"),
+        ("plan: weights copied per step", format_size(plan.streamed_bytes)),
+        ("plan: KV copied per step", f"at most {format_size(rows)}"),
     ]
 
 

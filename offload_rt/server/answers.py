@@ -13,7 +13,7 @@ from ..outputs import Logprobs, RequestOutput, StopReason
 from ..sampling_params import SamplingParams
 from .conversation import Conversation
 from .deltas import Deltas, Usage, usage_of
-from .parsers.choose import answer_parser, ends_within_thinking
+from .parsers import answer_parser, ends_within_thinking
 from .parsers.pieces import Parser, Piece, ToolCall
 from .service import Service, Where
 

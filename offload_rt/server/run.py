@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from ..errors import ConfigError
-from .loading import Loading
 from .log import log_to_stderr, logger
 from .options import ServerOptions
 from .protocol import make_server
@@ -18,6 +23,84 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ..async_llm import AsyncLLM
+
+RETRY_AFTER = 2
+"""Seconds after which a client may retry and a browser reloads."""
+
+
+class Loading:
+    """Application that responds 503 until `make` has created the real application in a thread, then delegates to it.
+
+    If `make` fails, `on_failure` is called and `error` holds the exception.
+    """
+
+    def __init__(self, make: Callable[[], FastAPI]) -> None:
+        self._make = make
+        self._made: FastAPI | None = None
+        self._app: ASGIApp | None = None
+        self.error: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _send_loading(scope, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        loop, loaded = asyncio.get_running_loop(), asyncio.Event()
+        threading.Thread(target=self._load, args=(loop, loaded), name="offload-rt loading", daemon=True).start()
+        await send({"type": "lifespan.startup.complete"})
+        ended, waiting = asyncio.ensure_future(receive()), asyncio.ensure_future(loaded.wait())
+        await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._made is not None:
+            async with self._made.router.lifespan_context(self._made):
+                self._app = self._made
+                await ended
+        elif self.error is not None:
+            self.on_failure()
+            await ended
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _load(self, loop: asyncio.AbstractEventLoop, loaded: asyncio.Event) -> None:
+        begun = time.perf_counter()
+        try:
+            self._made = self._make()
+            logger.info("loaded", extra={"fields": {"seconds": round(time.perf_counter() - begun, 2)}})
+        except BaseException as error:
+            self.error = error
+        try:
+            loop.call_soon_threadsafe(loaded.set)
+        except RuntimeError:  # the server has stopped already
+            return
+
+
+async def _send_loading(scope: Scope, send: Send) -> None:
+    error = {
+        "message": "the model is being loaded: retry later",
+        "type": "overloaded_error",
+        "param": None,
+        "code": "loading",
+    }
+    browser = scope["path"] == "/"
+    body = b"The model is being loaded." if browser else json.dumps({"status": "loading", "error": error}).encode()
+    headers = {
+        "content-type": "text/plain" if browser else "application/json",
+        "content-length": str(len(body)),
+        "retry-after": str(RETRY_AFTER),
+    } | ({"refresh": str(RETRY_AFTER)} if browser else {})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 503,
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
 
 
 def bound(options: ServerOptions) -> socket.socket:

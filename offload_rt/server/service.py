@@ -19,17 +19,15 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .conversations import Conversations, session_of
 from .deltas import Usage, usage_of
-from .documents import Documents
+from .documents import Conversations, Documents, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
 from .figures import Figures
 from .log import logger
 from .openai.requests import SampledBody
-from .openai.response_store import ResponseStore, response_of
 from .options import ServerOptions
-from .parsers.choose import reasoning_parser, tool_parser
+from .parsers import reasoning_parser, tool_parser
 from .prompts import Prompts
 from .sampling import Room
 

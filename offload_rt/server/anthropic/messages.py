@@ -16,8 +16,8 @@ from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import refuse_prefill
 from ..deltas import Usage
 from ..parsers.pieces import Content, Piece, Reasoning, ToolCall, joined
+from ..sampling import forced_call
 from ..service import Service, Where
-from ..structured import forced_call
 from .requests import CountRequest, MessagesRequest, from_messages
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -12,14 +12,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...outputs import Logprob, Logprobs
 from ...sampling_params import SamplingParams
 from ..connection import event, json_answer, streamed, until_gone
 from ..deltas import Delta, Deltas, Usage, usage_of
 from ..errors import refused
-from ..sampling import sampling_fields
+from ..sampling import sampling_fields, structured_outputs
 from ..service import Service, Where
-from ..structured import structured_outputs
-from .logprobs import completion_logprobs
 from .requests import CompletionRequest
 
 DEFAULT_TOKENS = 16
@@ -212,3 +211,56 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.generated,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
+
+
+LEAST = -9999.0
+"""Replacement for minus infinity, which JSON cannot represent."""
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], top: int) -> dict[str, Any]:
+    """Return the chat format for tokens `[t]`, each with the `top` most probable alternatives."""
+    content = []
+    for token, there in zip(token_ids, logprobs, strict=True):
+        best = sorted(there.items(), key=lambda item: item[1].rank)[:top]
+        content.append(_entry(token, there[token]) | {"top_logprobs": [_entry(i, one) for i, one in best]})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], top: int, offset: int, first: str = ""
+) -> dict[str, Any]:
+    """Return the completion format for tokens `[t]`.
+
+    Args:
+        token_ids: Tokens.
+        logprobs: Log-probabilities of each token. None for the first token of a prompt.
+        top: Number of alternatives for each token.
+        offset: Character offset of the first token.
+        first: Text of a token without log-probabilities.
+    """
+    tokens: list[str] = []
+    found: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token, there in zip(token_ids, logprobs, strict=True):
+        text = _text(token, there[token]) if there else first
+        best = sorted(there.items(), key=lambda item: item[1].rank)[:top] if there else []
+        tokens.append(text)
+        found.append(_finite(there[token].logprob) if there else None)
+        tops.append({_text(i, one): _finite(one.logprob) for i, one in best} if there else None)
+        offsets.append(offset)
+        offset += len(text)
+    return {"tokens": tokens, "token_logprobs": found, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = _text(token, logprob)
+    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
+
+
+def _text(token: int, logprob: Logprob) -> str:
+    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def _finite(value: float) -> float:
+    return max(value, LEAST)

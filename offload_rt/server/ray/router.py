@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from ..affinity import give_way
+from ..forwarding import give_way
 
 
 class AffinityRouter(ConsistentHashRouter):  # type: ignore[misc]

@@ -44,7 +44,7 @@ def test_a_chat_comes_back_with_all_that_was_said(
     out, err = capsys.readouterr()
     assert "new session 'book'" in err and "no command '/nonsense'" in err and "cannot read '/none'" in err
     assert "saved" in err and len(out.strip()) > 10
-    assert err.count("cut at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
+    assert err.count("stopped at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
     talk(store, "/history\n/stats\nGo on\n/stats\n/fork other\n/truncate 40\n/quit\nnever read\n", monkeypatch)
     again = capsys.readouterr()
     assert "2 turns" in again.err and "Once upon a time" in again.err and "Second line." in again.err

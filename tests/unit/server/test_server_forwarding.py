@@ -15,9 +15,8 @@ from starlette.types import Message
 from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
 
 from offload_rt.errors import ConfigError
-from offload_rt.server.affinity import BEGINNING, affinity, give_way
 from offload_rt.server.app import make_app
-from offload_rt.server.forwarding import Asked, Behind, Door
+from offload_rt.server.forwarding import BEGINNING, Asked, Behind, Door, affinity, give_way
 from offload_rt.server.options import ServerOptions
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}

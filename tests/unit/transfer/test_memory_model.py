@@ -55,7 +55,7 @@ def row(text: str, name: str) -> str:
 def test_table_shows_what_the_statistics_say(infinigen: Stats) -> None:
     text = shown(stats_table(infinigen))
     assert row(text, "prompt") == "500 tokens"
-    assert row(text, "written") == "40 tokens"
+    assert row(text, "generated") == "40 tokens"
     assert row(text, "dense layers") == "0 of 4"
     assert row(text, "exact attention fraction") == f"{infinigen.exact_fraction:.2%}"
     assert row(text, "fetched fraction") == f"{infinigen.fetched_fraction:.2%}"
@@ -225,7 +225,7 @@ def test_obstacles(machine: Machine, words: list[str]) -> None:
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
     text = shown(requirements_table("m", "full", NEEDED, machine))
-    assert row(text, "device: largest sum") == "3 GiB"
+    assert row(text, "device: peak") == "3 GiB"
     assert ("free: on GPU" in text) == (machine.device is not None)
 
 
