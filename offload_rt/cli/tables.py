@@ -222,9 +222,7 @@ def _host_weight_rows(shape: ModelShape) -> Rows:
         experts = shape.sizes.experts
         there = f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.each))} each"
         rows.append(("experts on the device", there))
-        rows.append(
-            ("experts copied per token", f"at most {format_size(experts.chosen * sum(experts.each))}")
-        )
+        rows.append(("experts copied per token", f"at most {format_size(experts.chosen * sum(experts.each))}"))
     if shape.placement.embedding:
         rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
     return rows + _present("host: experts and embedding", shape.host_bytes)
